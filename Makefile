@@ -1,0 +1,37 @@
+# make demo, make test: each creates .venv, installs the tested set of packages and runs; nothing else is needed before.
+# PYTHON     the interpreter that a new .venv gets: make PYTHON=python3.12 test
+# PIP_FLAGS  options of pip install, such as torch's CPU packages on a machine without a GPU:
+#            make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
+# ARGS       options of the demo or of pytest:    make ARGS="--task kv --context 4096" demo
+# FLAGS      test flags whose cells `make notebooks` runs too: slow, cuda
+PYTHON = python3
+PIP_FLAGS =
+ARGS =
+FLAGS =
+NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb)
+
+.PHONY: setup demo test notebooks docs preview
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	.venv/bin/sparse-nb demo $(ARGS)
+
+test: setup
+	.venv/bin/python -m pytest $(ARGS)
+
+notebooks: setup
+	.venv/bin/nbdev_export
+	for nb in $(NOTEBOOKS); do echo $$nb; .venv/bin/python tools/book.py execute $$nb --flags "$(FLAGS)" || exit 1; done
+	.venv/bin/nbdev_clean
+
+docs: setup
+	$(if $(shell command -v quarto 2>/dev/null),.venv/bin/nbdev_docs,$(error the site needs Quarto: get it from https://quarto.org/docs/get-started, or look at the pages with `make preview`))
+
+preview: setup
+	.venv/bin/python tools/book.py preview

@@ -1,0 +1,307 @@
+"Exact attention, partial states, weighted keys and the four simple rules, against independent formulas and generated examples."
+import itertools
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparse_nb.attention import (
+    Exact, Method, Selection, SoftmaxState, Streaming, TopK, TopP, Uniform, assert_close, attention, attention_scores, attention_weights,
+    budget_counts, merge_states, partial_attention, select_sinks_window, select_topk, select_topp, select_uniform, weighted_attention, weighted_state)
+
+METHODS = [Exact(), Streaming(sinks=2, window=0.2), TopK(budget=0.3), TopP(mass=0.8), Uniform(samples=0.4)]
+WHOLE = [Exact(), Streaming(sinks=1, window=1.0), TopK(budget=1.0), TopP(mass=1.0), Uniform(samples=1.0)]
+
+
+def make(batch=2, heads=6, groups=2, queries=3, keys=45, size=16, dtype=torch.float64, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, queries, size), (batch, groups, keys, size), (batch, groups, keys, size)
+    return [torch.randn(s, generator=rng, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def naive(q, k, v, *, causal=False, kv_start=None, kv_len=None, scale=None, weight=None):
+    "Attention with explicit sums over visible keys, a query of a head at a time; `weight` [B, H, Q, N] is Eq. 3's w."
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for b, h, i in itertools.product(*map(range, q.shape[:3])):
+        start = 0 if kv_start is None else int(kv_start[b])
+        stop = k.shape[2] if kv_len is None else int(kv_len[b])
+        if causal: stop += i + 1 - q.shape[2]
+        g = h * k.shape[1] // q.shape[1]
+        e = torch.exp(k[b, g, start:stop].double() @ q[b, h, i].double() * (q.shape[3]**-0.5 if scale is None else scale))
+        if weight is not None: e = e * weight[b, h, i, start:stop]
+        out[b, h, i] = (e[:, None] * v[b, g, start:stop].double()).sum(0) / e.sum()
+    return out
+
+
+# exact attention
+
+@pytest.mark.parametrize("heads, groups", [(1, 1), (4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize("queries, keys, size", [(1, 1, 64), (1, 63, 80), (7, 111, 96), (64, 64, 16)])
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-13), (torch.float32, 3e-6)])
+def test_attention_is_sdpa(heads, groups, queries, keys, size, dtype, rtol):
+    q, k, v = make(2, heads, groups, queries, keys, size, dtype)
+    assert_close(attention(q, k, v), scaled_dot_product_attention(q, k, v, enable_gqa=True), rtol)
+    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    assert_close(attention(q, k, v, causal=True, scale=0.3), scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True), rtol)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("start, length", [(None, None), ([0, 7], None), (None, [45, 20]), ([3, 17], [40, 20])])
+@pytest.mark.parametrize("int_type", [torch.int32, torch.int64])
+def test_masks(causal, start, length, int_type):
+    q, k, v = make()
+    masks = dict(causal=causal, kv_start=None if start is None else torch.tensor(start, dtype=int_type),
+                 kv_len=None if length is None else torch.tensor(length, dtype=int_type))
+    want = naive(q, k, v, **masks)
+    assert_close(attention(q, k, v, **masks), want, 1e-13)
+    assert_close(attention_weights(q, k, **masks).unflatten(1, (2, 3)) @ v[:, :, None], want.unflatten(1, (2, 3)), 1e-13)
+    for method in WHOLE: assert_close(method.decode(q, k, v, seed=0, **masks), want, 1e-13, repr(method))
+
+
+def test_rows_outside_start_and_len_are_never_used():
+    q, k, v = make()
+    masks = dict(kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([45, 20]))
+    want = {m: m.decode(q, k, v, seed=0, causal=True, **masks) for m in METHODS}
+    k[1, :, :7], k[1, :, 20:], v[1, :, :7], v[1, :, 20:] = math.nan, math.inf, math.nan, math.inf
+    for method in METHODS: assert torch.equal(method.decode(q, k, v, seed=0, causal=True, **masks), want[method]), method
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_half_precision_is_only_rounding(method, dtype):
+    q, k, v = make(dtype=dtype)
+    out = method.decode(q, k, v, seed=0)
+    assert out.dtype == dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert torch.equal(out, method.decode(q.to(wide), k.to(wide), v.to(wide), seed=0).to(dtype))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_autocast_changes_nothing(method):
+    q, k, v = make(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16): out = method.decode(q, k, v, seed=0)
+    assert torch.equal(out, method.decode(q, k, v, seed=0))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_strides_change_nothing(method):
+    q, k, v = make()
+    q_, k_, v_ = q.transpose(1, 2).contiguous().transpose(1, 2), torch.cat([k, k], -1)[..., :16], v.mT.contiguous().mT
+    assert not (q_.is_contiguous() or k_.is_contiguous() or v_.is_contiguous())
+    assert_close(method.decode(q_, k_, v_, seed=0, causal=True), method.decode(q, k, v, seed=0, causal=True), 1e-13)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_gradients(method):
+    q, k, v = (x.requires_grad_() for x in make(1, 2, 1, 2, 9, 4))
+    assert torch.autograd.gradcheck(lambda v: method.decode(q, k, v, seed=0, causal=True), (v,))
+    if method in (Exact(), METHODS[1]): assert torch.autograd.gradcheck(lambda q, k: method.decode(q, k, v, seed=0, causal=True), (q, k))
+    out = method.decode(q, k, v, seed=0)
+    with torch.no_grad(): assert torch.equal(method.decode(q, k, v, seed=0), out)
+    with torch.inference_mode(): assert torch.equal(method.decode(q, k, v, seed=0), out)
+
+
+def test_huge_scores_do_not_overflow():
+    q, k, v = make(dtype=torch.float32)
+    assert_close(attention(q * 1e4, k, v), v.repeat_interleave(3, 1).gather(2, attention_scores(q, k).argmax(-1)[..., None].expand(q.shape)), 1e-6)
+
+
+# partial states
+
+values = st.one_of(st.just(-math.inf), st.floats(-1e4, 1e4), st.floats(-2, 2))
+
+
+@st.composite
+def state(draw):
+    "A state of two queries; -inf is the empty one."
+    m = torch.tensor([draw(values), draw(values)], dtype=torch.float64).view(1, 1, 2)
+    l = torch.tensor([draw(st.floats(1e-3, 1e6)), draw(st.floats(1e-3, 1e6))], dtype=torch.float64).view(1, 1, 2)
+    o = torch.tensor([[draw(st.floats(-9, 9)) for _ in range(3)] for _ in range(2)], dtype=torch.float64).view(1, 1, 2, 3) * l[..., None]
+    return SoftmaxState(m, l.masked_fill(m == -math.inf, 0), o.masked_fill((m == -math.inf)[..., None], 0))
+
+
+def same(a, b, tolerance):
+    "Equal states: the same maximum, sums within `tolerance` of the size of their terms (|v| <= 9)."
+    assert torch.equal(a.m, b.m)
+    assert ((a.l - b.l).abs() <= tolerance * b.l).all()
+    assert ((a.o - b.o).abs() <= 9 * tolerance * b.l[..., None]).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(state(), state(), state())
+def test_merge_is_associative_and_commutative(a, b, c):
+    same(merge_states(merge_states(a, b), c), merge_states(a, merge_states(b, c)), 1e-14)
+    assert all(map(torch.equal, merge_states(a, b), merge_states(b, a)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(state())
+def test_empty_state_is_neutral_to_the_last_bit(a):
+    empty = SoftmaxState.empty(torch.zeros(1, 1, 2, 3, dtype=torch.float64))
+    for merged in (merge_states(a, empty), merge_states(empty, a)): assert all(map(torch.equal, merged, a))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.integers(1, 44), max_size=8), st.randoms(use_true_random=False), st.booleans(), st.integers(0, 30), st.integers(34, 45))
+def test_any_parts_in_any_order_are_the_whole(cuts, random, causal, start, length):
+    q, k, v = make()
+    masks = dict(causal=causal, kv_start=torch.tensor([0, start]), kv_len=torch.tensor([length, 45]))
+    edges = [0, *sorted(cuts), 45]
+    states = [partial_attention(q, k, v, begin=a, stop=b, **masks) for a, b in itertools.pairwise(edges)]
+    while len(states) > 1:
+        random.shuffle(states)
+        states.append(merge_states(states.pop(), states.pop()))
+    assert_close(states[0].output(), naive(q, k, v, **masks), 1e-13)
+
+
+# weighted keys
+
+def test_weighted_attention_is_equation_3():
+    q, k, v = make()
+    rng = torch.Generator().manual_seed(1)
+    index = torch.rand(2, 6, 3, 45, generator=rng).argsort(-1)[..., :12]
+    selection = Selection(index, torch.randint(0, 5, index.shape, generator=rng).double())
+    assert_close(weighted_attention(q, k, v, selection, scale=0.4), naive(q, k, v, scale=0.4, weight=selection.dense(45)), 1e-13)
+    assert torch.equal(selection.budget, (selection.dense(45) > 0).sum(-1))
+    assert torch.equal(selection.density(45), selection.budget / 45)
+
+
+def test_blocks_of_queries_change_nothing(monkeypatch):
+    q, k, v = make(queries=20)
+    selection = select_topk(q, k, budget=9)
+    want, drawn = weighted_attention(q, k, v, selection), select_uniform(q, k, samples=9, seed=0).index
+    monkeypatch.setattr("sparse_nb.attention._GATHER", 1)
+    monkeypatch.setattr("sparse_nb.attention._TICKETS", 1)
+    assert_close(weighted_attention(q, k, v, selection), want, 1e-14)
+    assert torch.equal(select_uniform(q, k, samples=9, seed=0).index, drawn)
+
+
+def test_disjoint_selections_merge_to_their_union():
+    q, k, v = make()
+    top = select_topk(q, k, budget=10)
+    first, rest = (Selection(top.index[..., s], top.weight[..., s] * w) for s, w in ((slice(0, 4), 1), (slice(4, 10), 3)))
+    union = Selection(top.index, torch.cat([first.weight, rest.weight], -1))
+    assert_close(merge_states(weighted_state(q, k, v, first), weighted_state(q, k, v, rest)).output(), weighted_attention(q, k, v, union), 1e-13)
+
+
+def test_numerator_and_denominator_are_unbiased_for_unequal_probabilities():
+    "Independent draws with a probability for each key: the expectation is a sum over all 64 subsets."
+    q, k, v = make(1, 1, 1, 1, 6, 4)
+    p = torch.tensor([0.1, 0.9, 0.5, 0.3, 1.0, 0.2], dtype=torch.float64)
+    taken = torch.tensor(list(itertools.product((0, 1), repeat=6)), dtype=torch.float64)
+    chance = (taken * p + (1 - taken) * (1 - p)).prod(-1)
+    selection = Selection(torch.arange(6).expand(1, 1, 64, 6), (taken / p)[None, None])
+    m, l, o = weighted_state(q.expand(1, 1, 64, 4), k, v, selection)
+    size = torch.exp(m) * chance
+    e = attention_scores(q, k).exp()
+    assert_close((l * size).nansum(), e.sum(), 1e-13)
+    assert_close((o * size[..., None]).sum(2), (e @ v)[:, :, 0], 1e-13)
+
+
+# rules
+
+def test_streaming_keeps_ends():
+    q, k, _ = make()
+    kept = select_sinks_window(q, k, sinks=2, window=3, causal=True, kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([45, 20])).dense(45)
+    assert kept[0, 5, 2].nonzero().flatten().tolist() == [0, 1, 42, 43, 44]
+    assert kept[0, 0, 0].nonzero().flatten().tolist() == [0, 1, 40, 41, 42]
+    assert kept[1, 3, 1].nonzero().flatten().tolist() == [7, 8, 16, 17, 18]
+    assert kept.max() == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 42))
+def test_topk_has_the_least_missing_mass(seed, budget):
+    q, k, _ = make(seed=seed)
+    weights = attention_weights(q, k, causal=True)
+    kept = (weights * select_topk(q, k, budget=budget, causal=True).dense(45)).sum(-1)
+    assert_close(kept, weights.sort(-1, descending=True).values[..., :budget].sum(-1), 1e-13)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.floats(1e-6, 1))
+def test_topp_is_the_smallest_set_with_the_mass(seed, mass):
+    q, k, _ = make(seed=seed)
+    weights = attention_weights(q, k, causal=True)
+    selection = select_topp(q, k, mass=mass, causal=True)
+    kept = weights.gather(-1, selection.index) * selection.weight
+    assert (kept.sum(-1) >= mass - 1e-12).all()
+    largest = weights.sort(-1, descending=True).values.cumsum(-1)
+    one_less = torch.where(selection.budget > 1, largest.gather(-1, (selection.budget - 2).clamp(min=0)[..., None])[..., 0], 0)
+    assert (one_less < mass + 1e-12).all()
+    assert (selection.dense(45)[weights == 0] == 0).all()
+
+
+@pytest.mark.parametrize("method", METHODS[:4], ids=repr)
+def test_a_block_of_queries_is_its_rows_one_by_one(method):
+    q, k, v = make(queries=5)
+    out = method.decode(q, k, v, causal=True, kv_start=torch.tensor([0, 9]))
+    for i in range(5):
+        row = method.decode(q[:, :, i:i + 1], k, v, kv_start=torch.tensor([0, 9]), kv_len=torch.full((2,), 41 + i))
+        assert_close(out[:, :, i:i + 1], row, 1e-13)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**4))
+@settings(deadline=None)
+def test_shares_round_up_without_noise(n, parts):
+    "A share that means a whole number of keys gives this number, and a little more gives one key more."
+    whole = min(parts, n)
+    count, slots = budget_counts(whole / n, torch.tensor([[[n]]]), n)
+    assert count.item() == slots == whole
+    if whole < n: assert budget_counts((whole + 0.01) / n, torch.tensor([[[n]]]), n)[1] == whole + 1
+
+
+# methods
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_methods_stats_and_json(method):
+    q, k, v = make()
+    masks = dict(causal=True, kv_start=torch.tensor([0, 7]))
+    out, stats = method.decode(q, k, v, seed=3, return_stats=True, **masks)
+    assert torch.equal(out, method.decode(q, k, v, seed=3, **masks))
+    selection = method.select(q, k, seed=3, **masks)
+    visible = torch.isfinite(attention_scores(q, k, **masks)).sum(-1)
+    assert torch.equal(stats.budget, selection.budget) and torch.equal(stats.values_read, selection.budget)
+    assert_close(stats.density, selection.budget / visible, 1e-6)
+    assert torch.equal(stats.keys_scored, visible if isinstance(method, (Exact, TopK, TopP)) else selection.budget)
+    assert stats.certificate is None and stats.index_bytes == 0
+    assert Method.from_json(method.to_json()) == method == type(method).from_json(method.to_json())
+    assert eval(repr(method)) == method
+
+
+def test_methods_in_methods_go_to_json_and_back(monkeypatch):
+    from dataclasses import dataclass
+    monkeypatch.setattr(Method, "registry", dict(Method.registry))
+
+    @dataclass(frozen=True)
+    class Pair(Method):
+        first: Method
+        second: Method
+
+    pair = Pair(TopK(3), Pair(Uniform(0.5), Streaming()))
+    assert Method.from_json(pair.to_json()) == pair
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_gpu_gives_the_same_and_is_never_waited_for(method):
+    "TopP is the exception to the second half, as its documentation says: its number of slots depends on the scores."
+    masks = dict(kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([45, 20]))
+    inputs = make()
+    want = method.decode(*inputs, seed=7, causal=True, **masks)
+    inputs, masks, seed = [x.cuda() for x in inputs], {name: x.cuda() for name, x in masks.items()}, torch.tensor(7).cuda()
+    method.decode(*inputs, seed=seed, causal=True, **masks)
+    if not isinstance(method, TopP): torch.cuda.set_sync_debug_mode("error")
+    try: out = method.decode(*inputs, seed=seed, causal=True, **masks)
+    finally: torch.cuda.set_sync_debug_mode("default")
+    assert_close(out, want, 1e-12)
+
+
+def test_imports_nothing_but_torch():
+    blocked = "scipy", "pandas", "matplotlib", "seaborn", "transformers", "triton", "nbdev", "fastcore"
+    code = f"import torch, sys; sys.modules.update(dict.fromkeys({blocked!r})); import sparse_nb.attention"
+    subprocess.run([sys.executable, "-c", code], check=True)

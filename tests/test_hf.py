@@ -1,0 +1,244 @@
+"Attention override, capture and answer on small random models of many families"
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from sparse_nb.attention import Exact, TopK, Uniform, assert_close, attention
+from sparse_nb.hf import _visible, answer, attention_override, capture, prefill
+
+SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+def rope(**kwargs): return dict(rope_parameters=dict(rope_type="default", rope_theta=1e4) | kwargs)
+
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama3 scaling": ("Llama", rope(rope_type="llama3", factor=4.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0)),
+    "yarn": ("Llama", rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)),
+    "mistral, window": ("Mistral", dict(sliding_window=16)),
+    "qwen2, window": ("Qwen2", dict(use_sliding_window=True, sliding_window=16, max_window_layers=1)),
+    "qwen3, key norm": ("Qwen3", dict(head_dim=16)),
+    "gemma2, capped": ("Gemma2", dict(head_dim=16, sliding_window=16, attn_implementation="eager")),
+    "gemma3, window": ("Gemma3Text", dict(head_dim=16, sliding_window=16)),
+    "phi3, fused": ("Phi3", {}),
+    "phi, partial": ("Phi", rope(partial_rotary_factor=0.5)),
+    "gpt-neox, partial, fused": ("GPTNeoX", rope(partial_rotary_factor=0.25)),
+    "cohere, interleaved": ("Cohere", {}),
+    "cohere2, layers without rope": ("Cohere2", dict(sliding_window=16, num_hidden_layers=4)),
+    "glm, partial, interleaved": ("Glm", dict(head_dim=16)),
+    "smollm3, layers without rope": ("SmolLM3", dict(num_hidden_layers=4)),
+    "granite, own scale": ("Granite", dict(attention_multiplier=0.3)),
+    "gpt-oss, sinks": ("GptOss", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)),
+}
+REFUSED = {"gemma2, capped": "softcap", "gpt-oss, sinks": "s_aux"}
+
+def build(family):
+    torch.manual_seed(0)
+    name, settings = FAMILIES[family]
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(**SMALL | settings)).eval()
+
+@pytest.fixture(params=FAMILIES)
+def family(request): return request.param
+
+@pytest.fixture
+def llama(): return build("llama")
+
+IDS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(1))
+
+class Letters:
+    "A tokenizer that writes token i as a character and never a line break"
+    def decode(self, ids, **kwargs): return "".join(chr(0x4E00 + i) for i in ids)
+
+def per_query(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    rows = [attention(query[:, :, [j]], key[:, :, seen], value[:, :, seen], scale=scaling)
+            for j, seen in enumerate(_visible(attention_mask, query.shape[2], key.shape[2]))]
+    return torch.cat(rows, 2).transpose(1, 2), None
+
+def projected_keys(model, layer, like):
+    "Keys as the last projection or norm before the rotation leaves them, by forward hooks on one plain run"
+    attn = [m for m in model.modules() if getattr(m, "layer_idx", None) == layer and "Attention" in type(m).__name__][0]
+    name = next(n for n in ("k_norm", "k_proj", "qkv_proj", "query_key_value") if hasattr(attn, n))
+    out = []
+    hook = getattr(attn, name).register_forward_hook(lambda module, args, result: out.append(result))
+    with torch.no_grad(): model(IDS, use_cache=False)
+    hook.remove()
+    batch, groups, keys, size = like.shape
+    if name == "qkv_proj": return out[0][..., -2 * groups * size:-groups * size].unflatten(-1, (groups, size)).transpose(1, 2)
+    if name == "query_key_value": return out[0].unflatten(-1, (groups, 3, size))[..., 1, :].transpose(1, 2)
+    if out[0].shape == like.shape: return out[0]
+    return out[0].reshape(batch, keys, groups, size).transpose(1, 2)
+
+def test_captured_tensors_reproduce_the_attention_of_the_model(family):
+    model = build(family)
+    for c in capture(model, IDS, positions=[-1, 0, 20, 33]):
+        assert c.q.shape[2] == 4 and c.k.shape[2] == 40 and c.positions.tolist() == [39, 0, 20, 33]
+        if family in REFUSED:
+            with pytest.raises(ValueError, match="layer 0 uses"): c.seen(0)
+            break
+        for i in range(4): assert_close(attention(*c.seen(i), scale=c.scale), c.out[:, :, [i]], rtol=1e-5)
+
+def test_a_pass_through_override_reproduces_the_logits_and_leaves_no_trace(family):
+    if family in REFUSED: pytest.skip("the pass-through knows plain attention only")
+    model = build(family)
+    before = model.config._attn_implementation
+    with torch.no_grad():
+        want = model(IDS).logits
+        with attention_override(model, per_query, mask="sdpa"): got = model(IDS).logits
+        assert_close(got, want, rtol=1e-5)
+        assert torch.equal(model(IDS).logits, want)
+    assert model.config._attn_implementation == before
+    assert not [n for n in transformers.AttentionInterface._global_mapping if "sparse_nb" in n]
+    assert not [n for n in transformers.AttentionMaskInterface._global_mapping if "sparse_nb" in n]
+
+def test_keys_before_rope_are_the_projected_keys(family):
+    model = build(family)
+    for c in capture(model, IDS, before_rope=True):
+        assert torch.equal(c.k_before, projected_keys(model, c.layer, c.k_before))
+        assert c.q_before.shape == c.q.shape
+
+@pytest.mark.parametrize("family", ["llama", "yarn", "llama3 scaling"])
+def test_rotating_the_keys_before_rope_gives_the_keys_after(family):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    model = build(family)
+    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(40)[None])
+    assert (family == "yarn") == bool((cos**2 + sin**2 - 1).abs().max() > 1e-3)
+    for c in capture(model, IDS, before_rope=True):
+        q, k = apply_rotary_pos_emb(c.q_before, c.k_before, cos, sin)
+        assert_close(q, c.q, rtol=1e-6)
+        assert_close(k, c.k, rtol=1e-6)
+
+@pytest.mark.parametrize("family", ["cohere2, layers without rope", "smollm3, layers without rope"])
+def test_a_layer_that_does_not_rotate_has_the_same_keys_before_and_after(family):
+    rotated = [not torch.equal(c.k, c.k_before) for c in capture(build(family), IDS, before_rope=True)]
+    assert rotated == [True, True, True, False]
+
+def test_a_window_shows_in_the_first_key_seen():
+    c = capture(build("mistral, window"), IDS, positions=[5, 15, 16, 39])[0]
+    assert c.first.tolist() == [0, 0, 1, 24]
+
+def test_capture_keeps_only_what_was_asked_for(llama):
+    c = capture(llama, IDS, positions=[3])[0]
+    for x in (c.q, c.k, c.v, c.out): assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    batch = capture(llama, IDS.repeat(2, 1))[1]
+    assert batch.q.shape == (2, 4, 40, 16) and batch.k.shape == (2, 2, 40, 16) and batch.q_before is None
+    assert_close(attention(batch.q, batch.k, batch.v, causal=True, scale=batch.scale), batch.out, rtol=1e-5)
+
+def test_capture_does_not_compute_logits(llama):
+    llama.lm_head.register_forward_hook(lambda *args: pytest.fail("the logits were computed"))
+    capture(llama, IDS)
+    prefill(llama, IDS)
+
+def test_left_padding_reaches_the_function(llama):
+    pad = torch.tensor([0, 7])
+    ids = torch.stack([IDS[0], torch.cat([IDS.new_zeros(7), IDS[0, :33]])])
+    mask = (torch.arange(40) >= pad[:, None]).long()
+    def padded(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        assert attention_mask.shape == (2, 40)
+        start = attention_mask.int().argmax(-1)
+        visible = (torch.arange(40) >= start[:, None]).float()
+        from sparse_nb.attention import attention_scores
+        scores = attention_scores(query, key, scale=scaling) + torch.where(visible.bool(), 0, -torch.inf)[:, None, None]
+        hidden = torch.ones(40, 40).tril().log()
+        weights = (scores + hidden).softmax(-1).nan_to_num(0)
+        return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2), None
+    with torch.no_grad():
+        want = llama(ids, attention_mask=mask).logits
+        with attention_override(llama, padded): got = llama(ids, attention_mask=mask).logits
+    assert_close(got[0], want[0], rtol=1e-5)
+    assert_close(got[1, 7:], want[1, 7:], rtol=1e-5)
+
+def test_layers_tell_themselves_apart(llama):
+    calls = []
+    def fn(module, *args, **kwargs):
+        calls.append(module.layer_idx)
+        return per_query(module, *args, **kwargs)
+    with torch.no_grad(), attention_override(llama, fn, mask="sdpa"): llama(IDS)
+    assert calls == [0, 1]
+
+def test_overrides_nest_and_restore_after_an_exception(llama):
+    def crash(*args, **kwargs): raise KeyError("inside")
+    with torch.no_grad():
+        want = llama(IDS).logits
+        with attention_override(llama, per_query, mask="sdpa"):
+            with pytest.raises(KeyError, match="inside"), attention_override(llama, crash): llama(IDS)
+            assert_close(llama(IDS).logits, want, rtol=1e-5)
+        assert torch.equal(llama(IDS).logits, want)
+
+def test_prefill_in_chunks_fills_the_same_cache(family):
+    model = build(family)
+    whole, steps = prefill(model, IDS), []
+    parts = prefill(model, IDS[0], chunk=9, progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(i, 40) for i in (0, 9, 18, 27, 36, 40)]
+    for a, b in zip(whole.layers, parts.layers): assert_close(b.keys, a.keys, rtol=1e-4)
+
+def test_exact_answer_is_the_generated_one(family):
+    model = build(family)
+    cache = prefill(model, IDS[:, :32])
+    before = [x.keys for x in cache.layers]
+    if family in REFUSED:
+        with pytest.raises(ValueError, match=f"uses {REFUSED[family]}"): answer(model, cache, IDS[:, 32:], Exact(), tokenizer=Letters())
+        return
+    got = answer(model, cache, IDS[:, 32:], Exact(), tokenizer=Letters(), max_new_tokens=6, audit=True)
+    want = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, do_sample=False)[0, 40:].tolist()
+    assert got.ids == want
+    assert got.error.shape == (8 + len(want) - 1, model.config.num_hidden_layers, 4) and got.error.max() == 0 and got.density.min() == 1
+    assert len(got.seconds) == len(want) and got.ms_per_token > 0
+    assert cache.get_seq_length() == 32 and all(a is b.keys for a, b in zip(before, cache.layers))
+
+def test_a_window_is_honoured_by_a_sparse_method():
+    model = build("mistral, window")
+    seen = []
+    answer(model, prefill(model, IDS[:, :32]), IDS[:, 32:], TopK(budget=0.5), tokenizer=Letters(), max_new_tokens=2,
+           watch=lambda k, **kwargs: seen.append(k.shape[2]))
+    assert set(seen) == {16}
+
+def test_the_seed_fixes_the_answer_and_the_audit_replays_it(llama):
+    cache = prefill(llama, IDS[:, :32])
+    def run(seed, **kwargs): return answer(llama, cache, IDS[:, 32:], Uniform(samples=0.2), tokenizer=Letters(), max_new_tokens=4, seed=seed, **kwargs)
+    a, b, c = run(1, audit=True), run(1, audit=True), run(2, audit=True)
+    assert a.ids == b.ids == run(1).ids and torch.equal(a.error, b.error) and not torch.equal(a.error, c.error)
+    assert (a.density - 0.2).abs().max() < 0.03 and run(1).error is None
+    seeds = set()
+    run(1, watch=lambda seed, **kwargs: seeds.add(seed))
+    assert len(seeds) == 2 * (8 + 3)
+
+def test_an_answer_stops_at_a_stop_character_once_begun(llama):
+    class Lines:
+        texts = iter(["\n", "\n4", "\n47", "\n47.", "never"])
+        def decode(self, ids, **kwargs): return next(self.texts)
+    got = answer(llama, prefill(llama, IDS), IDS[:, :1], Exact(), tokenizer=Lines(), stop="\n.")
+    assert got.text == "\n47" and len(got.ids) <= 4
+
+def gpt2(): return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=64, bos_token_id=1, eos_token_id=2)).eval()
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda m: attention_override(m, None).__enter__(), TypeError, "fn: got NoneType"),
+    (lambda m: attention_override(m, per_query, mask="dense").__enter__(), ValueError, "mask: got 'dense'"),
+    (lambda m: attention_override(torch.nn.Linear(2, 2), per_query).__enter__(), ValueError, "model: Linear"),
+    (lambda m: capture(m, [1, 2]), TypeError, "input_ids: got list"),
+    (lambda m: capture(m, IDS.float()), TypeError, "input_ids: got torch.float32"),
+    (lambda m: capture(m, IDS[:, :0]), ValueError, "input_ids: got shape"),
+    (lambda m: capture(m, IDS[None]), ValueError, "input_ids: got shape"),
+    (lambda m: capture(m, IDS + 60), ValueError, "input_ids: got numbers from"),
+    (lambda m: capture(m.train(), IDS), ValueError, "model: got one in training mode"),
+    (lambda m: capture(m, IDS, positions=[40]), ValueError, "positions: got 40 to 40, allowed are -40 to 39"),
+    (lambda m: capture(m, IDS, positions=[-41]), ValueError, "positions: got -41"),
+    (lambda m: capture(m, IDS, positions=[]), (TypeError, ValueError), "positions: got"),
+    (lambda m: capture(m, IDS, positions=5), ValueError, "positions: got shape"),
+    (lambda m: capture(m, IDS, positions=[0.5]), TypeError, "positions: got torch.float32"),
+    (lambda m: capture(gpt2(), IDS, before_rope=True), ValueError, "layer 0 of gpt2 is not given its rotation"),
+    (lambda m: capture(transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=8, n_layer=1, n_head=2)).eval(), IDS), ValueError, "model: bloom"),
+    (lambda m: capture(transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1)).eval(), IDS), ValueError, "model: mamba"),
+    (lambda m: prefill(m, IDS, chunk=0), ValueError, "chunk: got 0"),
+    (lambda m: prefill(m, IDS, chunk=2.0), TypeError, "chunk: got float"),
+    (lambda m: answer(m, prefill(m, IDS), IDS.repeat(2, 1), Exact(), tokenizer=Letters()), ValueError, "input_ids: got 2 rows"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, None, tokenizer=Letters()), TypeError, "method: got NoneType"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), max_new_tokens=0), ValueError, "max_new_tokens: got 0"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), max_new_tokens=1.5), TypeError, "max_new_tokens: got float"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), seed=-1), ValueError, "seed must"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, TopK(budget=1000), tokenizer=Letters()), ValueError, "1000"),
+])
+def test_bad_input_is_named(llama, call, error, message):
+    with pytest.raises(error, match=message): call(llama)
+

@@ -1,0 +1,102 @@
+"""What is installed, what it needs, and whether the documents point at things that exist."""
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import HeaderParser
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md",
+          "scores.json"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    "The wheel that pip builds of this tree, opened."
+    out = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, out / "tree", ignore=shutil.ignore_patterns(".*", "_proc", "_docs", "_preview", "build", "*.egg-info"))
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, out / "tree"], check=True)
+    (path,) = out.glob("*.whl")
+    with zipfile.ZipFile(path) as opened: yield opened
+
+
+def member(wheel, name):
+    (path,) = [p for p in wheel.namelist() if p.endswith(f".dist-info/{name}")]
+    return wheel.read(path).decode()
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    names = set(wheel.namelist())
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "sparse_nb").rglob("*.py")}
+    data = {f"sparse_nb/pocket_model/{name}" for name in POCKET}
+    assert {n for n in names if ".dist-info/" not in n} == modules | data
+    assert "Apache License" in member(wheel, "licenses/LICENSE")
+
+
+def test_pocket_model_is_small(wheel):
+    assert wheel.getinfo("sparse_nb/pocket_model/model.safetensors").file_size <= 16 * 2**20
+
+
+def test_one_version(wheel):
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "settings.ini")
+    head = HeaderParser().parsestr(member(wheel, "METADATA"))
+    assert head["Version"] == settings["DEFAULT"]["version"]
+    assert head["Requires-Python"] == ">=" + settings["DEFAULT"]["min_python"]
+    assert head["License-Expression"] == "Apache-2.0"
+
+
+def test_core_needs_torch_and_triton_on_linux_only(wheel):
+    needs = [Requirement(r) for r in HeaderParser().parsestr(member(wheel, "METADATA")).get_all("Requires-Dist")]
+    core = lambda system: {r.name for r in needs if not r.marker or r.marker.evaluate({"sys_platform": system, "extra": ""})}
+    assert core("linux") == {"torch", "triton"}
+    assert core("darwin") == {"torch"}
+
+
+def test_command_is_installed(wheel):
+    assert "sparse-nb = sparse_nb.cli:main" in member(wheel, "entry_points.txt")
+
+
+def test_constraints_pin_all_that_is_installed():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = {canonicalize_name(Requirement(line).name) for line in lines}
+    assert all(re.fullmatch(r"==[\w.]+", str(Requirement(line).specifier)) for line in lines)
+    seen, todo = set(), [("sparse_nb", {"dev", "cli"})]
+    while todo:
+        name, extras = todo.pop()
+        for need in map(Requirement, metadata.requires(name) or []):
+            if need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras}): continue
+            key = canonicalize_name(need.name), frozenset(need.extras)
+            if key in seen or re.match("nvidia-|cuda-", key[0]): continue
+            seen.add(key)
+            todo.append(key)
+    assert {name for name, _ in seen} - {"sparse-nb"} <= pins
+
+
+def test_workshop_holds_no_python():
+    assert not list((ROOT / "kernels").rglob("*.py")), "Hugging Face's package `kernels` would be shadowed"
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"])
+def test_links(document):
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text(encoding="utf-8"))
+    assert not [link for link in links if not (ROOT / document).parent.joinpath(link).exists()]
+
+
+def test_sidebar_holds_every_notebook():
+    def leaves(entry):
+        if isinstance(entry, str): return {entry}
+        return {entry["href"]} if "href" in entry else set().union(*map(leaves, entry["contents"]))
+    sidebar = leaves(yaml.safe_load((ROOT / "_quarto.yml").read_text())["website"]["sidebar"])
+    notebooks = {p.relative_to(ROOT).as_posix() for folder in ("nbs", "kernels") for p in (ROOT / folder).glob("*.ipynb")}
+    assert notebooks == {page for page in sidebar if page.endswith(".ipynb")}
+    assert not [page for page in sidebar if not (ROOT / page.split("#")[0]).exists()]
