@@ -466,14 +466,13 @@ def philox_words(
     seed,            # int, or integer tensor: the 64-bit key
     offset,          # int, or integer tensor that broadcasts with seed: the low 64 bits of the counter
     stream: int = 0, # third 32-bit word of the counter
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: # int64, in [0, 2**32)
+) -> tuple: # four ints if both are ints, else four int64 tensors; in [0, 2**32)
     "Four random 32-bit words for each counter: Philox-4x32-10 (Salmon et al. 2011), the words of Triton's `tl.philox`. Raises as `check_integer`."
     check_integer("seed", seed)
     check_integer("offset", offset)
     low = 0xFFFFFFFF
     seed, offset = (x.long() if isinstance(x, torch.Tensor) else x for x in (seed, offset))
-    if isinstance(offset, int): offset = torch.full((), offset, device=seed.device if isinstance(seed, torch.Tensor) else None)
-    c0, c1, c2, c3 = offset & low, offset >> 32, torch.full_like(offset, stream), torch.zeros_like(offset)
+    c0, c1, c2, c3 = offset & low, offset >> 32, stream, 0
     k0, k1 = seed & low, seed >> 32
     for _ in range(10):
         x, y = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # 64-bit products; int64 wraps round, which keeps every bit
@@ -487,7 +486,7 @@ def philox(
     offset,        # int, or integer tensor that broadcasts with seed
 ) -> torch.Tensor: # float32 in [0, 1)
     "Uniform random numbers, bit for bit those of Triton's `tl.rand(seed, offset)`. Raises as `check_integer`."
-    word = philox_words(seed, offset)[0]
+    word = torch.as_tensor(philox_words(seed, offset)[0])
     # tl.rand reads the word as a signed number and flips the negative ones, so 31 random bits remain
     return torch.where(word >= 2**31, 2**32 - 1 - word, word).float() * 4.6566127342e-10
 
@@ -500,10 +499,8 @@ def fold_in(
     check_integer("seed", seed)
     for x in data:
         check_integer("data", x)
-        if isinstance(seed, torch.Tensor) and isinstance(x, int): x = torch.full_like(seed, x)
         w0, w1, _, _ = philox_words(seed, x, stream=1)
-        child = (w1 & 0x7FFFFFFF) << 32 | w0
-        seed = child if isinstance(seed, torch.Tensor) or isinstance(x, torch.Tensor) else int(child)
+        seed = (w1 & 0x7FFFFFFF) << 32 | w0
     return seed
 
 # %% ../nbs/00_attention.ipynb #48573c6f

@@ -6,7 +6,7 @@
 __all__ = ['CONTEXT', 'BOS', 'PAD', 'HELD_OUT', 'PHASES', 'SHARES', 'path', 'byte_tokenizer', 'config', 'Source', 'licence',
            'texts', 'Rows', 'train', 'load', 'evaluate', 'bits_per_byte', 'record', 'card', 'capture']
 
-# %% ../nbs/02_pocket.ipynb #f2c194aa
+# %% ../nbs/02_pocket.ipynb #7ccc3845
 import hashlib
 import itertools
 import json
@@ -27,7 +27,7 @@ from .hf import capture
 from .tasks import TASKS, filler_text, make, score
 _all_ = ["capture"]
 
-# %% ../nbs/02_pocket.ipynb #a7b7f584
+# %% ../nbs/02_pocket.ipynb #5ddb65dd
 CONTEXT = 32768         # longest prompt the model was trained on, tokens
 BOS, PAD = 256, 257     # the tokens that are no byte
 
@@ -35,7 +35,7 @@ def path() -> Path: # folder with config.json, model.safetensors, tokenizer.json
     "Where the pocket model lies: a folder that transformers loads"
     return Path(resources.files("sparse_nb")) / "pocket_model"
 
-# %% ../nbs/02_pocket.ipynb #1310d56d
+# %% ../nbs/02_pocket.ipynb #4df51418
 def byte_tokenizer():
     "A transformers tokenizer whose token ids are the bytes of the UTF-8 text, after one start token; returns a `PreTrainedTokenizerFast`"
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -50,7 +50,7 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", padding_side="left",
                                    model_max_length=CONTEXT + 256, clean_up_tokenization_spaces=False)
 
-# %% ../nbs/02_pocket.ipynb #648b0de3
+# %% ../nbs/02_pocket.ipynb #85289b1d
 def config():
     "The pocket model's shape; returns a `LlamaConfig`"
     from transformers import LlamaConfig
@@ -58,7 +58,7 @@ def config():
                        head_dim=64, max_position_embeddings=CONTEXT + 256, rope_theta=5e5, tie_word_embeddings=True,
                        bos_token_id=BOS, eos_token_id=None, pad_token_id=PAD)
 
-# %% ../nbs/02_pocket.ipynb #9c1e3304
+# %% ../nbs/02_pocket.ipynb #b213ab39
 HELD_OUT = ("rich", "seaborn", "typer") # packages of our own requirements that training never reads
 _PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|0BSD|Unlicense|HPND)\b")
 _OTHER = re.compile(r"GPL|MPL|Mozilla|Proprietary|NVIDIA|Commercial")
@@ -115,7 +115,7 @@ def texts(
     if not found: raise ValueError(f"names: no text found of {names or 'any installed package'}")
     return found, sources
 
-# %% ../nbs/02_pocket.ipynb #43da3c31
+# %% ../nbs/02_pocket.ipynb #dce88861
 PHASES = ( # each a fresh AdamW with a warm-up and one cosine: peak rate, then (tokens a row, tokens a step, minutes) of each stage
     (1.5e-3, ((1024, 65536, 4.0), (4096, 131072, 6.0), (16384, 131072, 5.6), (32768, 131072, 4.4))),
     (6.0e-4, ((4096, 131072, 2.0), (16384, 131072, 2.0), (32768, 131072, 3.0))))
@@ -164,7 +164,7 @@ class Rows(torch.utils.data.IterableDataset):
             text, weight = self._row(rng)
             yield torch.tensor([BOS, *text.encode()], dtype=torch.int16), torch.tensor([0.0, *weight], dtype=torch.float16)
 
-# %% ../nbs/02_pocket.ipynb #7b6e34a9
+# %% ../nbs/02_pocket.ipynb #5f137999
 def _optimizer(model):
     "AdamW with weight decay on the matrices, not on norms and the embedding"
     plain = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -190,10 +190,11 @@ def train(
     device: str = "cuda",      # where to train
     workers: int = 12,         # processes that make rows
 ) -> Path: # folder of the model as it stands, in bfloat16
-    "Train the pocket model by the clock through `PHASES`; returns the folder that `load` takes"
+    "Train the pocket model by the clock through `PHASES`; returns the folder that `load` takes; raises ValueError for a scale that is not positive"
     import numpy as np
     from rich.progress import Progress
     from transformers import LlamaForCausalLM
+    if scale <= 0: raise ValueError(f"scale: got {scale}, allowed is a positive factor")
     start, out = time.monotonic(), Path(out)
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "corpus.bin").exists():
@@ -253,7 +254,7 @@ def train(
     byte_tokenizer().save_pretrained(out / "model")
     return out / "model"
 
-# %% ../nbs/02_pocket.ipynb #d024edf6
+# %% ../nbs/02_pocket.ipynb #060def66
 def load(
     device: str = "cpu",                 # where to put the weights
     dtype: torch.dtype = torch.float32,  # to compute in; they are stored in bfloat16
@@ -264,7 +265,7 @@ def load(
     folder = Path(folder or path())
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval(), AutoTokenizer.from_pretrained(folder)
 
-# %% ../nbs/02_pocket.ipynb #54ffc3fb
+# %% ../nbs/02_pocket.ipynb #9b0d0ebd
 @torch.inference_mode()
 def evaluate(
     model,              # a causal language model of transformers
@@ -276,7 +277,9 @@ def evaluate(
     seed: int = 0,      # first seed
     batch: int = 8,     # prompts at once
 ) -> dict: # task, length, prompts, exact (a count), characters (a mean)
-    "Greedy answers to fresh prompts of a task, scored"
+    "Greedy answers to fresh prompts of a task, scored; raises ValueError for no prompts, or a length that the model cannot hold"
+    if min(prompts, batch) < 1: raise ValueError(f"prompts, batch: got {prompts} and {batch}, allowed is at least one")
+    if length > (longest := model.config.max_position_embeddings): raise ValueError(f"length: got {length} tokens, the model holds {longest}")
     examples = [make(task, length, seed=seed + i, tokenizer=tokenizer) for i in range(prompts)]
     scores = []
     for i in range(0, prompts, batch):
@@ -288,7 +291,7 @@ def evaluate(
         scores += [score(w, e.answer) for w, e in zip(written, some)]
     return dict(task=task, length=length, prompts=prompts, exact=sum(s.exact for s in scores), characters=sum(s.characters for s in scores) / prompts)
 
-# %% ../nbs/02_pocket.ipynb #a05ae4c2
+# %% ../nbs/02_pocket.ipynb #03b6b267
 @torch.inference_mode()
 def bits_per_byte(
     model,             # a causal language model with bytes as tokens
@@ -308,7 +311,7 @@ def bits_per_byte(
         found.append(F.cross_entropy(model(ids[:, :-1], use_cache=False).logits[0].float(), ids[0, 1:]).item() / math.log(2))
     return found
 
-# %% ../nbs/02_pocket.ipynb #9552eebe
+# %% ../nbs/02_pocket.ipynb #66db4a2a
 def record(
     folder: str = "runs/pocket", # of a run of `train`; scores.json and README.md go beside its model
     prompts: int = 200,          # for each task and length
@@ -351,7 +354,7 @@ def card(
         "## Data", "", f"Python source and English documentation of installed packages, {sum(s['bytes'] for s in scores['sources']) / 1e6:.0f} MB, each file once, at most 12 MB of a package. The licences are those that the packages declare.", "",
         "| package | version | licence | MB |", "|---|---|---|---|", *sources, ""])
 
-# %% ../nbs/02_pocket.ipynb #70a96a37
+# %% ../nbs/02_pocket.ipynb #78127cd7
 def _main():
     import typer
     app = typer.Typer(add_completion=False, help="Train and score the pocket model.", pretty_exceptions_enable=False)

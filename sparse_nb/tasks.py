@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['TASKS', 'filler_text', 'plant', 'Example', 'make', 'Score', 'score']
 
-# %% ../nbs/71_tasks.ipynb #f106e3f0
+# %% ../nbs/71_tasks.ipynb #09034b13
 import random
 import string
 from dataclasses import dataclass
 
-# %% ../nbs/71_tasks.ipynb #34750fd2
+# %% ../nbs/71_tasks.ipynb #19e0d1c7
 def _distinct(rng, count, draw):
     "`count` different strings from `draw(rng)`, in the order drawn"
     found = {}
@@ -20,7 +20,7 @@ def _distinct(rng, count, draw):
 def _words(rng, count): return _distinct(rng, count, lambda r: "".join(r.choices(string.ascii_lowercase, k=5)))
 def _numbers(rng, count): return _distinct(rng, count, lambda r: "".join(r.choices(string.digits, k=4)))
 
-# %% ../nbs/71_tasks.ipynb #d62c02a9
+# %% ../nbs/71_tasks.ipynb #13c75591
 _WHO = "The old sailor|A young teacher|My neighbour|The quiet baker|Her brother|Our guide|The tall gardener|A tired driver|The new doctor|Their cousin".split("|")
 _DID = "walked to|looked at|thought about|came back from|waited near|wrote about|drove past|asked about|heard of|painted".split("|")
 _WHAT = "the market|the river|a small house|the old bridge|the station|a green field|the harbour|the library|a long road|the mill".split("|")
@@ -35,7 +35,7 @@ def filler_text(
     text = " ".join(f"{w} {d} {t} {n}." for w, d, t, n in zip(*(rng.choices(x, k=count) for x in (_WHO, _DID, _WHAT, _WHEN))))
     return text[len(text) - chars:]
 
-# %% ../nbs/71_tasks.ipynb #8e76a36a
+# %% ../nbs/71_tasks.ipynb #8155a566
 def plant(
     rng: random.Random,   # source of randomness
     facts: list,          # sentences, kept in this order
@@ -55,7 +55,7 @@ def plant(
         done = cut
     return "".join(parts) + hay[done:]
 
-# %% ../nbs/71_tasks.ipynb #91e6fd2e
+# %% ../nbs/71_tasks.ipynb #bfbe43a9
 def _is(key, value): return f"The number of {key} is {value}."
 
 def _ask(key): return f"\nWhat is the number of {key}? The number of {key} is"
@@ -67,7 +67,7 @@ def _multikey(rng, chars, filler, *, keys=16, questions=1):
 
 def _needle(rng, chars, filler): return _multikey(rng, chars, filler, keys=1)
 
-# %% ../nbs/71_tasks.ipynb #6b5abdda
+# %% ../nbs/71_tasks.ipynb #54bd86e8
 def _kv(rng, chars, filler, *, questions=1):
     line = len("abcde: 1234\n")
     count = chars // line
@@ -76,7 +76,7 @@ def _kv(rng, chars, filler, *, questions=1):
     context = filler(rng, chars - count * line) + "".join(f"{k}: {v}\n" for k, v in pairs)
     return context, [(f"\n{k}:", v) for k, v in rng.sample(pairs, min(questions, count))]
 
-# %% ../nbs/71_tasks.ipynb #c1a2dc49
+# %% ../nbs/71_tasks.ipynb #e26b637c
 def _multivalue(rng, chars, filler, *, keys=2, values=3, questions=1):
     names, numbers = _words(rng, keys), _numbers(rng, keys * values)
     facts = list(zip([k for k in names for _ in range(values)], numbers))
@@ -94,7 +94,7 @@ def _multiquery(rng, chars, filler, *, keys=8, queries=3, questions=1):
                 ", ".join(f"{k} is {pairs[k]}" for k in asked))
     return context, [question() for _ in range(questions)]
 
-# %% ../nbs/71_tasks.ipynb #d1208cf5
+# %% ../nbs/71_tasks.ipynb #295c73e0
 def _variable_tracking(rng, chars, filler, *, chains=2, copies=3, questions=1):
     names, numbers = _words(rng, chains * (copies + 1)), _numbers(rng, chains)
     chain = [names[i * (copies + 1):(i + 1) * (copies + 1)] for i in range(chains)]
@@ -108,7 +108,7 @@ def _variable_tracking(rng, chars, filler, *, chains=2, copies=3, questions=1):
     asked = rng.sample(range(chains), min(questions, chains))
     return context, [(f"\nWhich variables hold {numbers[i]}? The number {numbers[i]} is in", ", ".join(chain[i])) for i in asked]
 
-# %% ../nbs/71_tasks.ipynb #6656fe19
+# %% ../nbs/71_tasks.ipynb #64b1e066
 def _frequent_words(rng, chars, filler, *, others=24, ratio=5):
     count = chars // len("abcde ")
     if count < 2 * (others + ratio): raise ValueError(f"length: counting {others + 1} words needs {12 * (others + ratio)} characters, got {chars}")
@@ -122,7 +122,7 @@ def _frequent_words(rng, chars, filler, *, others=24, ratio=5):
 TASKS = dict(needle=_needle, multikey=_multikey, kv=_kv, multivalue=_multivalue, multiquery=_multiquery,
              variable_tracking=_variable_tracking, frequent_words=_frequent_words)
 
-# %% ../nbs/71_tasks.ipynb #c13eec59
+# %% ../nbs/71_tasks.ipynb #d1216f2b
 @dataclass(frozen=True)
 class Example:
     "One prompt with the answer that is right"
@@ -166,7 +166,7 @@ def make(
     if best is None: raise ValueError(f"length: {length} tokens are too few for task {task!r}, which takes at least {used}")
     return best
 
-# %% ../nbs/71_tasks.ipynb #40990fb6
+# %% ../nbs/71_tasks.ipynb #85e461fe
 @dataclass(frozen=True)
 class Score:
     "How right an answer is"

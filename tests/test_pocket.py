@@ -106,8 +106,14 @@ def test_evaluate_counts_wrong_answers(shipped, monkeypatch):
     assert pocket.evaluate(model, tokenizer, "kv", 1024, prompts=2)["exact"] == 0
 
 
-def test_bits_per_byte_of_short_text(shipped):
-    with pytest.raises(ValueError, match="text: got 3 bytes"): pocket.bits_per_byte(shipped[0], "abc")
+@pytest.mark.parametrize("call, text", [
+    (lambda m, t: pocket.bits_per_byte(m, "abc"), "text: got 3 bytes"),
+    (lambda m, t: pocket.evaluate(m, t, "needle", 40_000), "length: got 40000 tokens, the model holds 33024"),
+    (lambda m, t: pocket.evaluate(m, t, "needle", 1024, prompts=0), "prompts, batch: got 0 and 8"),
+    (lambda m, t: pocket.evaluate(m, t, "needles", 1024), "task: got 'needles'"),
+    (lambda m, t: pocket.train(scale=0), "scale: got 0")])
+def test_bad_requests(shipped, call, text):
+    with pytest.raises(ValueError, match=text): call(*shipped)
 
 
 def test_files_agree():

@@ -36,6 +36,12 @@ def test_bytes_fill_the_length(task, length):
 
 
 @pytest.mark.parametrize("task", TASKS)
+def test_bytes_as_a_tokenizer_fill_it_too(task):
+    from sparse_nb.pocket import byte_tokenizer
+    for length in (1500, 32768): assert make(task, length, seed=2, tokenizer=byte_tokenizer()) == make(task, length, seed=2)
+
+
+@pytest.mark.parametrize("task", TASKS)
 def test_other_tokenizers_fit_from_below(task, words):
     for length in (1500, 8192):
         used = len(words(whole(make(task, length, seed=1, tokenizer=words)))["input_ids"])
