@@ -86,7 +86,7 @@ def compare(
     tokenizer,              # its tokenizer
     example,                # an `Example` of `sparse_nb.tasks`
     *,
-    density: float = 0.05,  # share of the keys that each sparse method reads, in (0, 1]
+    density: float = 0.05,  # share of the keys that each sparse method keeps, in (0, 1]
     seed: int = 0,          # of the sampling
     progress=None,          # called as `progress(what, done, total)`
 ): # rows (one dict a method) and a function that draws the picture

@@ -142,6 +142,10 @@ def plot_kept(
     n = len(weights)
     if bins < 1: raise ValueError(f"bins must be at least 1, got {bins}")
     if answer is not None and not 0 <= answer[0] < answer[1] <= n: raise ValueError(f"answer must be (start, stop) with 0 <= start < stop <= {n}, got {tuple(answer)}")
+    selections = {method: torch.as_tensor(kept).detach().cpu().double().numpy() for method, kept in selections.items()}
+    for method, kept in selections.items():
+        if kept.shape != (n,): raise ValueError(f"selections[{method!r}] must have the weights' shape [{n}], got {list(kept.shape)}")
+        if not ((kept >= 0) & (kept <= 1)).all(): raise ValueError(f"selections[{method!r}] must be bool or lie in [0, 1]")
     edges = np.unique(np.linspace(0, n, min(bins, n) + 1).round().astype(int))
     fig, axes = plt.subplots(1 + len(selections), 1, sharex=True, figsize=(9, 2.9 + 0.36 * len(selections)),
                              gridspec_kw={"height_ratios": [6] + [1] * len(selections), "hspace": 0.02})
@@ -154,9 +158,6 @@ def plot_kept(
         axes[0].annotate("the answer", (sum(answer) / 2, 1), xytext=(8 if answer[0] < 0.8 * n else -8, 2), textcoords="offset points", va="center",
                          ha="left" if answer[0] < 0.8 * n else "right", fontsize=9.5, color="0.25", bbox={"fc": "white", "ec": "none", "pad": 1.5, "alpha": 0.85})
     for ax, (method, kept) in zip(axes[1:], selections.items()):
-        kept = torch.as_tensor(kept).detach().cpu().double().numpy()
-        if kept.shape != (n,): raise ValueError(f"selections[{method!r}] must have the weights' shape [{n}], got {list(kept.shape)}")
-        if not ((kept >= 0) & (kept <= 1)).all(): raise ValueError(f"selections[{method!r}] must be bool or lie in [0, 1]")
         share = np.add.reduceat(kept, edges[:-1]) / np.diff(edges)
         shades = LinearSegmentedColormap.from_list(method, sns.blend_palette(["white", METHOD_COLOURS[method]], 6)[1:])
         ax.pcolormesh(edges, [0, 1], np.ma.masked_equal(share, 0)[None], cmap=shades, norm=PowerNorm(0.5, 0, 1), rasterized=True)

@@ -1,5 +1,7 @@
 """The pocket model's tokenizer, corpus, training and files."""
 import json
+import subprocess
+import sys
 from email.message import Message
 
 import pytest
@@ -97,6 +99,14 @@ def test_shipped_model_answers(shipped):
     model, tokenizer = shipped
     found = pocket.evaluate(model, tokenizer, "kv", 2048, prompts=4, batch=2)
     assert (found["exact"], found["characters"]) == (4, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_exact_attention_is_right_in_the_demo(seed):
+    run = subprocess.run([sys.executable, "-m", "sparse_nb.cli", "demo", "--json", "--seed", str(seed)], capture_output=True, text=True, check=True)
+    rows = {row["method"]: row for row in json.loads(run.stdout)}
+    assert rows["exact"]["correct"] and rows["exact"]["relative_error"] == 0 and not rows["streaming"]["correct"]
 
 
 def test_evaluate_counts_wrong_answers(shipped, monkeypatch):
