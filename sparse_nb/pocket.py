@@ -6,7 +6,7 @@
 __all__ = ['CONTEXT', 'BOS', 'PAD', 'HELD_OUT', 'PHASES', 'SHARES', 'path', 'byte_tokenizer', 'config', 'Source', 'licence',
            'texts', 'Rows', 'train', 'load', 'evaluate', 'bits_per_byte', 'record', 'card', 'capture']
 
-# %% ../nbs/02_pocket.ipynb #66f56239
+# %% ../nbs/02_pocket.ipynb #e06bb9a0
 import hashlib
 import itertools
 import json
@@ -27,7 +27,7 @@ from .hf import capture
 from .tasks import TASKS, filler_text, make, score
 _all_ = ["capture"]
 
-# %% ../nbs/02_pocket.ipynb #65f9b1d1
+# %% ../nbs/02_pocket.ipynb #dfe3ac57
 CONTEXT = 32768         # longest prompt the model was trained on, tokens
 BOS, PAD = 256, 257     # the tokens that are no byte
 
@@ -35,7 +35,7 @@ def path() -> Path: # folder with config.json, model.safetensors, tokenizer.json
     "Where the pocket model lies: a folder that transformers loads"
     return Path(resources.files("sparse_nb")) / "pocket_model"
 
-# %% ../nbs/02_pocket.ipynb #3a638419
+# %% ../nbs/02_pocket.ipynb #5311b157
 def byte_tokenizer():
     "A transformers tokenizer whose token ids are the bytes of the UTF-8 text, after one start token; returns a `PreTrainedTokenizerFast`"
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -50,7 +50,7 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", padding_side="left",
                                    model_max_length=CONTEXT + 256, clean_up_tokenization_spaces=False)
 
-# %% ../nbs/02_pocket.ipynb #ee0f8306
+# %% ../nbs/02_pocket.ipynb #f8ef26f2
 def config():
     "The pocket model's shape; returns a `LlamaConfig`"
     from transformers import LlamaConfig
@@ -58,7 +58,7 @@ def config():
                        head_dim=64, max_position_embeddings=CONTEXT + 256, rope_theta=5e5, tie_word_embeddings=True,
                        bos_token_id=BOS, eos_token_id=None, pad_token_id=PAD)
 
-# %% ../nbs/02_pocket.ipynb #8e1312ff
+# %% ../nbs/02_pocket.ipynb #3ac876ca
 HELD_OUT = ("rich", "seaborn", "typer") # packages of our own requirements that training never reads
 _PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|0BSD|Unlicense|HPND)\b")
 _OTHER = re.compile(r"GPL|MPL|Mozilla|Proprietary|NVIDIA|Commercial")
@@ -115,7 +115,7 @@ def texts(
     if not found: raise ValueError(f"names: no text found of {names or 'any installed package'}")
     return found, sources
 
-# %% ../nbs/02_pocket.ipynb #faa844f1
+# %% ../nbs/02_pocket.ipynb #dfde014c
 PHASES = ( # each a fresh AdamW with a warm-up and one cosine: peak rate, then (tokens a row, tokens a step, minutes) of each stage
     (1.5e-3, ((1024, 65536, 4.0), (4096, 131072, 6.0), (16384, 131072, 5.6), (32768, 131072, 4.4))),
     (6.0e-4, ((4096, 131072, 2.0), (16384, 131072, 2.0), (32768, 131072, 3.0))))
@@ -164,7 +164,7 @@ class Rows(torch.utils.data.IterableDataset):
             text, weight = self._row(rng)
             yield torch.tensor([BOS, *text.encode()], dtype=torch.int16), torch.tensor([0.0, *weight], dtype=torch.float16)
 
-# %% ../nbs/02_pocket.ipynb #7de69d30
+# %% ../nbs/02_pocket.ipynb #233ff4a4
 def _optimizer(model):
     "AdamW with weight decay on the matrices, not on norms and the embedding"
     plain = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -254,7 +254,7 @@ def train(
     byte_tokenizer().save_pretrained(out / "model")
     return out / "model"
 
-# %% ../nbs/02_pocket.ipynb #bc9edd03
+# %% ../nbs/02_pocket.ipynb #defdc1f9
 def load(
     device: str = "cpu",                 # where to put the weights
     dtype: torch.dtype = torch.float32,  # to compute in; they are stored in bfloat16
@@ -265,7 +265,7 @@ def load(
     folder = Path(folder or path())
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval(), AutoTokenizer.from_pretrained(folder)
 
-# %% ../nbs/02_pocket.ipynb #48ea7f30
+# %% ../nbs/02_pocket.ipynb #48dc4331
 @torch.inference_mode()
 def evaluate(
     model,              # a causal language model of transformers
@@ -291,7 +291,7 @@ def evaluate(
         scores += [score(w, e.answer) for w, e in zip(written, some)]
     return dict(task=task, length=length, prompts=prompts, exact=sum(s.exact for s in scores), characters=sum(s.characters for s in scores) / prompts)
 
-# %% ../nbs/02_pocket.ipynb #bd5c4e94
+# %% ../nbs/02_pocket.ipynb #5bfd7ec8
 @torch.inference_mode()
 def bits_per_byte(
     model,             # a causal language model with bytes as tokens
@@ -311,7 +311,7 @@ def bits_per_byte(
         found.append(F.cross_entropy(model(ids[:, :-1], use_cache=False).logits[0].float(), ids[0, 1:]).item() / math.log(2))
     return found
 
-# %% ../nbs/02_pocket.ipynb #c23b7230
+# %% ../nbs/02_pocket.ipynb #665071f7
 def record(
     folder: str = "runs/pocket", # of a run of `train`; scores.json and README.md go beside its model
     prompts: int = 200,          # for each task and length
@@ -354,7 +354,7 @@ def card(
         "## Data", "", f"Python source and English documentation of installed packages, {sum(s['bytes'] for s in scores['sources']) / 1e6:.0f} MB, each file once, no further file of a package after 12 MiB of it. The licences are those that the packages declare.", "",
         "| package | version | licence | MB |", "|---|---|---|---|", *sources, ""])
 
-# %% ../nbs/02_pocket.ipynb #c5bd26ef
+# %% ../nbs/02_pocket.ipynb #4cd2af82
 def _main():
     import typer
     app = typer.Typer(add_completion=False, help="Train and score the pocket model.", pretty_exceptions_enable=False)
