@@ -1,5 +1,6 @@
 """Run the notebooks and save their outputs, or render them to plain HTML without Quarto."""
 import argparse
+import os
 import re
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def execute(path, flags):
         if skip & directives.keys() or directives.get("eval:") == ["false"]: return True
         cell.outputs = []
 
+    os.environ["SPARSE_NB_LEDGER"] = str(get_config().config_path / "nbs" / "claims")  # claim cells write their rows
     with working_directory(path.parent):
         CaptureShell().execute(path.name, path.name, exc_stop=True, preproc=skipped)
 
