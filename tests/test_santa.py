@@ -1,0 +1,433 @@
+"""SANTA: bad input, streams, masks, edge cases, and statistics with a stated false-alarm rate.
+
+Statistical checks use fixed seeds. Each accepts what a correct sampler gives in all but one of 1 / ALARM seeds; there are about
+60 of them, so a run with fresh seeds would fail a correct sampler less than once in a million.
+"""
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from sparse_nb.attention import Method, Selection, assert_close, attention, attention_scores, attention_weights, fold_in, philox, weighted_attention
+from sparse_nb.santa import (
+    CLT_SAMPLES, PILOT_SHARE, SCHEMES, _average, _draw, _head_seeds, Certificate, Santa, bernoulli_decode, bernoulli_scores, santa_decode, select_santa, unique_keys, variance_trace, variance_trace_replicates)
+
+ALARM = 1e-8
+q, k, v = (torch.randn(2, heads, n, 8, generator=torch.Generator().manual_seed(i)) for i, (heads, n) in enumerate(((6, 3), (2, 40), (2, 40))))
+q = 3 * q
+start, stop = torch.tensor([0, 5]), torch.tensor([40, 31])
+nan = math.nan
+
+
+def same(a, b): return torch.equal(a, b)
+
+
+# bad input
+
+def everyone(f, **needed):
+    "Calls that every function which takes q, k and maybe v refuses."
+    values = (v,) if f not in (select_santa, bernoulli_scores) else ()
+    run = lambda q=q, k=k, *rest, **kw: f(q, k, *(rest or (torch.ones_like(k) if isinstance(k, torch.Tensor) else k,) * len(values)), **(needed | kw))
+    return [
+        (lambda: run([1.0]), TypeError, "q must be a torch.Tensor, got list"),
+        (lambda: run(q, None), TypeError, "k must be a torch.Tensor, got NoneType"),
+        (lambda: run(q.long()), TypeError, "q must be float16, bfloat16, float32 or float64, got torch.int64"),
+        (lambda: run(q, k.half()), TypeError, "k must have the dtype of q"),
+        (lambda: run(q, k[:1]), ValueError, "k must have the batch size of q, 2, got 1"),
+        (lambda: run(q, k[:, :, :0]), ValueError, "k must not be empty"),
+        (lambda: run(q[:, :5]), ValueError, "q must have a multiple of the heads of k, 2, got 5"),
+        (lambda: run(q * nan), ValueError, "must be finite, got NaN"),
+        (lambda: run(q, k * math.inf), ValueError, "must be finite, got NaN or +inf"),
+        (lambda: run(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
+        (lambda: run(scale="1"), TypeError, "scale must be a number, got str"),
+        (lambda: run(kv_start=[0, 0]), TypeError, "kv_start must be an integer tensor"),
+        (lambda: run(kv_len=torch.tensor([41, 40])), ValueError, "kv_len = 41 in row 0"),
+        (lambda: run(kv_len=torch.tensor([0, 40])), ValueError, "kv_len = 0 in row 0"),
+        (lambda: run(samples=0), ValueError, "samples must be at least 1, got 0"),
+        (lambda: run(samples=2.0), TypeError, "samples must be an int, got float"),
+        (lambda: run(samples=True), TypeError, "samples must be an int, got bool"),
+    ]
+
+
+def sampler(f, **needed):
+    run = lambda **kw: f(q, k, *((v,) if f is not select_santa else ()), **(needed | kw))
+    return [(lambda: run(scheme="sys"), ValueError, "scheme must be one of iid, stratified"),
+            (lambda: run(scheme=None), TypeError, "scheme must be a string, got NoneType")]
+
+
+def tiler(f, **needed):
+    run = lambda **kw: f(q, k, *((v,) if f is not select_santa else ()), **(needed | kw))
+    return [(lambda: run(tile=0), ValueError, "tile must be at least 1, got 0"), (lambda: run(tile=64.0), TypeError, "tile must be an int, got float")]
+
+
+def seeded(f, **needed):
+    run = lambda **kw: f(q, k, *((v,) if f not in (select_santa, bernoulli_scores) else ()), **(needed | kw))
+    return [(lambda: run(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"), (lambda: run(seed=0.5), TypeError, "seed must be an int or an integer tensor, got float"),
+            (lambda: run(seed=torch.arange(2)), ValueError, "seed must be one number, got a tensor of shape [2]")]
+
+
+def decode(**kw): return santa_decode(q, k, v, **kw)
+
+
+BAD = [
+    *everyone(select_santa), *sampler(select_santa), *tiler(select_santa), *seeded(select_santa), (lambda: select_santa(q, k, causal=1), TypeError, "causal must be a bool, got int"),
+    *everyone(santa_decode), *sampler(santa_decode), *tiler(santa_decode), *seeded(santa_decode),
+    (lambda: decode(causal="yes"), TypeError, "causal must be a bool, got str"),
+    (lambda: santa_decode(q, k, v[:, :, :39]), ValueError, "v must have the shape of k"),
+    (lambda: santa_decode(q, k, v.double()), TypeError, "v must have the dtype of q"),
+    (lambda: decode(backend="cuda"), ValueError, "backend must be one of auto, torch, triton, got 'cuda'"),
+    (lambda: decode(backend=None), TypeError, "backend must be a string, got NoneType"),
+    (lambda: decode(backend="triton"), ValueError, "q must have one query for backend='triton', got 3"),
+    (lambda: santa_decode(q[:, :, :1].double(), k.double(), v.double(), backend="triton"), TypeError, "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"),
+    (lambda: decode(backend="triton", eps=0.1, delta=0.1), ValueError, "backend must be 'torch' or 'auto' when eps is given"),
+    (lambda: decode(return_stats=1), TypeError, "return_stats must be a bool, got int"),
+    (lambda: decode(eps=0.1), ValueError, "delta must be given too"),
+    (lambda: decode(delta=0.1), ValueError, "eps must be given too"),
+    *((lambda x=x: decode(eps=x, delta=0.1), ValueError, f"eps must lie in (0, 1), got {x}") for x in (0, 0.0, 1, 1.5, -0.1, nan)),
+    *((lambda x=x: decode(eps=0.1, delta=x), ValueError, f"delta must lie in (0, 1), got {x}") for x in (0.0, 1.0, nan)),
+    (lambda: decode(eps="a", delta=0.1), TypeError, "eps must be a number, got str"),
+    (lambda: decode(eps=0.1, delta=True), TypeError, "delta must be a number, got bool"),
+    (lambda: decode(eps=0.1, delta=0.3), ValueError, "delta must be at most 0.25 with bound='clt', got 0.3"),
+    (lambda: decode(eps=0.1, delta=0.1, bound="hoeffding"), ValueError, "bound must be one of clt, bernstein, got 'hoeffding'"),
+    (lambda: decode(bound=3), TypeError, "bound must be a string, got int"),
+    (lambda: decode(eps=0.1, delta=0.1, bound="bernstein"), ValueError, "scheme must be one of iid, stratified when eps is given with bound='bernstein', got 'systematic'"),
+    *((lambda s=s: decode(eps=0.1, delta=0.1, scheme=s), ValueError, f"got '{s}'") for s in ("proportional", "flash")),
+    (lambda: decode(eps=0.1, delta=0.1, samples=7), ValueError, "samples must be even when eps is given, for two pilots of one size, got 7"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=[1.0]), TypeError, "value_norms must be a torch.Tensor, got list"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=v), ValueError, "value_norms must have shape [B, G, N] = [2, 2, 40], got [2, 2, 40, 8]"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=torch.ones(2, 2, 40).long()), TypeError, "value_norms must be floating point, got torch.int64"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=torch.ones(2, 2, 40, device="meta")), ValueError, "value_norms must be on the device of v"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=-torch.ones(2, 2, 40)), ValueError, "value_norms must be finite and not negative"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=nan * torch.ones(2, 2, 40)), ValueError, "value_norms must be finite and not negative"),
+    *everyone(variance_trace, samples=4, scheme="iid"), (lambda: variance_trace(q, k, v, samples=4, scheme="flash"), ValueError, "scheme must be one of iid, stratified, got 'flash'"),
+    (lambda: variance_trace(q, k, v, samples=4, scheme=1), TypeError, "scheme must be a string, got int"),
+    *everyone(variance_trace_replicates, samples=4), *sampler(variance_trace_replicates, samples=4), *tiler(variance_trace_replicates, samples=4), *seeded(variance_trace_replicates, samples=4),
+    (lambda: variance_trace_replicates(q, k, v, samples=4, replicates=1), ValueError, "replicates must be at least 2, got 1"),
+    (lambda: variance_trace_replicates(q, k, v, samples=4, replicates=9.0), TypeError, "replicates must be an int, got float"),
+    *everyone(bernoulli_scores, samples=4), *seeded(bernoulli_scores, samples=4),
+    (lambda: bernoulli_scores(q, k, samples=4, stratified=1), TypeError, "stratified must be a bool, got int"),
+    (lambda: bernoulli_scores(q, k, samples=4, mean_group="no"), TypeError, "mean_group must be a bool, got str"),
+    *everyone(bernoulli_decode), *sampler(bernoulli_decode), *tiler(bernoulli_decode), *seeded(bernoulli_decode),
+    (lambda: bernoulli_decode(q, k, v, features=0), ValueError, "features must be at least 1, got 0"),
+    (lambda: bernoulli_decode(q, k, v, stratified=None), TypeError, "stratified must be a bool, got NoneType"),
+    (lambda: bernoulli_decode(q, k, v, mean_group=2), TypeError, "mean_group must be a bool, got int"),
+    (lambda: bernoulli_decode(q, k, v, return_stats=None), TypeError, "return_stats must be a bool, got NoneType"),
+    (lambda: unique_keys([0], 4), TypeError, "selection must be a Selection, got list"),
+    (lambda: unique_keys(select_santa(q, k, samples=2, seed=0), 0), ValueError, "n must be at least 1, got 0"),
+    (lambda: unique_keys(select_santa(q, k, samples=2, seed=0), "40"), TypeError, "n must be an int, got str"),
+    (lambda: unique_keys(Selection(torch.full((1, 1, 1, 1), 9), torch.ones(1, 1, 1, 1)), 9), ValueError, "n must be above every index of the selection, 9, got 9"),
+    (lambda: Santa(samples=0), ValueError, "samples must be at least 1, got 0"), (lambda: Santa(scheme="x"), ValueError, "scheme must be one of"),
+    (lambda: Santa(tile=-1), ValueError, "tile must be at least 1, got -1"), (lambda: Santa(eps=0.5), ValueError, "delta must be given too"),
+    (lambda: Santa(eps=2, delta=0.1), ValueError, "eps must lie in (0, 1), got 2"), (lambda: Santa(bound="x"), ValueError, "bound must be one of"),
+    (lambda: Santa(eps=0.5, delta=0.1).select(q, k), ValueError, "eps must be None to select without values, got 0.5"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", BAD, ids=[f"{i}" for i in range(len(BAD))])
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error) as found: call()
+    assert message in str(found.value) and type(found.value) is error
+
+
+# streams
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_same_seed_same_keys_and_other_seed_other_keys(scheme):
+    a, b, c = (select_santa(q, k, samples=16, scheme=scheme, tile=8, seed=s) for s in (5, torch.tensor(5), 6))
+    assert same(a.index, b.index) and same(a.weight, b.weight) and not same(a.index, c.index)
+    assert same(santa_decode(q, k, v, samples=16, scheme=scheme, tile=8, seed=5), santa_decode(q, k, v, samples=16, scheme=scheme, tile=8, seed=5))
+
+
+def test_without_a_seed_torchs_generator_decides():
+    torch.manual_seed(3); a = santa_decode(q, k, v, samples=4)
+    b = santa_decode(q, k, v, samples=4)
+    torch.manual_seed(3)
+    assert same(a, santa_decode(q, k, v, samples=4)) and not same(a, b)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_of_a_batch_draws_as_it_would_alone(scheme):
+    kept = dict(samples=16, scheme=scheme, tile=8, seed=5)
+    whole = select_santa(q, k, kv_start=start, kv_len=stop, **kept)
+    first = select_santa(q[:1], k[:1], kv_start=start[:1], kv_len=stop[:1], **kept)
+    assert same(first.index[0], whole.index[0][..., :first.index.shape[-1]])
+    one = torch.cat([q[:1], q[:1]]), torch.cat([k[:1], k[:1]])
+    assert not same(*select_santa(*one, **kept).index)  # equal rows, different streams
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_equal_heads_and_queries_have_streams_of_their_own(scheme):
+    index = select_santa(torch.zeros(1, 4, 4, 1), torch.zeros(1, 1, 200000, 1), samples=8, scheme=scheme, tile=50000, seed=1).index[0].flatten(0, 1)
+    assert len(index.unique(dim=0)) == 16
+
+
+def test_thresholds_are_the_documented_ones():
+    n, samples = 1000, 7
+    zero, keys = torch.zeros(1, 2, 1, 4, dtype=torch.float64), torch.zeros(1, 1, n, 4, dtype=torch.float64)
+    for head in range(2):
+        seed, j = fold_in(9, 0, head, 0), torch.arange(samples)
+        want = {"iid": philox(seed, j).double(), "stratified": (j + philox(seed, j).double()) / samples, "systematic": (j + philox(seed, 0).double()) / samples}
+        for scheme, x in want.items():
+            assert same(select_santa(zero, keys, samples=samples, scheme=scheme, seed=9).index[0, head, 0], (x * n).floor().long())
+        tiles = select_santa(zero, keys, samples=8, scheme="flash", tile=500, seed=9).index[0, head, 0]
+        t, j = torch.tensor([0] * 4 + [1] * 4), torch.arange(4).repeat(2)
+        assert same(tiles, t * 500 + ((j + philox(seed, t).double()) / 4 * 500).floor().long())
+        assert same(tiles, select_santa(zero, keys, samples=8, scheme="proportional", tile=500, seed=9).index[0, head, 0])
+
+
+# masks and edges
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_hidden_has_no_effect(scheme, causal):
+    bad_k, bad_v = k.clone(), v.clone()
+    for row in range(2): bad_k[row, :, :start[row]] = bad_v[row, :, :start[row]] = bad_k[row, :, stop[row]:] = bad_v[row, :, stop[row]:] = nan
+    kept = dict(samples=24, scheme=scheme, tile=8, seed=2, causal=causal, kv_start=start, kv_len=stop)
+    clean, stats_ = santa_decode(q, k, v, return_stats=True, **kept)
+    assert same(clean, santa_decode(q, bad_k, bad_v, **kept)) and clean.isfinite().all()
+    index = select_santa(q, k, **kept).index
+    end = stop.view(2, 1, 1) - (torch.arange(2, -1, -1) if causal else 0)
+    assert (index >= start.view(2, 1, 1, 1)).all() and (index < end[..., None]).all()
+    assert same(stats_.keys_scored, (end - start.view(2, 1, 1)).expand(2, 6, 3)) and (stats_.values_read <= stats_.budget).all()
+    assert_close(clean, weighted_attention(q, k, v, select_santa(q, k, **kept)), 1e-5)
+
+
+def test_causal_queries_equal_cut_caches():
+    whole = santa_decode(q, k, v, samples=500, scheme="systematic", seed=1, causal=True)
+    for i in range(3):
+        part = select_santa(q, k[:, :, :38 + i], samples=500, seed=1).index[:, :, i]
+        assert same(part, select_santa(q, k, samples=500, seed=1, causal=True).index[:, :, i])
+    assert_close(whole, attention(q, k, v, causal=True), 0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dtypes_sizes_and_peaks(dtype, scheme):
+    for n in (1, 7, 63):
+        a, b, c = q.to(dtype), 20 * k.repeat(1, 1, 2, 1)[:, :, :n].to(dtype), v.repeat(1, 1, 2, 1)[:, :, :n].to(dtype)
+        for samples in (1, 3, 200):
+            out, stats_ = santa_decode(a, b, c, samples=samples, scheme=scheme, tile=16, seed=1, return_stats=True)
+            assert out.dtype == dtype and out.isfinite().all() and out.shape == a.shape
+            assert (stats_.values_read >= 1).all() and (stats_.values_read <= min(n, max(samples, 4))).all()
+            if n == 1: assert_close(out, c.repeat_interleave(3, 1).expand(2, 6, 3, 8), 1e-7 if dtype != torch.float16 else 1e-3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_scores_of_minus_infinity_are_never_drawn(scheme):
+    some = k.abs()
+    some[:, :, :30] = -math.inf
+    picked = select_santa(q.abs(), some, samples=64, scheme=scheme, tile=8, seed=0)
+    assert (picked.index[picked.weight > 0] >= 30).all()
+    with pytest.raises(ValueError, match="each query must see a key"): select_santa(q.abs(), torch.full_like(k, -math.inf), samples=4, scheme=scheme, seed=0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-24])
+def test_the_ends_of_the_uniform_numbers_meet_no_weightless_key(scheme, u):
+    scores = torch.tensor([-math.inf, 0, -math.inf, 1, 0, -math.inf, -math.inf, 0, -math.inf], dtype=torch.float64).view(1, 1, 1, 9)
+    first = torch.zeros(1, 1, 1, dtype=torch.int64)
+    draws = _draw(scores, first, first + 9, first[..., None], 6, scheme, 3, uniform=lambda seeds, offset: torch.full(torch.broadcast_shapes(seeds.shape, offset.shape), u))
+    used = (draws.share > 0).expand(draws.index.shape)
+    assert used.any() and scores.flatten()[draws.index[used]].isfinite().all()
+
+
+def test_a_peak_takes_all_samples():
+    keys = torch.zeros(1, 1, 300, 8); keys[0, 0, 123] = 100.0
+    for scheme in ("iid", "stratified", "systematic", "proportional"):
+        picked = select_santa(torch.ones(1, 2, 1, 8), keys, samples=50, scheme=scheme, seed=0)
+        assert (picked.index == 123).all() and (unique_keys(picked, 300) == 1).all()
+    assert_close(santa_decode(torch.ones(1, 2, 1, 8), keys, torch.randn(1, 1, 300, 8).index_fill(2, torch.tensor([123]), 2.0), scheme="flash", seed=0), torch.full((1, 2, 1, 8), 2.0), 1e-6)
+
+
+def test_flash_budgets():
+    zero, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1000, 4)
+    for samples, tile, want in ((128, 100, 130), (4, 100, 10), (25, 100, 30), (24, 100, 20), (5, 2000, 5), (7, 1, 1000)):
+        assert int(select_santa(zero, keys, samples=samples, scheme="flash", tile=tile, seed=0).budget) == want
+    assert select_santa(zero, keys, samples=50, scheme="flash", tile=100, seed=0, kv_len=torch.tensor([150])).budget.item() == 50
+
+
+def test_nothing_of_the_input_is_changed():
+    before = [x.clone() for x in (q, k, v)]
+    santa_decode(q, k, v, seed=0, samples=8); bernoulli_decode(q, k, v, seed=0); decode(eps=0.2, delta=0.1, seed=0)
+    assert all(same(a, b) for a, b in zip(before, (q, k, v)))
+
+
+def test_interpreted_triton_is_not_chosen_by_itself():
+    code = "import torch; from sparse_nb.santa import santa_decode; x = torch.ones(1, 1, 1, 16); santa_decode(x, x, x); import sys; print('sparse_nb.kernels.santa' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# properties
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2**40), st.floats(0, 4))
+def test_counts_of_a_systematic_draw_are_floor_or_ceil(n, samples, seed, sharpness):
+    g = torch.Generator().manual_seed(seed % 2**31)
+    query, keys = torch.ones(1, 1, 1, 1, dtype=torch.float64), sharpness * torch.randn(1, 1, n, 1, generator=g, dtype=torch.float64)
+    count = torch.bincount(select_santa(query, keys, samples=samples, seed=seed, scale=1.0).index.flatten(), minlength=n)
+    quota = samples * attention_weights(query, keys, scale=1.0).flatten()
+    assert (count >= (quota - 1e-9).floor()).all() and (count <= (quota + 1e-9).ceil()).all() and count.sum() == samples
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 50), st.integers(1, 40), st.integers(1, 20), st.integers(0, 2**31 - 1), st.sampled_from(SCHEMES))
+def test_decode_is_weighted_attention_on_the_selection(n, samples, tile, seed, scheme):
+    g = torch.Generator().manual_seed(seed)
+    a, b, c = (torch.randn(1, heads, m, 4, generator=g, dtype=torch.float64) for heads, m in ((2, 2), (1, n), (1, n)))
+    kept = dict(samples=samples, scheme=scheme, tile=tile, seed=seed)
+    picked, (out, stats_) = select_santa(a, b, **kept), santa_decode(a, b, c, return_stats=True, **kept)
+    assert_close(out, weighted_attention(a, b, c, picked), 1e-9)
+    assert same(stats_.values_read, unique_keys(picked, n)) and same(stats_.budget, picked.budget)
+    if scheme != "flash": assert (picked.budget == samples).all()
+
+
+# statistics
+
+@pytest.mark.parametrize("scheme", ["iid", "stratified", "systematic", "flash"])
+def test_keys_are_drawn_as_often_as_their_weight_says(scheme):
+    m, samples = 4000, 6
+    keys = torch.randn(1, 1, 12, 1, generator=torch.Generator().manual_seed(4))
+    query = torch.ones(1, 1, m, 1)
+    p = attention_weights(query[:, :, :1], keys, scale=1.0).double().flatten()
+    picked = select_santa(query, keys, samples=samples, scheme=scheme, tile=4, seed=8, scale=1.0)
+    share = picked.weight.double() * p[picked.index]                 # what each slot counts for
+    got = torch.zeros(m, 12, dtype=torch.float64).scatter_add(1, picked.index[0, 0], share[0, 0])
+    z = (got.mean(0) - p) / (got.std(0) / m**0.5)
+    assert z.abs().max() < stats.norm.isf(ALARM / 24)
+
+
+def test_iid_counts_are_multinomial():
+    m, p = 500, torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
+    index = select_santa(torch.ones(1, 1, m, 1, dtype=torch.float64), p.log().view(1, 1, 4, 1), samples=20, scheme="iid", seed=3, scale=1.0).index
+    count = torch.bincount(index.flatten(), minlength=4)
+    assert stats.chisquare(count.numpy(), (20 * m * p).numpy()).pvalue > ALARM
+    per = torch.zeros(m, 4).scatter_add(1, index[0, 0], torch.ones(m, 20))
+    assert ALARM / 2 < stats.chi2.cdf(float(((per[:, 0] - 10) ** 2 / 5).sum()), m) < 1 - ALARM / 2
+
+
+def test_variance_traces_agree_with_brute_force():
+    a, b, c = q[:1].double(), k[:1].double(), v[:1].double()
+    p = attention_weights(a, b)
+    mean = attention(a, b, c)
+    values = c.repeat_interleave(3, 1)[:, :, None]
+    one = (p[..., None] * (values - mean[..., None, :]).square()).sum((-1, -2))
+    assert_close(variance_trace(a, b, c, samples=5, scheme="iid"), one / 5, 1e-12)
+    grid = (torch.arange(200000, dtype=torch.float64) + 0.5) / 200000    # within each of 5 strata 40,000 points
+    for h, i in ((0, 0), (5, 2)):
+        rows = values[0, h, 0][torch.searchsorted(p[0, h, i].cumsum(0), grid, right=True).clamp(max=39)].view(5, 40000, 8)
+        assert_close(variance_trace(a, b, c, samples=5, scheme="stratified")[0, h, i], rows.var(1, correction=0).sum() / 25, 1e-3)
+    assert_close(variance_trace(a, b, c, samples=1, scheme="stratified"), one, 1e-12)
+    hidden = v.clone(); hidden[1, :, :5] = hidden[1, :, 31:] = nan
+    assert same(variance_trace(q, k, hidden, samples=5, scheme="stratified", kv_start=start, kv_len=stop), variance_trace(q, k, hidden.nan_to_num(), samples=5, scheme="stratified", kv_start=start, kv_len=stop))
+
+
+def test_replicates_are_single_runs():
+    outs = torch.stack([santa_decode(q, k, v, samples=6, scheme="stratified", seed=fold_in(4, r)) for r in range(8)])
+    assert_close(variance_trace_replicates(q, k, v, samples=6, scheme="stratified", replicates=8, seed=4), outs.double().var(0).sum(-1), 1e-5)
+
+
+@pytest.mark.parametrize("settings_", [dict(stratified=False), dict(), dict(mean_group=True), dict(stratified=False, mean_group=True)])
+def test_bernoulli_scores_are_unbiased(settings_):
+    m = 3000
+    query, keys = torch.randn(1, 6, 1, 16, generator=torch.Generator().manual_seed(1)), torch.randn(1, 2, 10, 16, generator=torch.Generator().manual_seed(2))
+    scores = bernoulli_scores(query.expand(1, 6, m, 16), keys.expand(1, 2, 10, 16), samples=3, seed=6, **settings_)[0][0].double()
+    z = (scores.mean(1) - attention_scores(query, keys)[0, :, 0]) / (scores.std(1) / m**0.5)
+    assert z.abs().max() < stats.norm.isf(ALARM / 120)
+
+
+def test_bernoulli_features():
+    scores, read = bernoulli_scores(q, k, samples=2, mean_group=True, seed=0, kv_start=start, kv_len=stop)
+    assert same(read[:, 0], read[:, 1]) and same(read[:, 0], read[:, 2]) and read.dtype == torch.bool
+    assert (scores[1, ..., :5] == -math.inf).all() and (scores[1, ..., 31:] == -math.inf).all() and scores[1, ..., 5:31].isfinite().all()
+    assert read.any(-1).all()                                       # the largest entry is certain
+    changed = k.clone(); changed[..., ~read[0, 0, 0]] = 7.0          # what is not read has no effect
+    assert same(bernoulli_scores(q[:1, :1, :1], k[:1, :1], samples=2, seed=0)[0], bernoulli_scores(q[:1, :1, :1], k[:1, :1], samples=2, seed=torch.tensor(0))[0])
+    assert_close(bernoulli_scores(q, changed, samples=2, mean_group=True, seed=0)[0][0, 0, 0], bernoulli_scores(q, k, samples=2, mean_group=True, seed=0)[0][0, 0, 0], 1e-6)
+    zero = bernoulli_scores(torch.zeros_like(q), k, samples=2, seed=0)
+    assert (zero[0] == 0).all() and not zero[1].any()
+    many = bernoulli_scores(q.double(), k.double(), samples=4000, seed=0)[0]
+    assert_close(many, attention_scores(q.double(), k.double()), 1e-3)
+    out, stats_ = bernoulli_decode(q, k, v, features=4000, samples=4000, seed=0, return_stats=True)
+    assert_close(out, attention(q, k, v), 0.02)
+    assert (stats_.keys_scored <= 40).all() and out.dtype == q.dtype
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bernoulli_decode_is_santa_on_bernoulli_scores(scheme):
+    bad_k, bad_v = k.clone(), v.clone()
+    bad_k[1, :, :5] = bad_v[1, :, :5] = bad_k[1, :, 31:] = bad_v[1, :, 31:] = nan
+    out, stats_ = bernoulli_decode(q, bad_k, bad_v, features=3, samples=20, scheme=scheme, tile=8, seed=4, kv_start=start, kv_len=stop, return_stats=True)
+    scores, read = bernoulli_scores(q, k, samples=3, seed=fold_in(4, 0), kv_start=start, kv_len=stop)
+    first, end = (x.view(2, 1, 1).expand(2, 1, 3) for x in (start, stop))
+    draws = _draw(scores, first, end, _head_seeds(q, fold_in(4, 1))[..., None], 20, scheme, 8)
+    assert same(out, _average(v, draws, scheme, 20)[..., 0, :])
+    assert_close(stats_.keys_scored, (end - first) * read.double().mean(-1), 1e-9)
+    assert (stats_.values_read <= stats_.budget).all()
+
+
+# promises
+
+@pytest.mark.parametrize("bound, scheme", [("clt", "iid"), ("clt", "stratified"), ("clt", "systematic"), ("bernstein", "iid"), ("bernstein", "stratified")])
+def test_a_promise_is_kept(bound, scheme):
+    g = torch.Generator().manual_seed(7)
+    query, keys, values = torch.zeros(1, 1, 300, 8), torch.randn(1, 1, 1500, 8, generator=g), torch.randn(1, 1, 1500, 8, generator=g) + 1
+    out, stats_ = santa_decode(query, keys, values, eps=0.25, delta=0.05, bound=bound, scheme=scheme, seed=3, return_stats=True)
+    truth, promise = attention(query.double(), keys.double(), values.double()), stats_.certificate
+    assert isinstance(promise, Certificate) and promise.bound == bound and (promise.samples > 0).double().mean() > 0.5
+    failed = int(((out - truth).norm(dim=-1) > 0.25 * truth.norm(dim=-1)).sum())
+    assert stats.binom.sf(failed - 1, 300, 0.05) > ALARM             # not more than delta allows
+    assert int((promise.norm > truth.norm(dim=-1)).sum()) <= stats.binom.isf(ALARM, 300, 0.01)
+    assert (stats_.values_read <= stats_.budget + promise.pilot).all() and stats_.index_bytes == 4 * 1500
+
+
+@pytest.mark.parametrize("bound", ["clt", "bernstein"])
+def test_the_number_of_samples_follows_the_formula(bound):
+    g = torch.Generator().manual_seed(7)
+    query, keys, values = (torch.randn(1, m, n, 8, generator=g, dtype=torch.float64) for m, n in ((3, 1), (1, 20000), (1, 20000)))
+    promise = santa_decode(query, keys, values + 1, eps=0.3, delta=0.1, bound=bound, scheme="iid", seed=3, return_stats=True)[1].certificate
+    lengths = (values + 1).norm(dim=-1)[0, 0]
+    second = (attention_weights(query, keys) * lengths**2).sum(-1)
+    assert_close(promise.trace, second - promise.norm**2, 1e-12)
+    left, radius, largest = 0.1 * (1 - PILOT_SHARE), 0.3 * promise.norm, 2 * lengths.max()
+    if bound == "clt": need = (stats.norm.isf(left / 2) ** 2 * promise.trace / radius**2).clamp(min=CLT_SAMPLES)
+    else: need = 2 * math.log(2 / left) * (promise.trace + largest * radius / 3) / radius**2
+    assert (promise.samples > 0).all() and torch.equal(promise.samples, need.ceil().long())
+    assert (promise.norm <= attention(query, keys, values + 1).norm(dim=-1)).all()
+
+
+def test_promises_at_the_edges():
+    out, stats_ = decode(eps=0.001, delta=0.01, seed=0, return_stats=True)
+    assert_close(out, attention(q, k, v), 1e-6)
+    whole = stats_.certificate.samples == 0
+    assert whole.all() and (stats_.values_read == 40).all() and (stats_.density == 1).all() and (stats_.budget == 40).all()
+    one = decode(eps=0.5, delta=0.2, seed=0, kv_start=start, kv_len=start + 1)
+    assert_close(one, torch.stack([v[0, :, 0], v[1, :, 5]]).repeat_interleave(3, 1)[:, :, None].expand(2, 6, 3, 8), 1e-6)
+    norms = v.norm(dim=-1)
+    norms[1, :, :5] = nan                                             # padding
+    kept = dict(eps=0.4, delta=0.2, seed=0, kv_start=start, kv_len=stop, return_stats=True)
+    (a, first), (b, second) = decode(**kept), decode(value_norms=norms, **kept)
+    assert same(a, b) and same(first.certificate.samples, second.certificate.samples)
+    zero, _ = santa_decode(q, k, torch.zeros_like(v), eps=0.4, delta=0.2, seed=0, return_stats=True)
+    assert (zero == 0).all()
+
+
+# the method
+
+@pytest.mark.parametrize("method", [Santa(), Santa(samples=3, scheme="iid", tile=7), Santa(eps=0.25, delta=0.125), Santa(scheme="stratified", eps=0.25, delta=0.5, bound="bernstein")])
+def test_the_method_survives_json_and_decodes(method):
+    assert Method.from_json(method.to_json()) == method and Santa.from_json(method.to_json()) == method
+    out, stats_ = method.decode(q, k, v, seed=4, causal=True, return_stats=True)
+    assert same(out, method.decode(q, k, v, seed=4, causal=True)) and (stats_.certificate is not None) == (method.eps is not None)
+    if method.eps is None: assert same(method.select(q, k, seed=4).index, select_santa(q, k, samples=method.samples, scheme=method.scheme, tile=method.tile, seed=4).index)
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(ValueError, match="Santa has no setting 'sample'"): Method.from_json('{"method": "Santa", "sample": 3}')
+    with pytest.raises(ValueError, match="scheme must be one of"): Method.from_json('{"method": "Santa", "scheme": "exact"}')
