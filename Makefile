@@ -3,6 +3,7 @@
 # PIP_FLAGS  options of pip install, such as torch's CPU packages on a machine without a GPU:
 #            make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
 # ARGS       options of the demo or of pytest:    make ARGS="--task kv --context 4096" demo
+# ARGS       of the bench:                       make ARGS="--quick" bench (needs a GPU)
 # FLAGS      test flags whose cells `make notebooks` runs too: slow, cuda
 PYTHON = python3
 PIP_FLAGS =
@@ -10,7 +11,7 @@ ARGS =
 FLAGS =
 NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb)
 
-.PHONY: setup demo test notebooks docs preview
+.PHONY: setup demo test bench notebooks docs preview
 
 setup: .venv/installed
 
@@ -24,6 +25,9 @@ demo: setup
 
 test: setup
 	.venv/bin/python -m pytest $(ARGS)
+
+bench: setup
+	.venv/bin/sparse-nb bench decode $(ARGS)
 
 notebooks: setup
 	.venv/bin/nbdev_export

@@ -41,20 +41,22 @@ def one_line(result, *words):
     for word in words: assert word in result.stderr
 
 def test_json_is_one_list_and_the_report_stands_alone(tiny, tmp_path):
-    result = run("demo", "--model", tiny, "--context", "512", "--density", "0.1", "--task", "kv", "--json", "--out", "report.html", cwd=tmp_path)
+    result = run("demo", "--model", tiny, "--context", "512", "--density", "0.1", "--task", "kv", "--samples", "7", "--json", "--out", "report.html", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == "saved report.html\n"
     rows = json.loads(result.stdout)
-    assert [r["method"] for r in rows] == ["exact", "streaming", "topk", "topp", "uniform"]
-    for r in rows: assert list(r) == ["method", "answer", "expected", "correct", "relative_error", "density", "ms_per_token"]
-    assert rows[0]["relative_error"] == 0 and rows[0]["density"] == 1
-    for r in rows[1:]: assert r["relative_error"] > 0 and abs(r["density"] - 0.1) < 0.02 and r["ms_per_token"] > 0
+    assert [r["method"] for r in rows] == ["exact", "streaming", "topk", "topp", "uniform", "santa"]
+    for r in rows: assert list(r) == ["method", "answer", "expected", "correct", "relative_error", "keys_read", "values_read", "ms_per_token"]
+    assert rows[0]["relative_error"] == 0 and rows[0]["keys_read"] == rows[0]["values_read"] == 1
+    for r in rows[1:]: assert r["relative_error"] > 0 and r["ms_per_token"] > 0
+    for r in rows[1:5]: assert abs(r["values_read"] - 0.1) < 0.02 and r["keys_read"] == (1 if r["method"].startswith("top") else r["values_read"])
+    assert rows[5]["keys_read"] == 1 and 0 < rows[5]["values_read"] <= 7 / 400
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<tr>") == 6 and "data:image/png;base64," in page and "http" not in page
+    assert page.count("<tr>") == 7 and "data:image/png;base64," in page and "http" not in page
 
 def test_the_table_and_the_default_picture(tiny, tmp_path):
     result = run("demo", "--model", tiny, "--context", "256", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == "saved sparse-nb-demo.png\n"
-    for word in ("streaming", "top-k (oracle)", "top-p (oracle)", "uniform sample", "KV read", "right answer"): assert word in result.stdout
+    for word in ("streaming", "top-k (oracle)", "top-p (oracle)", "uniform sample", "SANTA", "keys read", "values read", "right answer"): assert word in result.stdout
     assert (tmp_path / "sparse-nb-demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 @pytest.mark.parametrize("options, words", [
@@ -63,6 +65,9 @@ def test_the_table_and_the_default_picture(tiny, tmp_path):
     (["--density", "1.5"], ["--density: got 1.5"]),
     (["--density", "nan"], ["--density: got nan"]),
     (["--density", "few"], ["--density"]),
+    (["--samples", "0"], ["--samples: got 0", "1 to 65536"]),
+    (["--samples", "65537"], ["--samples: got 65537"]),
+    (["--samples", "2.5"], ["--samples"]),
     (["--seed", "-1"], ["--seed: got -1"]),
     (["--context", "many"], ["--context"]),
     (["--context", "4097"], ["--context: got 4097", "at most 4096"]),
@@ -146,3 +151,45 @@ def test_help_is_light():
 def test_the_pocket_model_answers():
     rows = json.loads(run("demo", "--context", "2048", "--json").stdout)
     assert rows[0]["method"] == "exact" and rows[0]["answer"] == rows[0]["expected"] and rows[0]["correct"]
+
+def right_wherever_exact_is(seeds, context):
+    "How often exact attention is right; wherever it is, SANTA must be"
+    from sparse_nb import hf, pocket, tasks
+    from sparse_nb.attention import Exact
+    from sparse_nb.cli import equal_methods, split_prompt
+    model, tokenizer = pocket.load("cuda" if torch.cuda.is_available() else "cpu")
+    santa, exact = equal_methods(0.05, context, 0.9)["santa"], 0
+    assert santa.samples == 128 and santa.scheme == "systematic"
+    for seed in seeds:
+        example = tasks.make("needle", context, seed=seed, tokenizer=tokenizer)
+        prompt, question = (ids.to(model.device) for ids in split_prompt(tokenizer, example))
+        cache = hf.prefill(model, prompt)
+        right = [tasks.score(hf.answer(model, cache, question, method, tokenizer=tokenizer, max_new_tokens=8, seed=seed, stop=".\n").text, example.answer).exact
+                 for method in (Exact(), santa)]
+        assert right[1] or not right[0], f"seed {seed}"
+        exact += right[0]
+    return exact
+
+@pytest.mark.gpu
+def test_santa_is_right_at_16k_wherever_exact_attention_is():
+    assert right_wherever_exact_is(range(20), 16384) >= 18
+
+@pytest.mark.slow
+def test_santa_is_right_at_16k_on_three_seeds(): assert right_wherever_exact_is(range(3), 16384) >= 2
+
+@pytest.mark.parametrize("options, words", [
+    (["--lengths", "4k"], ["--lengths: got '4k'", "whole numbers"]), (["--lengths", ""], ["--lengths: got ''"]), (["--batches", "1,-2"], ["--batches: got '1,-2'"]), (["--batches", "0"], ["batches must be at least 1, got 0"]),
+    (["--shapes", "llama9"], ["shapes must be of llama3, pocket, got 'llama9'"]), (["--methods", "flashinfer,magic"], ["methods must be of flashinfer", "got 'magic'"]), (["--methods", ","], ["--methods: got ','"]),
+    (["--samples", "0"], ["samples must be at least 1"]), (["--dtype", "float64"], ["--dtype: got 'float64'"]), (["--colour"], ["--colour"])])
+def test_bad_options_of_the_bench(options, words): one_line(run("bench", "decode", *options), *words)
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_the_bench_needs_a_gpu(tmp_path):
+    one_line(run("bench", "decode", "--out", str(tmp_path / "new")), "there is no CUDA device here")
+    assert list(tmp_path.iterdir()) == []
+
+def test_the_bench_is_light_until_it_runs():
+    code = "import sys; from sparse_nb.cli import main\ntry: main(['bench', 'decode', '--help'])\nfinally: print([m for m in ('torch', 'transformers', 'matplotlib', 'pandas') if m in sys.modules])"
+    result = run(code=code)
+    assert result.returncode == 0 and result.stdout.endswith("[]\n") and "--lengths" in result.stdout
+    assert "decode" in run("bench", "--help").stdout
