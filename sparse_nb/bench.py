@@ -534,12 +534,26 @@ def _chosen(rows, shape, mode):
     if not there: raise ValueError(f"rows must hold some with H, G, D = {tuple(shape)} and mode {mode!r}, got " + ", ".join(sorted({str((row["H"], row["G"], row["D"], row["mode"])) for row in rows})))
     return there
 
-def _by_length(rows): return sorted(rows, key=lambda row: row["n"])
-
 def _keys_axis(ax, rows):
     ticks = sorted({row["n"] for row in rows})
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [f"{n / 2**20:g}M" if n >= 2**20 else f"{n / 1024:g}k" for n in ticks], minor=False)
+
+def _panels(rows, draw, ylabel, title, extra=()):
+    "A panel for each batch size with keys across, in which `draw(ax, keys, rows, look)` draws the line of a method."
+    batches, methods = sorted({row["B"] for row in rows}), list(dict.fromkeys(row["method"] for row in rows))
+    fig, axes = plt.subplots(1, len(batches), figsize=(3.4 * max(len(batches), 2.2), 4.6), sharey=True, squeeze=False)
+    for ax, B in zip(axes.flat, batches):
+        for method in methods:
+            line = sorted((row for row in rows if row["B"] == B and row["method"] == method), key=lambda row: row["n"])
+            if line: draw(ax, [row["n"] for row in line], line, _look(method, methods))
+        _keys_axis(ax, rows)
+        ax.set_xlabel("keys")
+        ax.set_title(f"{B} sequence{'s' * (B > 1)}", fontsize=11, fontweight="normal")
+    axes[0, 0].set_ylabel(ylabel)
+    fig.legend(handles=[*(plt.Line2D([], [], **_look(m, methods)) for m in methods), *extra], loc="outside lower center", ncols=4, columnspacing=1.2, handletextpad=0.5)
+    fig.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    return fig
 
 def plot_latency(
     rows: list,           # of a record
@@ -549,24 +563,11 @@ def plot_latency(
     title: str = None,    # what to see
 ) -> Figure:
     "Median time of a step against keys, a panel for each batch size, a line with its quartiles for each method. Raises ValueError where no row fits."
-    rows = _chosen(rows, shape, mode)
-    batches, methods = sorted({row["B"] for row in rows}), list(dict.fromkeys(row["method"] for row in rows))
-    fig, axes = plt.subplots(1, len(batches), figsize=(3.4 * max(len(batches), 2.2), 4.6), sharey=True, squeeze=False)
-    for ax, B in zip(axes.flat, batches):
-        for method in methods:
-            line = _by_length(row for row in rows if row["B"] == B and row["method"] == method)
-            if not line: continue
-            x, look = [row["n"] for row in line], _look(method, methods)
-            ax.plot(x, [row["median_us"] for row in line], **look)
-            ax.fill_between(x, [row["q1_us"] for row in line], [row["q3_us"] for row in line], color=look["color"], alpha=0.15, lw=0)
-        ax.set(yscale="log", xlabel="keys")
-        _keys_axis(ax, rows)
-        ax.set_title(f"{B} sequence{'s' * (B > 1)}", fontsize=11, fontweight="normal")
-    axes[0, 0].set_ylabel("time of one step (µs, median and quartiles)")
-    lines = [plt.Line2D([], [], **_look(m, methods)) for m in methods]
-    fig.legend(handles=lines, loc="outside lower center", ncols=4, columnspacing=1.2, handletextpad=0.5)
-    fig.suptitle(title or "Time of a decode step", x=0.01, ha="left", fontsize=12, fontweight="bold")
-    return fig
+    def draw(ax, keys, line, look):
+        ax.plot(keys, [row["median_us"] for row in line], **look)
+        ax.fill_between(keys, [row["q1_us"] for row in line], [row["q3_us"] for row in line], color=look["color"], alpha=0.15, lw=0)
+        ax.set_yscale("log")
+    return _panels(_chosen(rows, shape, mode), draw, "time of one step (µs, median and quartiles)", title or "Time of a decode step")
 
 def plot_ratio(
     rows: list,           # of a record
@@ -578,25 +579,15 @@ def plot_ratio(
     "Speed over that of the fastest dense method against keys, a panel for each batch size; dotted: what the bytes alone would give. Raises ValueError where no row fits."
     rows = [row for row in _chosen(rows, shape, mode) if row["ratio_to_fastest_dense"] is not None]
     if not rows: raise ValueError("rows must hold a dense method to compare with")
-    batches, methods = sorted({row["B"] for row in rows}), list(dict.fromkeys(row["method"] for row in rows))
     dense = {(row["B"], row["n"]): row["bytes"] for row in rows if row["samples"] is None}
-    fig, axes = plt.subplots(1, len(batches), figsize=(3.4 * max(len(batches), 2.2), 4.6), sharey=True, squeeze=False)
-    for ax, B in zip(axes.flat, batches):
-        ax.axhline(1, color="0.5", lw=1)
-        for method in methods:
-            line = _by_length(row for row in rows if row["B"] == B and row["method"] == method)
-            if not line: continue
-            x, look = [row["n"] for row in line], _look(method, methods)
-            ax.plot(x, [row["ratio_to_fastest_dense"] for row in line], **look)
-            if line[0]["samples"] is not None: ax.plot(x, [dense[B, row["n"]] / row["bytes"] for row in line], ":", color=look["color"], alpha=0.6, lw=1.2)
-        ax.set(xlabel="keys", ylim=(0, None))
-        _keys_axis(ax, rows)
-        ax.set_title(f"{B} sequence{'s' * (B > 1)}", fontsize=11, fontweight="normal")
-    axes[0, 0].set_ylabel("speed over the fastest dense method")
-    lines = [plt.Line2D([], [], **_look(m, methods)) for m in methods]
-    if any(row["samples"] is not None for row in rows): lines.append(plt.Line2D([], [], ls=":", color="0.4", lw=1.2, label="ratio of the bytes"))
-    fig.legend(handles=lines, loc="outside lower center", ncols=4, columnspacing=1.2, handletextpad=0.5)
-    fig.suptitle(title or "Speed over the fastest dense method of the same run", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    def draw(ax, keys, line, look):
+        ax.plot(keys, [row["ratio_to_fastest_dense"] for row in line], **look)
+        if line[0]["samples"] is not None: ax.plot(keys, [dense[row["B"], row["n"]] / row["bytes"] for row in line], ":", color=look["color"], alpha=0.6, lw=1.2)
+    dotted = [plt.Line2D([], [], ls=":", color="0.4", lw=1.2, label="ratio of the bytes")] if any(row["samples"] is not None for row in rows) else []
+    fig = _panels(rows, draw, "speed over the fastest dense method", title or "Speed over the fastest dense method of the same run", dotted)
+    for ax in fig.axes:
+        ax.axhline(1, color="0.5", lw=1, zorder=1)
+        ax.set_ylim(0, None)
     return fig
 
 def plot_roofline(

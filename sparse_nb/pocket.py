@@ -173,7 +173,7 @@ def _optimizer(model):
 
 def _loss(model, ids, weight):
     "Cross entropy [rows, L - 1] in nats of every next token, and its weighted mean"
-    with torch.autocast(ids.device.type, torch.bfloat16): logits = model(ids, use_cache=False).logits
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda): logits = model(ids, use_cache=False).logits
     nats = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
     return nats, (nats * weight[:, 1:]).sum() / weight[:, 1:].sum()
 
