@@ -6,8 +6,8 @@
 __all__ = ['assert_close', 'may_look', 'check_integer', 'check_seed', 'check_inputs', 'visible_range', 'promote', 'no_autocast',
            'attention_scores', 'attention_weights', 'SoftmaxState', 'merge_states', 'partial_attention', 'attention',
            'Selection', 'weighted_state', 'weighted_attention', 'check_budget', 'budget_counts', 'select_sinks_window',
-           'select_topk', 'check_mass', 'select_topp', 'philox_words', 'philox', 'fold_in', 'select_uniform', 'Stats',
-           'Method', 'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform']
+           'select_topk', 'check_mass', 'select_topp', 'philox_words', 'philox', 'fold_in', 'stream_seeds',
+           'select_uniform', 'Stats', 'Method', 'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'State']
 
 # %% ../nbs/00_attention.ipynb #dd840827
 import json
@@ -52,15 +52,29 @@ def check_integer(
     elif not 0 <= x < 2**63: raise ValueError(f"{name} must lie in [0, 2**63), got {x}")
 
 def check_seed(
-    seed, # int in [0, 2**63), integer tensor without axes, or None
+    seed,                          # int in [0, 2**63), integer tensor without axes or [B, H] (see `stream_seeds`), or None
+    q: torch.Tensor | None = None, # queries [B, H, Q, D] that it is for; None: not known yet
 ):
-    "Raise TypeError or ValueError unless `seed` is one non-negative integer or None."
+    "Raise TypeError or ValueError unless `seed` is one non-negative integer, one for each sequence and head of `q`, or None."
     if seed is None: return
     check_integer("seed", seed)
-    if isinstance(seed, torch.Tensor) and seed.ndim: raise ValueError(f"seed must be one number, got a tensor of shape {list(seed.shape)}")
+    if not isinstance(seed, torch.Tensor) or seed.ndim == 0: return
+    if seed.ndim != 2: raise ValueError(f"seed must be one number or have shape [B, H], got a tensor of shape {list(seed.shape)}")
+    if q is None: return
+    if seed.shape != q.shape[:2]: raise ValueError(f"seed must be one number or have shape [B, H] = {list(q.shape[:2])}, got a tensor of shape {list(seed.shape)}")
+    if seed.device != q.device: raise ValueError(f"seed must be on the device of q, {q.device}, got {seed.device}")
 
 # %% ../nbs/00_attention.ipynb #f6a14d89
 _FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+def _check_bounds(q, **bounds):
+    "Raise unless each of `bounds` is None or holds an integer for each sequence of `q`."
+    for name, bound in bounds.items():
+        if bound is None: continue
+        if not isinstance(bound, torch.Tensor): raise TypeError(f"{name} must be an integer tensor of shape [B], got {type(bound).__name__}")
+        if bound.dtype not in (torch.int32, torch.int64): raise TypeError(f"{name} must be int32 or int64, got {bound.dtype}")
+        if bound.shape != q.shape[:1]: raise ValueError(f"{name} must have shape [B] = [{q.shape[0]}], got {list(bound.shape)}")
+        if bound.device != q.device: raise ValueError(f"{name} must be on the device of q, {q.device}, got {bound.device}")
 
 def check_inputs(
     q: torch.Tensor,                      # queries [B, H, Q, D]
@@ -91,13 +105,8 @@ def check_inputs(
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)): raise TypeError(f"scale must be a number, got {type(scale).__name__}")
         if not 0 < scale < math.inf: raise ValueError(f"scale must be positive and finite, got {scale}")
-    check_seed(seed)
-    for name, bound in (("kv_start", kv_start), ("kv_len", kv_len)):
-        if bound is None: continue
-        if not isinstance(bound, torch.Tensor): raise TypeError(f"{name} must be an integer tensor of shape [B], got {type(bound).__name__}")
-        if bound.dtype not in (torch.int32, torch.int64): raise TypeError(f"{name} must be int32 or int64, got {bound.dtype}")
-        if bound.shape != q.shape[:1]: raise ValueError(f"{name} must have shape [B] = [{q.shape[0]}], got {list(bound.shape)}")
-        if bound.device != q.device: raise ValueError(f"{name} must be on the device of q, {q.device}, got {bound.device}")
+    check_seed(seed, q)
+    _check_bounds(q, kv_start=kv_start, kv_len=kv_len)
     if may_look(q) and not (kv_start is None and kv_len is None):
         starts = [0] * q.shape[0] if kv_start is None else kv_start.tolist()
         ends = [keys] * q.shape[0] if kv_len is None else kv_len.tolist()
@@ -503,6 +512,23 @@ def fold_in(
         seed = (w1 & 0x7FFFFFFF) << 32 | w0
     return seed
 
+# %% ../nbs/00_attention.ipynb #c41b7f26
+def _head_seeds(q, seed, *data):
+    "Seeds [..., B, H] of the sequences and heads of `q`, with `data` folded into `seed` first."
+    row, head = (torch.arange(x, device=q.device) for x in q.shape[:2])
+    own = isinstance(seed, torch.Tensor) and seed.ndim == 2
+    seed = fold_in(seed, *data)
+    return seed if own else fold_in(seed, row[:, None], head)
+
+def stream_seeds(
+    q: torch.Tensor, # queries [B, H, Q, D]
+    seed,            # int in [0, 2**63), integer tensor without axes, or [B, H]: one for each sequence and head
+    *data,           # folded into `seed` first: ints, or integer tensors [..., 1, 1] whose leading axes come first in the result
+) -> torch.Tensor: # [..., B, H, Q], int64
+    "A stream for each sequence, head and query: fold_in(seed, row, head, query), or fold_in(seed, query) for a `seed` [B, H]. Raises as `check_seed` and `fold_in`."
+    check_seed(seed, q)
+    return fold_in(_head_seeds(q, seed, *data)[..., None], torch.arange(q.shape[2], device=q.device))
+
 # %% ../nbs/00_attention.ipynb #48573c6f
 _TICKETS = 2**15  # random numbers made at once on a CPU: they stay in its cache, and torch does not split such small work over threads
 
@@ -511,30 +537,31 @@ def _tickets(seeds, n):
     words = philox_words(seeds[..., None], torch.arange((n + 1) // 2, device=seeds.device))
     return torch.stack([(w & 0x7FFFFFFF) << 32 | x for w, x in (words[:2], words[2:])], -1).flatten(-2)[..., :n]
 
+def _new_seed(seed): return int(torch.randint(2**63 - 1, ())) if seed is None else seed
+
 def select_uniform(
     q: torch.Tensor,                      # queries [B, H, Q, D]
     k: torch.Tensor,                      # keys [B, G, N, D]
     *,
     samples: int | float,                 # keys to draw: a count, or a share of the visible keys
-    seed=None,                            # int in [0, 2**63) or integer tensor without axes; None draws one from torch's default generator
+    seed=None,                            # int in [0, 2**63), integer tensor without axes, or [B, H] (see `stream_seeds`); None draws one from torch's default generator
     causal: bool = False,                 # queries are the last Q positions and see no later key
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Selection:                           # all weights n / S for n visible keys
     "Uniform sample without replacement, its own for each sequence, head and query; fold step and layer into `seed` (random-sample in vAttention section 3). Raises as `check_inputs` and `budget_counts`."
     check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, seed=seed)
-    if seed is None: seed = int(torch.randint(2**63 - 1, ()))
+    seed = _new_seed(seed)
     n = k.shape[2]
     first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
     count, slots = budget_counts(samples, end - first, n, "samples")
-    row, head, query = (torch.arange(x, device=q.device) for x in q.shape[:3])
-    seeds = fold_in(seed, row.view(-1, 1, 1), head.view(-1, 1), query)  # [B, H, Q]
+    seeds = stream_seeds(q, seed)
     i = torch.arange(n, device=q.device)
     block = max(1, (_TICKETS if q.device.type == "cpu" else _GATHER) // n)
     index = []
     for seeds_, first_, end_ in zip(*(x.expand(q.shape[:3]).flatten().split(block) for x in (seeds, first, end))):
-        ticket = _tickets(seeds_, n).masked_fill((i < first_[:, None]) | (i >= end_[:, None]), 2**63 - 1)
-        index.append(ticket.topk(slots, largest=False).indices)
+        ticket = _tickets(seeds_, n).masked_fill(i >= (end_ - first_)[:, None], 2**63 - 1)  # number 0 is the first visible key
+        index.append(first_[:, None] + ticket.topk(slots, largest=False).indices)
     weight = ((end - first).double() / count)[..., None]
     return _selection(q, torch.cat(index).view(*q.shape[:3], slots), torch.arange(slots, device=q.device) < count[..., None], first, weight)
 
@@ -554,6 +581,7 @@ class Method:
     "Base of all methods: a frozen dataclass of settings that can select keys and decode with them. Subclasses define `select`."
     registry: ClassVar[dict[str, type]] = {}
     scores_all: ClassVar[bool] = False  # does choosing read every visible key?
+    random: ClassVar[bool] = False      # does it draw random numbers?
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -579,6 +607,10 @@ class Method:
         except json.JSONDecodeError as e: raise ValueError(f"text must be JSON, got {text!r}: {e}") from None
         if not isinstance(method, cls): raise ValueError(f"text must describe a {cls.__name__}, got {method!r}")
         return method
+
+    def new_state(self) -> "State | None":
+        "What it keeps about the keys of one layer between steps; None: nothing."
+        return None
 
     def select(
         self,
@@ -616,6 +648,39 @@ class Method:
         visible, budget = (end - first).expand(q.shape[:3]), selection.budget
         return out, Stats(visible if self.scores_all else budget, budget, 0, budget / visible, budget)
 
+# %% ../nbs/00_attention.ipynb #2f6ce8b4
+_PREFILL = 128  # queries of a prompt at once
+
+def _prefill(
+    self,
+    q: torch.Tensor,                      # queries [B, H, Q, D]: the last Q positions
+    k: torch.Tensor,                      # keys [B, G, N, D] of all positions up to the last
+    v: torch.Tensor,                      # values [B, G, N, D]
+    *,
+    seed=None,                            # for methods that draw: see `select_uniform`
+    scale: float | None = None,           # factor on the dot products; None is D ** -0.5
+    kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]; a GPU is waited for to read it
+) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q; 0 where a query stands before kv_start
+    "Causal attention of the last positions of a prompt over the keys that each of them selects. Raises as `decode`; counts of more keys than a query sees mean all of them."
+    check_inputs(q, k, v, causal=True, scale=scale, seed=seed)
+    _check_bounds(q, kv_start=kv_start)
+    starts, keys, offset = [0] if kv_start is None else kv_start.tolist(), k.shape[2], k.shape[2] - q.shape[2]
+    if min(starts) < 0: raise ValueError(f"kv_start must not be negative, got {min(starts)}")
+    rows = [slice(None)] if len(set(starts)) == 1 else [slice(b, b + 1) for b in range(len(starts))]
+    asked = max([1, *(x for x in vars(self).values() if isinstance(x, int))])  # a setting that is an int counts keys
+    if self.random: seeds = _head_seeds(q, _new_seed(seed))
+    out = q.new_zeros(q.shape)
+    for row, start in zip(rows, starts):
+        a = max(start, offset)
+        while a < keys:
+            few = max(0, start + asked - 1 - a)  # queries that see fewer keys than are asked for
+            b = min(a + (few or _PREFILL), a + _PREFILL, keys)
+            part = q[row, :, a - offset:b - offset], k[row, :, start:b], v[row, :, start:b]
+            if few: block = attention(*part, causal=True, scale=scale)
+            else: block = self.decode(*part, causal=True, scale=scale, seed=fold_in(seeds[row], a - start) if self.random else None)
+            out[row, :, a - offset:b - offset], a = block, b
+    return out
+
 # %% ../nbs/00_attention.ipynb #202ec96f
 @dataclass(frozen=True)
 class Exact(Method):
@@ -635,6 +700,8 @@ class Exact(Method):
         visible = (end - first).expand(q.shape[:3])
         return out, Stats(visible, visible, 0, visible / visible, visible)
 
+    prefill = _prefill
+
 # %% ../nbs/00_attention.ipynb #88640355
 @dataclass(frozen=True)
 class Streaming(Method):
@@ -650,6 +717,8 @@ class Streaming(Method):
         "`select_sinks_window` with these settings."
         return select_sinks_window(q, k, sinks=self.sinks, window=self.window, causal=causal, kv_start=kv_start, kv_len=kv_len)
 
+    prefill = _prefill
+
 # %% ../nbs/00_attention.ipynb #2c031ee3
 @dataclass(frozen=True)
 class TopK(Method):
@@ -662,6 +731,8 @@ class TopK(Method):
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
         "`select_topk` with these settings."
         return select_topk(q, k, budget=self.budget, causal=causal, kv_start=kv_start, kv_len=kv_len)
+
+    prefill = _prefill
 
 # %% ../nbs/00_attention.ipynb #25ab8dbb
 @dataclass(frozen=True)
@@ -676,14 +747,77 @@ class TopP(Method):
         "`select_topp` with these settings."
         return select_topp(q, k, mass=self.mass, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale)
 
+    prefill = _prefill
+
 # %% ../nbs/00_attention.ipynb #18fdb35c
 @dataclass(frozen=True)
 class Uniform(Method):
     "A uniform sample without replacement (`select_uniform`). Raises TypeError or ValueError for settings that can never work."
     samples: int | float = 0.1 # keys to draw: a count, or a share of the visible keys
+    random: ClassVar[bool] = True
 
     def __post_init__(self): check_budget(self.samples, "samples")
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
         "`select_uniform` with these settings."
         return select_uniform(q, k, samples=self.samples, seed=seed, causal=causal, kv_start=kv_start, kv_len=kv_len)
+
+    prefill = _prefill
+
+# %% ../nbs/00_attention.ipynb #b3175de8
+class State:
+    "Numbers that a method keeps for every key of a layer [B, G, N, ...]; a cache layer keeps them in step with its keys. Subclasses define `features`."
+    before_rope: ClassVar[bool] = False # does `features` want keys from before rotary embedding?
+
+    def __init__(self): self.rows = None
+
+    def __len__(self): return 0 if self.rows is None else self.rows.shape[2]
+
+    def features(
+        self,
+        k: torch.Tensor, # new keys [B, G, n, D]
+        v: torch.Tensor, # their values [B, G, n, D]
+    ) -> torch.Tensor:   # [B, G, n, ...]
+        "What is kept about each of these keys."
+        raise NotImplementedError(f"{type(self).__name__} does not say what it keeps about a key")
+
+    def append(
+        self,
+        k: torch.Tensor, # new keys [B, G, n, D]
+        v: torch.Tensor, # their values [B, G, n, D]
+    ):
+        "Put new keys at the end. TypeError for anything but tensors, ValueError for shapes or a device that do not fit."
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor): raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if x.ndim != 4: raise ValueError(f"{name} must have shape [B, G, n, D], got {list(x.shape)}")
+        if v.shape[:-1] != k.shape[:-1]: raise ValueError(f"v must have the shape of k up to the last axis, {list(k.shape[:-1])}, got {list(v.shape[:-1])}")
+        if self.rows is not None:
+            if k.shape[0] != self.rows.shape[0]: raise ValueError(f"k must have the batch size of the state, {self.rows.shape[0]}, got {k.shape[0]}")
+            if k.shape[1] != self.rows.shape[1]: raise ValueError(f"k must have the heads of the state, {self.rows.shape[1]}, got {k.shape[1]}")
+            if k.device != self.rows.device: raise ValueError(f"k must be on the device of the state, {self.rows.device}, got {k.device}")
+        new = self.features(k, v)
+        self.rows = new if self.rows is None else torch.cat([self.rows, new], 2)
+
+    def select(
+        self,
+        rows: torch.Tensor, # sequence numbers [B'], int64, repeated or left out at will
+    ):
+        "Sequence number rows[i] becomes sequence i. TypeError or ValueError for anything else than such numbers (values are looked at on the CPU only)."
+        if not isinstance(rows, torch.Tensor) or rows.dtype != torch.int64: raise TypeError(f"rows must be an int64 tensor, got {getattr(rows, 'dtype', type(rows).__name__)}")
+        if rows.ndim != 1 or not len(rows): raise ValueError(f"rows must have shape [B'] with nothing empty, got {list(rows.shape)}")
+        if self.rows is None: return
+        if may_look(rows) and not 0 <= rows.min() <= rows.max() < len(self.rows): raise ValueError(f"rows must lie in [0, {len(self.rows)}), got {rows.tolist()}")
+        self.rows = self.rows[rows.to(self.rows.device)]
+
+    def crop(
+        self,
+        length: int, # keys to keep
+    ):
+        "Forget all keys but the first `length`. TypeError unless it is an int, ValueError unless there are so many."
+        if isinstance(length, bool) or not isinstance(length, int): raise TypeError(f"length must be an int, got {type(length).__name__}")
+        if not 0 <= length <= len(self): raise ValueError(f"length must lie in [0, {len(self)}], got {length}")
+        if self.rows is not None: self.rows = self.rows[:, :, :length]
+
+    def reset(self):
+        "Forget all keys."
+        self.rows = None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEMES', 'CLT_DELTA', 'CLT_SAMPLES', 'PILOT_SHARE', 'select_santa', 'unique_keys', 'santa_decode', 'variance_trace',
-           'variance_trace_replicates', 'bernoulli_scores', 'bernoulli_decode', 'Certificate', 'Santa']
+           'variance_trace_replicates', 'bernoulli_scores', 'bernoulli_decode', 'Certificate', 'ValueNorms', 'Santa']
 
 # %% ../nbs/10_santa.ipynb #bcf81c69
 import importlib.util
@@ -16,8 +16,8 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from .attention import (
-    _GATHER, Method, Selection, Stats, _exponentials, _masked_scores, attention, check_inputs, fold_in, may_look, no_autocast, philox,
-    promote, visible_range)
+    _GATHER, Method, Selection, State, Stats, _exponentials, _masked_scores, _new_seed, attention, check_inputs, fold_in, may_look, no_autocast,
+    philox, promote, stream_seeds, visible_range)
 
 # %% ../nbs/10_santa.ipynb #a32b3760
 SCHEMES = ("iid", "stratified", "systematic", "proportional", "flash")
@@ -98,11 +98,6 @@ def _draw(scores, first, end, seeds, samples, scheme, tile, uniform=philox):
     return _Draws(torch.where(valid[..., None, :], index, first[..., None, None]), torch.where(valid, share.gather(-1, own), 0.0)[..., None, :], weight)
 
 # %% ../nbs/10_santa.ipynb #f0e968a1
-def _head_seeds(q, seed):
-    "A stream for each sequence, head and query [B, H, Q]."
-    row, head, query = (torch.arange(x, device=q.device) for x in q.shape[:3])
-    return fold_in(seed, row.view(-1, 1, 1), head.view(-1, 1), query)
-
 def _blocks(q, k, bounds, scale, cost=0):
     "Slices of the query axis with their scores, so that `cost` (or N) numbers for each query fit into the memory of a gather."
     first, end = bounds
@@ -111,8 +106,6 @@ def _blocks(q, k, bounds, scale, cost=0):
         at = slice(a, a + block)
         yield at, first[..., at], end[..., at], _masked_scores(q[:, :, at], k, 0, first[..., at], end[..., at], scale)
 
-def _new_seed(seed): return int(torch.randint(2**63 - 1, ())) if seed is None else seed
-
 def select_santa(
     q: torch.Tensor,                      # queries [B, H, Q, D]
     k: torch.Tensor,                      # keys [B, G, N, D]
@@ -120,7 +113,7 @@ def select_santa(
     samples: int = 128,                   # draws for each query S; drawing is with replacement, so more than N is allowed
     scheme: str = "systematic",           # one of `SCHEMES`
     tile: int = 128,                      # keys in a tile, for proportional and flash
-    seed=None,                            # int in [0, 2**63) or integer tensor without axes; None draws one from torch's default generator
+    seed=None,                            # int in [0, 2**63), integer tensor without axes, or [B, H] (see `stream_seeds`); None draws one from torch's default generator
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
@@ -133,7 +126,7 @@ def select_santa(
     """
     check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
     _check_sampler(samples, scheme, tile)
-    seeds = _head_seeds(q, _new_seed(seed))
+    seeds = stream_seeds(q, _new_seed(seed))
     draws = [_draw(scores, first, end, seeds[..., at, None], samples, scheme, tile) for at, first, end, scores in
              _blocks(q, k, visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len), scale, samples)]
     slots = max(x.index.shape[-1] for x in draws)
@@ -178,8 +171,7 @@ def _average(v, draws, scheme, samples):
 
 def _estimates(q, k, v, *, samples, scheme, tile, replicates, seed, causal=False, scale=None, kv_start=None, kv_len=None):
     "Outputs [P, B, H, Q, D] of `santa_decode` with the seeds fold_in(seed, r), from one pass over the keys; not checked."
-    r = torch.arange(replicates, device=q.device)
-    seeds = _head_seeds(q, fold_in(seed, r).view(-1, 1, 1, 1)).movedim(0, -1)
+    seeds = stream_seeds(q, seed, torch.arange(replicates, device=q.device).view(-1, 1, 1)).movedim(0, -1)
     step = max(1, _GATHER // (q.shape[0] * q.shape[1] * samples * q.shape[3]))
     outs = []
     for at, first, end, scores in _blocks(q, k, visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len), scale, samples * q.shape[3]):
@@ -242,7 +234,7 @@ def santa_decode(
     delta: float | None = None,              # chance of a larger error, in (0, 1), at most 0.25 with bound="clt"
     bound: str = "clt",                      # "clt", or "bernstein": holds for any number of draws, asks for more of them
     value_norms: torch.Tensor | None = None, # lengths of the rows of v (not squared) [B, G, N], for eps; None computes them
-    seed=None,                               # int in [0, 2**63) or integer tensor without axes; None draws one from torch's default generator
+    seed=None,                               # int in [0, 2**63), integer tensor without axes, or [B, H] (see `stream_seeds`); None draws one from torch's default generator
     causal: bool = False,                    # queries are the last Q positions and see no later key
     scale: float | None = None,              # factor on the dot products; None is D ** -0.5
     backend: str = "auto",                   # "torch", "triton" (one query on a GPU, no eps) or "auto"
@@ -271,7 +263,7 @@ def santa_decode(
         return _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, samples=samples, scheme=scheme, tile=tile, scale=scale)
     bounds, seed = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len), _new_seed(seed)
     visible = (bounds[1] - bounds[0]).expand(q.shape[:3])
-    seeds = _head_seeds(q, seed)[..., None]
+    seeds = stream_seeds(q, seed)[..., None]
     if eps is not None: norms = (promote(v).norm(dim=-1) if value_norms is None else value_norms).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
     outs, reads, budgets, promises = [], [], [], []
     for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
@@ -373,7 +365,8 @@ def _bernoulli_query(q, groups, samples, stratified, mean_group, seed):
     norm = target.amax(-1, keepdim=True)
     chance = target / torch.where(norm > 0, norm, 1.0)
     draw = torch.arange(size * samples, device=q.device).view(size, samples)
-    x = philox(_head_seeds(target, _new_seed(seed))[..., None, None], draw).double()          # [B, H or G, Q, D, samples]
+    streams = stream_seeds(q, _new_seed(seed))[:, ::group if mean_group else 1]               # a group draws with the stream of its first head
+    x = philox(streams[..., None, None], draw).double()                                       # [B, H or G, Q, D, samples]
     if stratified: x = (torch.arange(samples, device=q.device) + x) / samples
     hits = (x < chance[..., None]).sum(-1)                                                    # [B, H or G, Q, D]
     estimate = norm * hits.to(norm.dtype) / samples
@@ -445,7 +438,7 @@ def bernoulli_decode(
     seed = _new_seed(seed)
     scores, read = bernoulli_scores(q, k, samples=features, stratified=stratified, mean_group=mean_group, seed=fold_in(seed, 0), scale=scale, kv_start=kv_start, kv_len=kv_len)
     first, end = visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
-    draws = _draw(scores, first, end, _head_seeds(q, fold_in(seed, 1))[..., None], samples, scheme, tile)
+    draws = _draw(scores, first, end, stream_seeds(q, fold_in(seed, 1))[..., None], samples, scheme, tile)
     out = _average(v, draws, scheme, samples)[..., 0, :].to(q.dtype)
     if not return_stats: return out
     visible, used = (end - first).expand(q.shape[:3]), (draws.share > 0).expand(draws.index.shape)[..., 0, :]
@@ -488,6 +481,11 @@ def _budget(scores, halves, norms, visible, eps, delta, bound):
     else: need = 2 * math.log(2 / delta) * (trace + largest * radius / 3) / radius**2
     return torch.where(need < visible, need.clamp(min=1), 0.0).ceil().long(), trace, low  # an infinite need or 0 / 0 reads all
 
+# %% ../nbs/10_santa.ipynb #a3c85e17
+class ValueNorms(State):
+    "The lengths of the values [B, G, N], for the promise of an error."
+    def features(self, k, v): return promote(v).norm(dim=-1)
+
 # %% ../nbs/10_santa.ipynb #702492d4
 @dataclass(frozen=True)
 class Santa(Method):
@@ -499,17 +497,24 @@ class Santa(Method):
     delta: float | None = None  # chance of a larger error
     bound: str = "clt"          # "clt" or "bernstein"
     scores_all: ClassVar[bool] = True
+    random: ClassVar[bool] = True
 
     def __post_init__(self):
         _check_sampler(self.samples, self.scheme, self.tile)
         _check_promise(self.eps, self.delta, self.bound, self.scheme, self.samples)
+
+    def new_state(self):
+        "`ValueNorms` with eps."
+        return None if self.eps is None else ValueNorms()
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
         "`select_santa` with these settings. ValueError with eps, which needs the values."
         if self.eps is not None: raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")
         return select_santa(q, k, samples=self.samples, scheme=self.scheme, tile=self.tile, seed=seed, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len)
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False, backend="auto", value_norms=None):
-        "`santa_decode` with these settings."
-        return santa_decode(q, k, v, samples=self.samples, scheme=self.scheme, tile=self.tile, eps=self.eps, delta=self.delta, bound=self.bound, value_norms=value_norms,
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False, backend="auto", state=None):
+        "`santa_decode` with these settings; a `state` holds the value norms of exactly the keys `k`."
+        if state is not None and not isinstance(state, ValueNorms): raise TypeError(f"state must be ValueNorms or None, got {type(state).__name__}")
+        if state is not None and len(state) != k.shape[2]: raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
+        return santa_decode(q, k, v, samples=self.samples, scheme=self.scheme, tile=self.tile, eps=self.eps, delta=self.delta, bound=self.bound, value_norms=None if state is None else state.rows,
                             seed=seed, causal=causal, scale=scale, backend=backend, kv_start=kv_start, kv_len=kv_len, return_stats=return_stats)

@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_nb.attention import (
-    Exact, Method, Selection, SoftmaxState, Streaming, TopK, TopP, Uniform, assert_close, attention, attention_scores, attention_weights,
-    budget_counts, merge_states, partial_attention, select_sinks_window, select_topk, select_topp, select_uniform, weighted_attention, weighted_state)
+    Exact, Method, Selection, SoftmaxState, State, Streaming, TopK, TopP, Uniform, assert_close, attention, attention_scores, attention_weights,
+    budget_counts, fold_in, merge_states, partial_attention, select_sinks_window, select_topk, select_topp, select_uniform, stream_seeds, weighted_attention, weighted_state)
 
 METHODS = [Exact(), Streaming(sinks=2, window=0.2), TopK(budget=0.3), TopP(mass=0.8), Uniform(samples=0.4)]
 WHOLE = [Exact(), Streaming(sinks=1, window=1.0), TopK(budget=1.0), TopP(mass=1.0), Uniform(samples=1.0)]
@@ -284,6 +284,146 @@ def test_methods_in_methods_go_to_json_and_back(monkeypatch):
 
     pair = Pair(TopK(3), Pair(Uniform(0.5), Streaming()))
     assert Method.from_json(pair.to_json()) == pair
+
+
+# prompts
+
+PROMPTS = [Exact(), Streaming(sinks=3, window=20), Streaming(sinks=200, window=0.2), TopK(budget=30), TopK(budget=0.3), TopP(mass=0.7), Uniform(samples=25), Uniform(samples=0.3)]
+
+
+def of_heads(seed, batch, heads): return fold_in(seed, torch.arange(batch)[:, None], torch.arange(heads))
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_a_prompt_of_any_length_is_causal_attention(dtype, rtol):
+    for n, last in ((1, 1), (127, 127), (128, 128), (300, 300), (300, 40)):
+        q, k, v = make(queries=last, keys=n, dtype=dtype)
+        want = attention(q, k, v, causal=True, scale=0.3)
+        for method in (Exact(), Streaming(sinks=4, window=300), Streaming(window=1.0, sinks=0), TopK(budget=10**6), TopP(mass=1.0), Uniform(samples=300)):
+            out = method.prefill(q, k, v, seed=0, scale=0.3)
+            assert out.dtype == dtype
+            assert_close(out, want, rtol, repr(method))
+
+
+@pytest.mark.parametrize("method", PROMPTS, ids=repr)
+def test_a_padded_prompt_is_its_rows_alone(method):
+    q, k, v = make(3, queries=290, keys=290, dtype=torch.float32)
+    start, seeds = torch.tensor([0, 33, 289]), of_heads(4, 3, 6)
+    out = method.prefill(q, k, v, seed=4, kv_start=start)
+    k[1, :, :33] = v[2, :, :289] = q[1, :, :33] = math.nan
+    assert torch.equal(out, method.prefill(q, k, v, seed=seeds, kv_start=start))
+    for row, s in enumerate(start):
+        assert not out[row, :, :s].any()
+        alone = [x[row:row + 1, :, s:].clone() for x in (q, k, v)]
+        assert torch.equal(out[row:row + 1, :, s:], method.prefill(*alone, seed=seeds[row:row + 1]))
+    same = method.prefill(q[:2, :, 33:], k[:2, :, 33:], v[:2, :, 33:], seed=seeds[:2])
+    assert torch.equal(same, method.prefill(q[:2], k[:2], v[:2], seed=seeds[:2], kv_start=torch.tensor([33, 33]))[:, :, 33:])
+
+
+@pytest.mark.parametrize("method", PROMPTS, ids=repr)
+@pytest.mark.parametrize("start", [None, torch.tensor([0, 61])], ids=["", "padded"])
+def test_a_prompt_in_chunks(method, start):
+    "The second row's padding is longer than the first chunk."
+    q, k, v = make(queries=280, keys=280)
+    whole = method.prefill(q, k, v, seed=4, kv_start=start)
+    cuts = [0, 1, 60, 200, 280]
+    chunks = torch.cat([method.prefill(q[:, :, a:b], k[:, :, :b], v[:, :, :b], seed=4, kv_start=start) for a, b in itertools.pairwise(cuts)], 2)
+    if method.random: assert not torch.equal(chunks, whole) and torch.equal(chunks == 0, whole == 0)
+    else: assert_close(chunks, whole, 1e-13)
+
+
+def test_the_streams_of_a_prompt_are_all_different(monkeypatch):
+    q, k, v = make(queries=300, keys=300)
+    drawn = []
+    monkeypatch.setattr("sparse_nb.attention.stream_seeds", lambda q, seed: drawn.append(stream_seeds(q, seed)) or drawn[-1])
+    Uniform(0.1).prefill(q, k, v, seed=0, kv_start=torch.tensor([0, 17]))
+    found = torch.cat([x.flatten() for x in drawn])
+    assert len(found) == 6 * (300 + 283) and len(found.unique()) == len(found)
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda q, k, v: Exact().prefill(q, k[:, :, :2], v[:, :, :2]), ValueError, "q must not have more positions than k, 2, when causal, got 3"),
+    (lambda q, k, v: Exact().prefill(q, k, v, kv_start=torch.tensor([0, -1])), ValueError, "kv_start must not be negative, got -1"),
+    (lambda q, k, v: Exact().prefill(q, k, v, kv_start=torch.tensor([0])), ValueError, "kv_start must have shape [B] = [2], got [1]"),
+    (lambda q, k, v: Exact().prefill(q, k, v, kv_start=[0, 1]), TypeError, "kv_start must be an integer tensor of shape [B], got list"),
+    (lambda q, k, v: Uniform().prefill(q, k, v, scale=0), ValueError, "scale must be positive and finite, got 0"),
+    (lambda q, k, v: Uniform().prefill(q, k, v, seed=-1), ValueError, "seed must lie in [0, 2**63), got -1")])
+def test_bad_prompts(call, error, message):
+    with pytest.raises(error) as caught: call(*make())
+    assert message in str(caught.value)
+
+
+def test_without_a_seed_a_prompt_is_random():
+    q, k, v = make(queries=45)
+    assert not torch.equal(Uniform(0.3).prefill(q, k, v), Uniform(0.3).prefill(q, k, v))
+    assert [m.random for m in METHODS] == [False] * 4 + [True] and Method.random is False
+    assert not hasattr(Method, "prefill")
+
+
+# what is kept about the keys
+
+class Sums(State):
+    def features(self, k, v): return torch.stack([k.sum(-1), v.sum(-1)], -1)
+
+
+def sums(k, v): return Sums().features(k, v)
+
+
+def test_a_state_follows_its_cache():
+    _, k, v = make(3)
+    state = Sums()
+    state.crop(0); state.select(torch.tensor([0, 0])); state.reset()   # nothing to do yet
+    assert len(state) == 0 and state.rows is None
+    for a, b in ((0, 20), (20, 21), (21, 21), (21, 45)): state.append(k[:, :, a:b], v[:, :, a:b])
+    assert torch.equal(state.rows, sums(k, v)) and len(state) == 45
+    rows = torch.tensor([2, 0, 2, 1])
+    state.select(rows)
+    state.crop(40)
+    k, v = k[rows], v[rows]
+    assert torch.equal(state.rows, sums(k, v)[:, :, :40])
+    state.append(k[:, :, 40:], v[:, :, 40:])
+    assert torch.equal(state.rows, sums(k, v))
+    state.crop(0)
+    assert len(state) == 0
+    state.append(k, v)
+    assert torch.equal(state.rows, sums(k, v))
+    state.reset()
+    state.append(k[:1], v[:1])
+    assert torch.equal(state.rows, sums(k[:1], v[:1])) and all(m.new_state() is None for m in METHODS)
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda s, k, v: s.append(k[:1], v[:1]), ValueError, "k must have the batch size of the state, 2, got 1"),
+    (lambda s, k, v: s.append(k[:, :1], v[:, :1]), ValueError, "k must have the heads of the state, 2, got 1"),
+    (lambda s, k, v: s.append(k, v[:, :, 1:]), ValueError, "v must have the shape of k up to the last axis, [2, 2, 45], got [2, 2, 44]"),
+    (lambda s, k, v: s.append(k[0], v[0]), ValueError, "k must have shape [B, G, n, D], got [2, 45, 16]"),
+    (lambda s, k, v: s.append(k, None), TypeError, "v must be a torch.Tensor, got NoneType"),
+    (lambda s, k, v: s.append(k.to("meta"), v.to("meta")), ValueError, "k must be on the device of the state, cpu, got meta"),
+    (lambda s, k, v: s.crop(46), ValueError, "length must lie in [0, 45], got 46"),
+    (lambda s, k, v: s.crop(-1), ValueError, "length must lie in [0, 45], got -1"),
+    (lambda s, k, v: s.crop(3.0), TypeError, "length must be an int, got float"),
+    (lambda s, k, v: s.select([0]), TypeError, "rows must be an int64 tensor, got list"),
+    (lambda s, k, v: s.select(torch.tensor([0.0])), TypeError, "rows must be an int64 tensor, got torch.float32"),
+    (lambda s, k, v: s.select(torch.tensor([True, False])), TypeError, "rows must be an int64 tensor, got torch.bool"),
+    (lambda s, k, v: s.select(torch.tensor(0)), ValueError, "rows must have shape [B'] with nothing empty, got []"),
+    (lambda s, k, v: s.select(torch.tensor([0, 2])), ValueError, "rows must lie in [0, 2), got [0, 2]"),
+    (lambda s, k, v: s.select(torch.tensor([-1])), ValueError, "rows must lie in [0, 2), got [-1]"),
+    (lambda s, k, v: State().append(k, v), NotImplementedError, "State does not say what it keeps about a key")])
+def test_what_a_state_refuses(call, error, message):
+    _, k, v = make()
+    state = Sums()
+    state.append(k, v)
+    with pytest.raises(error) as caught: call(state, k, v)
+    assert message in str(caught.value) and type(caught.value) is error
+    assert torch.equal(state.rows, sums(k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", PROMPTS, ids=repr)
+def test_a_prompt_on_a_gpu(method):
+    inputs, start, seeds = make(queries=200, keys=200), torch.tensor([0, 50]), of_heads(7, 2, 6)
+    want = method.prefill(*inputs, seed=7, kv_start=start)
+    for seed in (7, torch.tensor(7), seeds.cuda()): assert_close(method.prefill(*(x.cuda() for x in inputs), seed=seed, kv_start=start.cuda()), want, 1e-12)
 
 
 @pytest.mark.gpu

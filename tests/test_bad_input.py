@@ -83,7 +83,7 @@ SEEDS = [
     ("seed negative", lambda f: f(q, k, seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
     ("seed too large", lambda f: f(q, k, seed=2**63), ValueError, "seed must lie in [0, 2**63), got 9223372036854775808"),
     ("seed tensor is float", lambda f: f(q, k, seed=torch.tensor(1.0)), TypeError, "seed must be int32 or int64, got torch.float32"),
-    ("seed tensor with axes", lambda f: f(q, k, seed=at(1, 2)), ValueError, "seed must be one number, got a tensor of shape [2]"),
+    ("seed tensor with axes", lambda f: f(q, k, seed=at(1, 2)), ValueError, "seed must be one number or have shape [B, H], got a tensor of shape [2]"),
     ("seed tensor negative", lambda f: f(q, k, seed=torch.tensor(-5)), ValueError, "seed must lie in [0, 2**63), got -5"),
 ]
 FUNCTIONS = [

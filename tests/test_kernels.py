@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 from sparse_nb.attention import _masked_scores, assert_close, fold_in, philox, visible_range
 from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels.santa import SCHEMES, decode
-from sparse_nb.santa import _cut, _largest_remainder, santa_decode
+from sparse_nb.santa import _cut, _largest_remainder, santa_decode, select_santa
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
@@ -314,12 +314,19 @@ def test_estimate_of_nothing_is_uniform():
 # streams and chance
 
 @kernel
-@pytest.mark.parametrize("scheme", sizes(SCHEMES, ("iid", "flash")))
+@pytest.mark.parametrize("scheme", sizes(SCHEMES, ("iid", "proportional", "flash")))
 def test_deterministic_and_every_head_has_its_stream(scheme):
     p = problem(*sizes((3, 2, 2, 1000), (2, 1, 2, 60)), 16, FP32, layout="one for all")
     p = p._replace(q=p.q[:1, :1].expand(p.q.shape))
-    runs = [drawn(p, samples=16, scheme=scheme, tile=32, seed=seed) for seed in (2**62 + 5, 2**62 + 5, 1, torch.tensor(1, device=DEVICE))]
-    for a, b in (runs[:2], runs[2:]): assert all(map(torch.equal, a, b))
+    heads = fold_in(1, torch.arange(p.q.shape[0], device=DEVICE)[:, None], torch.arange(p.q.shape[1], device=DEVICE))
+    strided = torch.stack([heads, heads + 1], -1)[..., 0]
+    runs = [drawn(p, samples=16, scheme=scheme, tile=32, seed=seed) for seed in (2**62 + 5, 2**62 + 5, 1, torch.tensor(1, device=DEVICE), heads, strided)]
+    for a, b in (runs[:2], runs[2:4], runs[2::2], runs[2::3]): assert all(map(torch.equal, a, b))
+    row = drawn(p._replace(q=p.q[1:], k=p.k[1:], v=p.v[1:]), samples=16, scheme=scheme, tile=32, seed=heads[1:])
+    assert torch.equal(row[1], runs[2][1][1:])
+    want, got = select_santa(p.q, p.k, samples=16, scheme=scheme, tile=32, seed=heads), runs[4][1]
+    used = want.weight > 0
+    assert (want.index == got[..., :used.shape[-1]])[used].double().mean() > 0.9                            # rounding in float32 moves few draws
     rows = runs[0][1].flatten(0, 2)
     assert len(rows.unique(dim=0)) > len(rows) / 2 and not torch.equal(runs[0][1], runs[2][1])
     assert torch.equal(decode(p.q, p.k, p.v, samples=16, scheme=scheme, tile=32, seed=1), runs[2][0])
@@ -439,6 +446,10 @@ good = {n: torch.zeros(1, h, m, 64) for n, h, m in (("q", 2, 1), ("k", 1, 30), (
     (dict(samples=2**17), ValueError, "samples must be at most 65536, got 131072"),
     (dict(scheme="sys"), ValueError, "scheme must be one of iid, stratified, systematic, proportional, flash, got 'sys'"),
     (dict(seed=torch.zeros((), dtype=torch.int64, device="meta")), ValueError, "seed must be on the device of q, cpu, got meta"),
+    (dict(seed=torch.zeros(1, 2, dtype=torch.int64, device="meta")), ValueError, "seed must be on the device of q, cpu, got meta"),
+    (dict(seed=torch.zeros(2, 1, dtype=torch.int64)), ValueError, "seed must be one number or have shape [B, H] = [1, 2], got a tensor of shape [2, 1]"),
+    (dict(seed=torch.zeros(1, 2)), TypeError, "seed must be int32 or int64, got torch.float32"),
+    (dict(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_input(change, error, message):
     with pytest.raises(error, match=re.escape(message)): decode(**(good | change))

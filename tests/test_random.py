@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
-from sparse_nb.attention import Uniform, attention, fold_in, philox, philox_words, select_uniform, weighted_state
+from sparse_nb.attention import Exact, Uniform, attention, fold_in, philox, philox_words, select_uniform, stream_seeds, weighted_state
 
 ALARM = 4e-9
 
@@ -186,6 +186,50 @@ def test_sequences_of_a_batch_draw_among_their_own_keys():
     for counts, p in ((kept[0], 15 / 60), (kept[1, 20:50], 8 / 30)):
         z2 = ((counts - 4000 * p)**2 / (4000 * p * (1 - p))).sum() * (len(counts) - 1) / len(counts)
         accept(stats.chi2(len(counts) - 1), float(z2))
+
+
+# a seed for each sequence and head
+
+def of_heads(seed, batch, heads): return fold_in(seed, torch.arange(batch)[:, None], torch.arange(heads))
+
+
+@pytest.mark.parametrize("seed", [0, 2**40 + 3, torch.tensor(5), torch.tensor(5, dtype=torch.int32)], ids=repr)
+def test_streams_of_the_three_forms(seed):
+    q = torch.zeros(2, 3, 4, 8)
+    want = fold_in(seed, torch.arange(2).view(2, 1, 1), torch.arange(3).view(3, 1), torch.arange(4))
+    assert torch.equal(stream_seeds(q, seed), want) and torch.equal(stream_seeds(q, of_heads(seed, 2, 3)), want)
+    more = stream_seeds(q, seed, 7, torch.arange(2).view(2, 1, 1))
+    for r in range(2):
+        assert torch.equal(more[r], stream_seeds(q, fold_in(seed, 7, r)))
+        assert torch.equal(stream_seeds(q, of_heads(seed, 2, 3), 7, torch.arange(2).view(2, 1, 1))[r], stream_seeds(q, fold_in(of_heads(seed, 2, 3), 7, r)))
+
+
+def test_parts_of_a_batch_draw_as_in_the_whole():
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, heads, n, 8, generator=rng) for heads, n in ((6, 2), (3, 50), (3, 50)))
+    start, stop, seeds, method = torch.tensor([0, 9, 20]), torch.tensor([50, 41, 50]), of_heads(11, 3, 6), Uniform(0.3)
+    whole = method.decode(q, k, v, seed=11, kv_start=start, kv_len=stop)
+    assert torch.equal(whole, method.decode(q, k, v, seed=seeds, kv_start=start, kv_len=stop))
+    alone = method.select(q[1:2], k[1:2, :, 9:41], seed=seeds[1:2])
+    assert torch.equal(alone.index + 9, method.select(q, k, seed=11, kv_start=start, kv_len=stop).index[1:2, ..., :alone.index.shape[-1]])
+    heads = method.select(q[:, 2:4], k[:, 1:2], seed=seeds[:, 2:4], kv_start=start, kv_len=stop)   # the second of three processes
+    assert torch.equal(heads.index, method.select(q, k, seed=11, kv_start=start, kv_len=stop).index[:, 2:4])
+
+
+@pytest.mark.parametrize("seed, error, message", [
+    (torch.zeros(2, 6), TypeError, "seed must be int32 or int64, got torch.float32"),
+    (torch.zeros(6).long(), ValueError, "seed must be one number or have shape [B, H], got a tensor of shape [6]"),
+    (torch.zeros(2, 6, 1).long(), ValueError, "seed must be one number or have shape [B, H], got a tensor of shape [2, 6, 1]"),
+    (torch.zeros(1, 6).long(), ValueError, "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [1, 6]"),
+    (torch.zeros(2, 2).long(), ValueError, "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [2, 2]"),
+    (torch.zeros(2, 6, device="meta").long(), ValueError, "seed must be on the device of q, cpu, got meta"),
+    (torch.tensor([[1] * 6, [1] * 5 + [-3]]), ValueError, "seed must lie in [0, 2**63), got -3")], ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_seeds_of_heads(seed, error, message):
+    q, k = torch.ones(2, 6, 3, 4), torch.ones(2, 2, 30, 4)
+    for call in (lambda: stream_seeds(q, seed), lambda: select_uniform(q, k, samples=2, seed=seed), lambda: Uniform(2).decode(q, k, k, seed=seed),
+                 lambda: Uniform(2).prefill(q, k, k, seed=seed), lambda: Exact().decode(q, k, k, seed=seed)):
+        with pytest.raises(error) as caught: call()
+        assert message in str(caught.value) and type(caught.value) is error
 
 
 # estimates

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from sparse_nb.attention import Method, Selection, assert_close, attention, attention_scores, attention_weights, fold_in, philox, weighted_attention
+from sparse_nb.attention import Method, Selection, assert_close, attention, attention_scores, attention_weights, fold_in, philox, stream_seeds, weighted_attention
 from sparse_nb.santa import (
-    CLT_SAMPLES, PILOT_SHARE, SCHEMES, _average, _draw, _head_seeds, Certificate, Santa, bernoulli_decode, bernoulli_scores, santa_decode, select_santa, unique_keys, variance_trace, variance_trace_replicates)
+    CLT_SAMPLES, PILOT_SHARE, SCHEMES, _average, _draw, Certificate, Santa, ValueNorms, bernoulli_decode, bernoulli_scores, santa_decode, select_santa, unique_keys, variance_trace, variance_trace_replicates)
 
 ALARM = 1e-8
 q, k, v = (torch.randn(2, heads, n, 8, generator=torch.Generator().manual_seed(i)) for i, (heads, n) in enumerate(((6, 3), (2, 40), (2, 40))))
@@ -69,7 +69,8 @@ def tiler(f, **needed):
 def seeded(f, **needed):
     run = lambda **kw: f(q, k, *((v,) if f not in (select_santa, bernoulli_scores) else ()), **(needed | kw))
     return [(lambda: run(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"), (lambda: run(seed=0.5), TypeError, "seed must be an int or an integer tensor, got float"),
-            (lambda: run(seed=torch.arange(2)), ValueError, "seed must be one number, got a tensor of shape [2]")]
+            (lambda: run(seed=torch.arange(2)), ValueError, "seed must be one number or have shape [B, H], got a tensor of shape [2]"),
+            (lambda: run(seed=torch.ones(2, 2).long()), ValueError, "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [2, 2]")]
 
 
 def decode(**kw): return santa_decode(q, k, v, **kw)
@@ -126,6 +127,8 @@ BAD = [
     (lambda: Santa(tile=-1), ValueError, "tile must be at least 1, got -1"), (lambda: Santa(eps=0.5), ValueError, "delta must be given too"),
     (lambda: Santa(eps=2, delta=0.1), ValueError, "eps must lie in (0, 1), got 2"), (lambda: Santa(bound="x"), ValueError, "bound must be one of"),
     (lambda: Santa(eps=0.5, delta=0.1).select(q, k), ValueError, "eps must be None to select without values, got 0.5"),
+    (lambda: Santa(eps=0.5, delta=0.1).decode(q, k, v, state=v), TypeError, "state must be ValueNorms or None, got Tensor"),
+    (lambda: Santa(eps=0.5, delta=0.1).decode(q, k, v, state=ValueNorms()), ValueError, "state must hold as many keys as k, 40, got 0"),
 ]
 
 
@@ -165,6 +168,31 @@ def test_a_row_of_a_batch_draws_as_it_would_alone(scheme):
 def test_equal_heads_and_queries_have_streams_of_their_own(scheme):
     index = select_santa(torch.zeros(1, 4, 4, 1), torch.zeros(1, 1, 200000, 1), samples=8, scheme=scheme, tile=50000, seed=1).index[0].flatten(0, 1)
     assert len(index.unique(dim=0)) == 16
+
+
+HEADS = fold_in(5, torch.arange(2)[:, None], torch.arange(6))
+CALLS = {
+    **{f"decode, {scheme}": lambda q, k, v, scheme=scheme, **kw: santa_decode(q, k, v, samples=12, scheme=scheme, tile=8, **kw) for scheme in SCHEMES},
+    "select": lambda q, k, v, **kw: select_santa(q, k, samples=12, **kw).index,
+    "eps": lambda q, k, v, **kw: santa_decode(q, k, v, eps=0.4, delta=0.2, samples=16, **kw),
+    "replicates": lambda q, k, v, **kw: variance_trace_replicates(q, k, v, samples=12, replicates=5, **kw),
+    **{f"bernoulli {name}, mean_group={mean_group}": lambda q, k, v, f=f, mean_group=mean_group, **kw: f(q, k, v, mean_group=mean_group, **kw)
+       for mean_group in (False, True) for name, f in (("scores", lambda q, k, v, **kw: bernoulli_scores(q, k, samples=2, **kw)[0]), ("decode", lambda q, k, v, **kw: bernoulli_decode(q, k, v, samples=12, **kw)))},
+    "method": lambda q, k, v, **kw: Santa(samples=12).decode(q, k, v, **kw),
+}
+# these fold a number into the seed, which from one number happens before row and head
+FOLDING = [CALLS[name] for name in CALLS if name == "replicates" or name.startswith("bernoulli decode")]
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_seed_for_each_sequence_and_head(call):
+    kept = dict(kv_start=start, kv_len=stop)
+    whole = call(q, k, v, seed=HEADS, **kept)
+    if call not in FOLDING: assert all(same(whole, call(q, k, v, seed=seed, **kept)) for seed in (5, torch.tensor(5)))
+    row = call(q[1:], k[1:], v[1:], seed=HEADS[1:], kv_start=start[1:], kv_len=stop[1:])[..., :whole.shape[-1]]
+    assert same(row, whole[1:, ..., :row.shape[-1]])
+    assert same(whole[:, 3:], call(q[:, 3:], k[:, 1:], v[:, 1:], seed=HEADS[:, 3:], **kept))   # the second of two processes
+    assert not same(whole, call(q, k, v, seed=HEADS.flip(1), **kept))
 
 
 def test_thresholds_are_the_documented_ones():
@@ -331,6 +359,8 @@ def test_variance_traces_agree_with_brute_force():
 def test_replicates_are_single_runs():
     outs = torch.stack([santa_decode(q, k, v, samples=6, scheme="stratified", seed=fold_in(4, r)) for r in range(8)])
     assert_close(variance_trace_replicates(q, k, v, samples=6, scheme="stratified", replicates=8, seed=4), outs.double().var(0).sum(-1), 1e-5)
+    outs = torch.stack([santa_decode(q, k, v, samples=6, scheme="stratified", seed=fold_in(HEADS, r)) for r in range(8)])
+    assert_close(variance_trace_replicates(q, k, v, samples=6, scheme="stratified", replicates=8, seed=HEADS), outs.double().var(0).sum(-1), 1e-5)
 
 
 @pytest.mark.parametrize("settings_", [dict(stratified=False), dict(), dict(mean_group=True), dict(stratified=False, mean_group=True)])
@@ -366,7 +396,7 @@ def test_bernoulli_decode_is_santa_on_bernoulli_scores(scheme):
     out, stats_ = bernoulli_decode(q, bad_k, bad_v, features=3, samples=20, scheme=scheme, tile=8, seed=4, kv_start=start, kv_len=stop, return_stats=True)
     scores, read = bernoulli_scores(q, k, samples=3, seed=fold_in(4, 0), kv_start=start, kv_len=stop)
     first, end = (x.view(2, 1, 1).expand(2, 1, 3) for x in (start, stop))
-    draws = _draw(scores, first, end, _head_seeds(q, fold_in(4, 1))[..., None], 20, scheme, 8)
+    draws = _draw(scores, first, end, stream_seeds(q, fold_in(4, 1))[..., None], 20, scheme, 8)
     assert same(out, _average(v, draws, scheme, 20)[..., 0, :])
     assert_close(stats_.keys_scored, (end - first) * read.double().mean(-1), 1e-9)
     assert (stats_.values_read <= stats_.budget).all()
@@ -426,6 +456,22 @@ def test_the_method_survives_json_and_decodes(method):
     out, stats_ = method.decode(q, k, v, seed=4, causal=True, return_stats=True)
     assert same(out, method.decode(q, k, v, seed=4, causal=True)) and (stats_.certificate is not None) == (method.eps is not None)
     if method.eps is None: assert same(method.select(q, k, seed=4).index, select_santa(q, k, samples=method.samples, scheme=method.scheme, tile=method.tile, seed=4).index)
+
+
+def test_the_state_of_the_method():
+    assert Santa().new_state() is None and Santa.random and not hasattr(Santa(), "prefill")
+    method = Santa(samples=16, eps=0.4, delta=0.2)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        a, b, c = (x.to(dtype) for x in (q, k, v))
+        state = method.new_state()
+        for begin, end in ((0, 17), (17, 18), (18, 40)): state.append(b[:, :, begin:end], c[:, :, begin:end])
+        assert state.rows.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and state.rows.shape == (2, 2, 40)
+        for rows, length in ((torch.arange(2), 40), (torch.tensor([1, 1, 0]), 33)):
+            state.select(rows); state.crop(length)
+            a, b, c = a[rows], b[rows, :, :length], c[rows, :, :length]
+            (x, first), (y, second) = (method.decode(a, b, c, seed=3, state=s, return_stats=True) for s in (None, state))
+            assert same(x, y) and same(first.certificate.samples, second.certificate.samples) and same(first.certificate.trace, second.certificate.trace)
+    with pytest.raises(ValueError, match=r"value_norms must have shape \[B, G, N\]"): method.decode(q, k[:, :, :33], v[:, :, :33], seed=3, state=state)
 
 
 def test_unknown_settings_are_refused():

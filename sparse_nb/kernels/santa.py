@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..attention import check_seed
+
 # %% ../../kernels/santa.ipynb #3b20d5e3
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -28,6 +30,14 @@ def _fold_in(seed, data):
     low = data.to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, low, low * 0, low * 0 + 1, low * 0)
     return ((w1 & 0x7FFFFFFF).to(tl.int64) << 32) | w0.to(tl.int64)
+
+# %% ../../kernels/santa.ipynb #d50f8a2c
+@triton.jit
+def _stream(seed_ptr, seed, i_b, i_h, H, SEEDS: tl.constexpr):
+    "`sparse_nb.attention.stream_seeds` of the only query of head i_h"
+    if SEEDS: head = tl.load(seed_ptr + i_b * H + i_h).to(tl.int64)
+    else: head = _fold_in(_fold_in(seed, i_b), i_h)
+    return _fold_in(head, i_h * 0)
 
 # %% ../../kernels/santa.ipynb #8033fc1e
 @triton.jit
@@ -124,12 +134,12 @@ def _find_in_row(u, thr, BN: tl.constexpr):
 @triton.jit(do_not_specialize=["seed"])
 def _gather_kernel(q_ptr, k_ptr, v_ptr, u_ptr, m_ptr, l_ptr, tile_ptr, thr_ptr, arrived_ptr, part_ptr, out_ptr, index_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
                    q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, out_b, out_h, out_d, N, T, S, P, SCHEME: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-                   SUB: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr):
+                   SUB: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SEEDS: tl.constexpr, PDL: tl.constexpr):
     bh, i_p = tl.program_id(0), tl.program_id(1)
     i_b, i_h = bh // (G * R), bh % (G * R)
     i_bh = bh.to(tl.int64)
     if seed_ptr is not None: seed = tl.load(seed_ptr).to(tl.int64)
-    own = _fold_in(_fold_in(_fold_in(seed, i_b), i_h), i_h * 0)
+    own = _stream(seed_ptr, seed, i_b, i_h, G * R, SEEDS)
     o_s, o_d = i_p * BS + tl.arange(0, BS), tl.arange(0, BD)
     x = tl.rand(own, o_s * 0 if SCHEME == "systematic" else o_s)
     first, n = _visible(start_ptr, len_ptr, i_b, N)
@@ -177,11 +187,11 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, u_ptr, m_ptr, l_ptr, tile_ptr, thr_ptr, 
 # %% ../../kernels/santa.ipynb #f0062103
 @triton.jit(do_not_specialize=["seed"])
 def _budget_kernel(m_ptr, l_ptr, tile_ptr, thr_ptr, start_ptr, len_ptr, seed_ptr, seed, N, T, S,
-                   G: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
+                   G: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, SEEDS: tl.constexpr):
     bh = tl.program_id(0)
     i_b, i_h, i_bh = bh // (G * R), bh % (G * R), bh.to(tl.int64)
     if seed_ptr is not None: seed = tl.load(seed_ptr).to(tl.int64)
-    own = _fold_in(_fold_in(_fold_in(seed, i_b), i_h), i_h * 0)
+    own = _stream(seed_ptr, seed, i_b, i_h, G * R, SEEDS)
     first, n = _visible(start_ptr, len_ptr, i_b, N)
     tiles = tl.cdiv(n, BN)
     w, M = _tile_masses(m_ptr + i_bh * T, l_ptr + i_bh * T, tiles, BT)
@@ -210,7 +220,7 @@ def _budget_kernel(m_ptr, l_ptr, tile_ptr, thr_ptr, start_ptr, len_ptr, seed_ptr
 @triton.jit(do_not_specialize=["seed"])
 def _flash_kernel(q_ptr, k_ptr, v_ptr, m_ptr, l_ptr, part_ptr, index_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, T, S, slots, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-                  DTYPE: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+                  DTYPE: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SEEDS: tl.constexpr):
     t = tl.program_id(0)
     i_b, i_g = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
     if seed_ptr is not None: seed = tl.load(seed_ptr).to(tl.int64)
@@ -233,9 +243,7 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, m_ptr, l_ptr, part_ptr, index_ptr, start_
         tl.store(l_ptr + i_h * T + t, l, mask=m_r)
         for r in range(R):
             bh = i_b * (G * R) + i_g * R + r
-            i_head = (i_g * R + r).to(tl.int32)
-            own = _fold_in(_fold_in(_fold_in(seed, i_b), i_head), i_head * 0)
-            x = tl.rand(own, t)
+            x = tl.rand(_stream(seed_ptr, seed, i_b, (i_g * R + r).to(tl.int32), G * R, SEEDS), t)
             b_u = tl.sum(tl.where(o_r[:, None] == r, u, 0.), 0)              # [BN], the row of head r
             total = tl.sum(tl.where(o_r == r, l, 0.), 0)
             some, cum = (b_u > 0)[None, :], tl.cumsum(b_u, 0)[None, :]
@@ -333,6 +341,7 @@ def _check(q, samples, scheme, tile, seed):
     if tile not in (16, 32, 64, 128, 256): raise ValueError(f"tile must be 16, 32, 64, 128 or 256, got {tile}")
     if scheme in ("proportional", "flash") and tile * triton.next_power_of_2(q.shape[3]) * q.element_size() > 2**17:
         raise ValueError(f"tile must be at most {2**17 // triton.next_power_of_2(q.shape[3]) // q.element_size()} for {q.dtype} and heads of {q.shape[3]}, got {tile}")
+    check_seed(seed, q)
     if isinstance(seed, torch.Tensor) and seed.device != q.device: raise ValueError(f"seed must be on the device of q, {q.device}, got {seed.device}")
     if not (q.is_cuda or INTERPRETED.value): raise ValueError(f"q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got {q.device}")
 
@@ -351,7 +360,8 @@ def _run(q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_len, return_i
     if BT > 2**15: raise ValueError(f"k must have at most {2**15 * BN} keys, in tiles of {BN}, got {N}")
     wide = max(1, BT // 1024)  # warps that hold the masses of all tiles without spilling
     new = functools.partial(torch.empty, device=device)
-    seed_ptr, seed = (seed, 0) if isinstance(seed, torch.Tensor) else (None, seed)
+    seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
+    SEEDS = seed_ptr is not None and seed_ptr.ndim == 2
     scale = (D**-0.5 if scale is None else scale) * _LOG2E
     slots = max(T, samples + T // 2) if scheme == "flash" else samples
     out, stash = new(B, H, 1, D, dtype=q.dtype), torch.float32 if q.dtype == torch.float32 else torch.float16
@@ -362,7 +372,7 @@ def _run(q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_len, return_i
     if scheme == "flash":
         part = new(B * H, T, BD, dtype=torch.float32)
         _flash_kernel[T, B * G](q, k, v, m, l, part, index, kv_start, kv_len, seed_ptr, seed, scale, *strides, *k.stride(), *v.stride(), N, T, samples, slots, G, R, D,
-                                DTYPE=tl.float32 if stash == torch.float32 else tl.float16, BR=BR, BS=min(16, triton.next_power_of_2(triton.cdiv(samples, T))), BN=BN, BD=BD, num_warps=1 if size <= 2**14 else 2 if size <= 2**15 else 4 if size <= 2**16 else 8)
+                                DTYPE=tl.float32 if stash == torch.float32 else tl.float16, BR=BR, BS=min(16, triton.next_power_of_2(triton.cdiv(samples, T))), BN=BN, BD=BD, SEEDS=SEEDS, num_warps=1 if size <= 2**14 else 2 if size <= 2**15 else 4 if size <= 2**16 else 8)
         BW = min(BD, 32)
         _merge_kernel[B * H, triton.cdiv(D, BW)](m, l, part, out, kv_start, kv_len, *outs, N, T, G, R, D, BT=BT, BP=64, BN=BN, BD=BD, BW=BW, num_warps=max(4, wide))
         return out, index
@@ -380,10 +390,10 @@ def _run(q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_len, return_i
     tiles = starts = None
     if scheme == "proportional":
         tiles, starts = new(B * H, samples, dtype=torch.int32), new(B * H, samples, dtype=torch.float32)
-        _budget_kernel[B * H,](m, l, tiles, starts, kv_start, kv_len, seed_ptr, seed, N, T, samples, G, R, BT=BT, BN=BN, num_warps=max(4, 2 * wide))
+        _budget_kernel[B * H,](m, l, tiles, starts, kv_start, kv_len, seed_ptr, seed, N, T, samples, G, R, BT=BT, BN=BN, SEEDS=SEEDS, num_warps=max(4, 2 * wide))
         s["overlap"] = False
     _gather_kernel[B * H, P](q, k, v, u, m, l, tiles, starts, arrived, new(B * H, P, BD, dtype=torch.float32) if P > 1 else None, out, index, kv_start, kv_len, seed_ptr, seed, scale,
-                             *strides, *k.stride(), *v.stride(), *outs, N, T, samples, P, SCHEME=scheme, G=G, R=R, D=D, SUB=SUB, BS=BS, BT=BT, BN=BN, BD=BD, BP=triton.next_power_of_2(P),
+                             *strides, *k.stride(), *v.stride(), *outs, N, T, samples, P, SCHEME=scheme, G=G, R=R, D=D, SUB=SUB, BS=BS, BT=BT, BN=BN, BD=BD, BP=triton.next_power_of_2(P), SEEDS=SEEDS,
                              PDL=s["overlap"], num_warps=max(s["gather_warps"], wide), **(dict(launch_pdl=True) if s["overlap"] else {}))
     return out, index
 
@@ -405,7 +415,7 @@ def decode(
     samples: int = 128,                   # draws for each head S, at most 2**16
     scheme: str = "systematic",           # one of `SCHEMES`
     tile: int = 128,                      # keys in a tile, for proportional and flash: 16, 32, 64, 128 or 256
-    seed=0,                               # int in [0, 2**63), or int64 tensor without axes on the device of q, read when the kernel runs
+    seed=0,                               # int in [0, 2**63), or integer tensor on the device of q, read when the kernel runs: without axes, or [B, H] (see `stream_seeds`)
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
@@ -460,7 +470,7 @@ def resource_usage(
         s = _settings(q, k, 128)
         tiles = lambda size: max(32, triton.next_power_of_2(triton.cdiv(n, size)))
         wide = max(1, tiles(s["BN"]) // 1024)
-        base = dict(G=8, R=4, D=128, BR=16, BD=128, SUB=s["sub"], BN=s["BN"], BS=s["BS"], BT=tiles(s["BN"]), BP=triton.next_power_of_2(triton.cdiv(128, s["BS"])), STAGES=s["stages"], PDL=capability >= 90, SCHEME="systematic")
+        base = dict(G=8, R=4, D=128, BR=16, BD=128, SUB=s["sub"], BN=s["BN"], BS=s["BS"], BT=tiles(s["BN"]), BP=triton.next_power_of_2(triton.cdiv(128, s["BS"])), STAGES=s["stages"], SEEDS=False, PDL=capability >= 90, SCHEME="systematic")
         tiled = base | dict(BN=128, BT=tiles(128), PDL=False)
         for name, kernel, constants, absent, warps in (
                 ("scores", _score_kernel, base, optional, s["warps"]),
