@@ -21,8 +21,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from . import hf
-from .attention import Exact, TopK, attention, check_integer, fold_in
-from .hf import _fork, _kind, _plain
+from .attention import Exact, TopK, check_integer, fold_in
+from .hf import _fork, _kind
 from .metrics import bootstrap_interval, clopper_pearson
 from .tasks import make, score
 
@@ -68,49 +68,29 @@ def prefill_rows(
     return cache
 
 # %% ../nbs/72_evaluate.ipynb #c340d884
-def _by_layer(name, method, layers):
-    "The method of each layer, from one method, a mapping or a function of the layer's number"
-    if hasattr(method, "decode"): found = [method] * layers
-    elif isinstance(method, Mapping):
-        if missing := [i for i in range(layers) if i not in method]: raise ValueError(f"methods: {name!r} has no method for layer {missing[0]}")
-        found = [method[i] for i in range(layers)]
-    elif callable(method): found = [method(i) for i in range(layers)]
-    else: found = [method]
-    for x in found:
-        if not hasattr(x, "decode"): raise TypeError(f"methods: got {type(x).__name__} for {name!r}, allowed is an object with `decode`, or a dict or function from layer number to one")
-    return found
-
 @torch.no_grad()
-def _write(model, cache, tail, start, taken, methods, new, seed):
+def _write(model, cache, tail, start, taken, methods, new, seeds):
     "Greedy tokens [B, new] after the last tokens `tail` [B, T] of the prompts, of which each row's last `taken` are the method's"
-    fork, end = _fork(cache), cache.get_seq_length() + tail.shape[1]
-    padded, first = bool((start > 0).any()), start.to(tail.device)
-    shorter = (taken < tail.shape[1]).any()
+    written = tail.new_empty(len(tail), new)
+    for own in taken.unique().tolist():
+        rows = (taken == own).nonzero().squeeze(1)
+        fork, first, text = _fork(cache), start[rows].to(tail.device)[:, None], tail[rows]
+        padded = bool(first.any())
+        if len(rows) < len(tail): fork.batch_select_indices(rows.to(tail.device))
 
-    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        layer, outs = module.layer_idx, []
-        _plain(module, _kind(model), None, kwargs)
-        begin = key.shape[2] - query.shape[2]
-        for j in range(query.shape[2]):
-            q, k, v = query[:, :, [j]], key[:, :, :begin + j + 1], value[:, :, :begin + j + 1]
-            visible = dict(scale=scaling, kv_start=first if padded else None)
-            out = methods[layer].decode(q, k, v, seed=fold_in(seed, begin + j, layer), **visible)
-            if shorter and begin + j < end - 1:
-                context = (begin + j < end - taken).to(q.device)
-                out = torch.where(context[:, None, None, None], attention(q, k, v, **visible), out)
-            outs.append(out)
-        return torch.cat(outs, 2).transpose(1, 2).contiguous(), None
+        def forward(tokens):
+            positions = torch.arange(fork.get_seq_length() + tokens.shape[1], device=tail.device) - first
+            return model(input_ids=tokens, attention_mask=positions >= 0 if padded else None, position_ids=positions[:, -tokens.shape[1]:].clamp(min=0),
+                         past_key_values=fork, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
 
-    def forward(tokens):
-        seen = fork.get_seq_length()
-        positions = torch.arange(seen, seen + tokens.shape[1], device=tail.device) - first[:, None]
-        return model(input_ids=tokens, position_ids=positions.clamp(min=0), past_key_values=fork, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
-
-    with hf.attention_override(model, attend):
-        if tail.shape[1] > 1: forward(tail[:, :-1])
-        written = [forward(tail[:, -1:])]
-        for _ in range(new - 1): written.append(forward(written[-1]))
-    return torch.cat(written, 1)
+        with hf.sparsify(model, decode=methods, setup="B", seed=[fold_in(seeds[i], 0) for i in rows]) as session:
+            if text.shape[1] > own:
+                with session.reading(): forward(text[:, :-own])
+            if own > 1: forward(text[:, -own:-1])
+            tokens = [forward(text[:, -1:])]
+            for _ in range(new - 1): tokens.append(forward(tokens[-1]))
+        written[rows] = torch.cat(tokens, 1)
+    return written
 
 def accuracy(
     model,               # a transformers decoder, in evaluation mode
@@ -141,7 +121,7 @@ def accuracy(
     check_integer("seed", seed)
     if length > (longest := getattr(model.config.get_text_config(), "max_position_embeddings", length)):
         raise ValueError(f"length: got {length} tokens, the model holds {longest}")
-    layers = {name: _by_layer(name, method, model.config.get_text_config().num_hidden_layers) for name, method in methods.items()}
+    layers = {name: hf.by_layer(f"methods[{name!r}]", method, range(model.config.get_text_config().num_hidden_layers), "decode") for name, method in methods.items()}
     found, total = [], prompts * len(methods)
     for done in range(0, prompts, batch):
         examples = [make(task, length, seed=seed + i, tokenizer=tokenizer, **(task_settings or {})) for i in range(done, min(done + batch, prompts))]
@@ -150,7 +130,7 @@ def accuracy(
         cache = prefill_rows(model, ids[:, :-tail], start, chunk=chunk)
         new = max(len(tokenizer(f" {e.answer}.", add_special_tokens=False)["input_ids"]) for e in examples)
         for at, (name, own) in enumerate(layers.items()):
-            written = _write(model, cache, ids[:, -tail:], start, taken, own, new, seed + done)
+            written = _write(model, cache, ids[:, -tail:], start, taken, own, new, [e.seed for e in examples])
             for e, text in zip(examples, tokenizer.batch_decode(written, skip_special_tokens=True)):
                 right = score(text, e.answer)
                 found.append(dict(method=name, task=task, length=length, seed=e.seed, exact=right.exact, characters=right.characters, answer=text, expected=e.answer))
@@ -248,9 +228,9 @@ class _Bernoulli:
     "Attention on Bernoulli scores, with all values or with sampled ones"
     def __init__(self, features, mean_group, samples=None): self.features, self.mean_group, self.samples = features, mean_group, samples
 
-    def decode(self, q, k, v, *, seed, scale=None, kv_start=None):
+    def decode(self, q, k, v, *, seed, **visible):
         from sparse_nb.santa import bernoulli_decode, bernoulli_scores
-        kept = dict(mean_group=self.mean_group, seed=seed, scale=scale, kv_start=kv_start)
+        kept = dict(visible, mean_group=self.mean_group, seed=seed)
         if self.samples: return bernoulli_decode(q, k, v, features=self.features, samples=self.samples, **kept)
         weights = bernoulli_scores(q, k, samples=self.features, **kept)[0].softmax(-1)
         return (weights.reshape(q.shape[0], k.shape[1], -1, k.shape[2]) @ v.to(weights.dtype)).reshape(q.shape).to(q.dtype)

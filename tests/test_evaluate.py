@@ -23,7 +23,6 @@ def tiny():
         initializer_range=0.5, max_position_embeddings=4096, bos_token_id=tokenizer.bos_token_id, eos_token_id=None)).eval(), tokenizer
 
 METHODS = {"exact": Exact(), "streaming": Streaming(window=32), "topk": TopK(16), "uniform": Uniform(samples=32), "santa": Santa(samples=16)}
-RANDOM = "uniform", "santa"
 
 @pytest.mark.parametrize("setup", ["A", "B"])
 def test_a_batch_of_one_is_hf_answer(tiny, setup):
@@ -49,17 +48,17 @@ def test_each_row_of_a_padded_batch_is_its_own_run(tiny, monkeypatch, setup, tas
     run = lambda batch: accuracy(model, tokenizer, task, 700, METHODS, prompts=5, batch=batch, setup=setup, chunk=300, task_settings=dict(keys=6)).set_index(["method", "seed"]).answer
     batched, alone = run(3), run(1)
     same = batched == alone.reindex(batched.index)
-    assert same.drop(index=list(RANDOM), level=0).all(), pd.DataFrame({"batched": batched, "alone": alone})[~same]
-    for name in RANDOM: assert same[name][[0, 3]].all()  # first rows of their batches: the seed is theirs, and so is row 0
+    assert same.all(), pd.DataFrame({"batched": batched, "alone": alone})[~same]
     assert batched.nunique() > 10  # the random model says different things
 
 class Spy(Method):
     "Exact attention that notes what it was asked"
+    random = True
     def __init__(self): self.seeds, self.starts = [], []
     def decode(self, q, k, v, *, seed, **kwargs):
         assert q.shape[2] == 1 and not kwargs.get("causal")
-        self.seeds.append(seed)
-        self.starts.append(kwargs["kv_start"])
+        self.seeds += seed.flatten().tolist()
+        self.starts += [0] if kwargs["kv_start"] is None else kwargs["kv_start"].tolist()
         return Exact().decode(q, k, v, **kwargs)
 
 def test_no_two_calls_share_a_seed_and_padding_is_hidden(tiny, monkeypatch):
@@ -68,8 +67,7 @@ def test_no_two_calls_share_a_seed_and_padding_is_hidden(tiny, monkeypatch):
     spy = Spy()
     frame = accuracy(model, tokenizer, "needle", 300, {"spy": spy, "exact": Exact()}, prompts=6, batch=3, setup="B")
     assert len(set(spy.seeds)) == len(spy.seeds) > 2 * 2 * 50
-    starts = torch.stack(spy.starts)
-    assert starts.min() == 0 and starts.max() == 40
+    assert min(spy.starts) == 0 and max(spy.starts) == 40
     assert (frame[frame.method == "spy"].answer.to_numpy() == frame[frame.method == "exact"].answer.to_numpy()).all()
 
 def test_the_cache_is_left_alone_and_layers_may_differ(tiny):
@@ -96,8 +94,8 @@ def test_a_left_padded_prefill_equals_single_ones_and_odd_caches_are_refused(tin
     with pytest.raises(ValueError, match="mistral has a layer that does not keep every key"): prefill_rows(windowed, ids, torch.zeros(3, dtype=torch.int64))
 
 @pytest.mark.parametrize("bad, error, words", [
-    (dict(methods=[Exact()]), TypeError, "methods: got list"), (dict(methods={}), ValueError, "methods: got none"), (dict(methods={"x": 3}), TypeError, "methods: got int for 'x'"),
-    (dict(methods={"x": {0: Exact()}}), ValueError, "'x' has no method for layer 1"), (dict(methods={"x": lambda layer: None}), TypeError, "got NoneType for 'x'"),
+    (dict(methods=[Exact()]), TypeError, "methods: got list"), (dict(methods={}), ValueError, "methods: got none"), (dict(methods={"x": 3}), TypeError, r"methods\['x'\]: got int"),
+    (dict(methods={"x": {9: Exact()}}), ValueError, r"methods\['x'\]: there is no layer 9"),
     (dict(setup="C"), ValueError, "setup: got 'C'"), (dict(prompts=0), ValueError, "prompts: got 0"), (dict(batch=0), ValueError, "batch: got 0"), (dict(prompts=1.5), TypeError, "prompts"),
     (dict(seed=-1), ValueError, "seed"), (dict(length=5000), ValueError, "length: got 5000 tokens, the model holds 4096"), (dict(task="haystack"), ValueError, "task: got 'haystack'"),
     (dict(task_settings=dict(keys=10**4)), ValueError, "length")])

@@ -1,0 +1,80 @@
+"Two processes that share the heads of a model, tensor parallelism over gloo, write what one process writes"
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from sparse_nb import pocket
+from sparse_nb.attention import TopK, Uniform, assert_close
+from sparse_nb.hf import sparsify
+from sparse_nb.santa import Santa
+
+SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.2)
+RANDOM = {"llama": "Llama", "gpt-neox, fused": "GPTNeoX", "phi3, all heads everywhere": "Phi3"}
+HEADS = {"llama": (2, 1), "gpt-neox, fused": (4, 2), "phi3, all heads everywhere": (2, 2), "pocket": (2, 1)} # of keys: in one process, in each of two
+METHODS = {"own": None, "topk": TopK(budget=0.25), "uniform": Uniform(samples=0.5), "santa": Santa(samples=64)}
+STEPS = 8
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+    reason="needs gloo on Linux")
+
+def load(folder):
+    "The model in float64, so that sums in another order choose the same keys; under torchrun this process's share of it"
+    model_of, settings = transformers.AutoModelForCausalLM.from_pretrained, dict(dtype=torch.float64)
+    if not torch.distributed.is_torchelastic_launched(): return model_of(folder, **settings).eval()
+    from transformers.distributed import DistributedConfig
+    return model_of(folder, distributed_config=DistributedConfig(tp_plan="auto"), **settings).eval()
+
+def write(folder, name):
+    "What the model writes with each method: tokens, logits, key heads in this process"
+    model, found = load(folder / name if name in RANDOM else pocket.path()), {}
+    if name == "pocket": ids = torch.tensor([[pocket.BOS, *b"The key of the red door is 4071. The key of the blue door is 2296.\nThe key of the red door is"]])
+    else: ids = torch.randint(3, 64, (1, 60), generator=torch.Generator().manual_seed(1))
+    for method in METHODS:
+        with sparsify(model, decode=METHODS[method], seed=0):
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        found[method] = dict(ids=out.sequences, logits=torch.cat(out.logits), heads=out.past_key_values.layers[0].keys.shape[1])
+    return found
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    "What one process writes, then each of two"
+    folder = tmp_path_factory.mktemp("parallel")
+    for name, kind in RANDOM.items():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind + "Config")(**SMALL)).save_pretrained(folder / name)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+        try:
+            one = {name: write(folder, name) for name in HEADS}
+            log, _ = process.communicate(timeout=240)
+        except BaseException:
+            process.terminate()
+            raise
+    assert process.returncode == 0, log[-6000:]
+    return [one, *(torch.load(folder / f"{rank}.pt") for rank in range(2))]
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", HEADS)
+def test_two_processes_write_what_one_writes(ranks, name, method):
+    one, *two = (rank[name] for rank in ranks)
+    for rank in two:
+        assert (one[method]["heads"], rank[method]["heads"]) == HEADS[name]
+        assert torch.equal(rank[method]["ids"], one[method]["ids"])
+        assert_close(rank[method]["logits"], one[method]["logits"], rtol=1e-5)
+    if method != "own":
+        error = (one[method]["logits"] - one["own"]["logits"])[1].norm() / one["own"]["logits"][1].norm()
+        assert error > 1e-3
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.save({name: write(folder, name) for name in HEADS}, folder / f"{os.environ['RANK']}.pt")
+    torch.distributed.destroy_process_group()

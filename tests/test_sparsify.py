@@ -1,0 +1,391 @@
+"Methods inside transformers' own generation: every way to generate, on small random models of several families"
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers import DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparse_nb.attention import Exact, State, Streaming, TopK, TopP, Uniform, assert_close, fold_in
+from sparse_nb.hf import attention_override, prefill, register, sparsify
+from sparse_nb.santa import Santa
+from test_hf import FAMILIES, IDS, REFUSED, SMALL, build
+
+GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])  # token 0 is embedded as 0, a tie of all keys
+METHODS = [TopK(budget=0.25), Streaming(sinks=2, window=6), TopP(mass=0.5), Uniform(samples=0.3), Santa(samples=5)]
+PAD = torch.tensor([0, 9])
+PADDED = torch.stack([IDS[0], torch.cat([IDS.new_zeros(9), IDS[0, :31]])])
+MASK = (torch.arange(40) >= PAD[:, None]).long()
+
+@pytest.fixture(scope="module")
+def llama(): return build("llama")
+
+def ids_of(model, ids=IDS, **kwargs):
+    settings = GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs
+    return model.generate(ids, **settings)[:, ids.shape[1]:]
+
+def step_by_step(model, method, ids, new, seed=0):
+    "Greedy tokens of one sequence: the prompt exactly, then each query and head by itself, with streams written out"
+    cache, exact = DynamicCache(config=model.config), None
+    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+        if query.shape[2] > 1 or kwargs.get("sliding_window") is not None: return exact(module, query, key, value, mask, scaling=scaling, **kwargs)
+        heads, group = query.shape[1], query.shape[1] // key.shape[1]
+        streams = fold_in(fold_in(seed, 0), module.layer_idx, torch.arange(heads), key.shape[2] - 1)[None]
+        return method.decode(query, key, value, scale=scaling, seed=streams if method.random else None).transpose(1, 2), None
+    exact = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with torch.no_grad(), attention_override(model, attend, mask="sdpa"):
+        found = [model(ids, past_key_values=cache).logits[:, -1].argmax(-1)]
+        for _ in range(new - 1): found.append(model(found[-1][:, None], past_key_values=cache).logits[:, -1].argmax(-1))
+    return torch.stack(found, 1)
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_generate_is_the_method_step_by_step(llama, method):
+    with sparsify(llama, decode=method): got = ids_of(llama)
+    assert torch.equal(got, step_by_step(llama, method, IDS, 6))
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_and_whole_methods_leave_every_family_as_it_is(family):
+    model = build(family)
+    want, padded = ids_of(model), ids_of(model, PADDED, attention_mask=MASK)
+    for method in (None, Exact(), TopK(budget=1.0)):
+        if method == TopK(budget=1.0) and family in REFUSED:
+            with sparsify(model, decode=method), pytest.raises(ValueError, match=f"uses {REFUSED[family]}"): ids_of(model)
+            continue
+        with sparsify(model, decode=method, prefill=None if method is None else method): assert torch.equal(ids_of(model), want)
+        with sparsify(model, decode=method): assert torch.equal(ids_of(model, PADDED, attention_mask=MASK), padded)
+    assert torch.equal(ids_of(model), want)
+    with torch.no_grad():
+        logits = model(IDS).logits
+        with sparsify(model, decode=Exact()): assert torch.equal(model(IDS).logits, logits)
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "qwen2, window", "qwen3, key norm", "gpt-neox, partial, fused", "cohere2, layers without rope"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_a_row_of_a_padded_batch_is_its_own_single_run(family, method):
+    model = build(family)
+    alone = [ids_of(model, IDS[:, :40 - p]) for p in PAD]
+    with sparsify(model, decode=method): together = ids_of(model, PADDED, attention_mask=MASK)
+    for b, p in enumerate(PAD):
+        with sparsify(model, decode=method, seed=[fold_in(0, b)]): assert torch.equal(ids_of(model, IDS[:, :40 - p])[0], together[b])
+    with sparsify(model, decode=method, prefill=Streaming(sinks=2, window=8)): together = ids_of(model, PADDED, attention_mask=MASK)
+    for b, p in enumerate(PAD):
+        with sparsify(model, decode=method, prefill=Streaming(sinks=2, window=8), seed=[fold_in(0, b)]): assert torch.equal(ids_of(model, IDS[:, :40 - p])[0], together[b])
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_ways_to_generate_agree(llama, method):
+    with sparsify(llama, decode=method):
+        want = ids_of(llama)
+        assert torch.equal(ids_of(llama, cache_implementation="static"), want)
+        assert torch.equal(ids_of(llama, past_key_values=StaticCache(config=llama.config, max_cache_len=64)), want)
+        assert torch.equal(ids_of(llama, prefill_chunk_size=16), want)
+        assert torch.equal(ids_of(llama, prompt_lookup_num_tokens=3), want)
+        torch.manual_seed(0)
+        sampled = ids_of(llama, do_sample=True)
+        torch.manual_seed(0)
+        assert torch.equal(ids_of(llama, do_sample=True), sampled)
+        assert torch.equal(ids_of(llama, PADDED, attention_mask=MASK, cache_implementation="static"), ids_of(llama, PADDED, attention_mask=MASK))
+    torch.manual_seed(1)
+    draft = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    with sparsify(llama, decode=method): assert torch.equal(ids_of(llama, assistant_model=draft), want)
+
+@pytest.mark.parametrize("method", [TopK(budget=0.25), Streaming(sinks=2, window=6)], ids=lambda m: type(m).__name__)
+def test_beam_search(llama, method):
+    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+        if query.shape[2] > 1: return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
+        return torch.cat([method.decode(query[[b]], key[[b]], value[[b]], scale=scaling) for b in range(len(query))]).transpose(1, 2), None
+    with attention_override(llama, attend, mask="sdpa"): want = ids_of(llama, num_beams=3)
+    with sparsify(llama, decode=method): assert torch.equal(ids_of(llama, num_beams=3), want)
+    with sparsify(llama, decode=Uniform(samples=0.3)): assert torch.equal(ids_of(llama, num_beams=3), ids_of(llama, num_beams=3))
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_a_second_turn_goes_on_with_the_old_cache(llama, method):
+    cache = DynamicCache(config=llama.config)
+    with sparsify(llama, decode=method):
+        first = llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
+        ids = torch.cat([first, IDS[:, 20:]], 1)
+        second = llama.generate(ids, past_key_values=cache, **GREEDY)
+    cache = DynamicCache(config=llama.config)
+    with torch.no_grad(): llama(IDS[:, :20], past_key_values=cache)
+    with sparsify(llama, decode=method), torch.no_grad():
+        for i in range(20, 25): llama(first[:, [i]], past_key_values=cache)
+        logits = llama(ids[:, 25:], past_key_values=cache).logits
+        found = [logits[:, -1].argmax(-1)]
+        for _ in range(5): found.append(llama(found[-1][:, None], past_key_values=cache).logits[:, -1].argmax(-1))
+    assert torch.equal(second[:, ids.shape[1]:], torch.stack(found, 1))
+
+def test_hidden_keys_in_the_middle_of_a_row_are_skipped(llama):
+    mask = torch.ones_like(PADDED)
+    mask[1, 12:17] = 0
+    without = torch.cat([PADDED[1:, :12], PADDED[1:, 17:]], 1)
+    def run(ids, mask, seed):
+        cache = DynamicCache(config=llama.config)
+        positions = mask.cumsum(-1) - 1
+        with sparsify(llama, decode=TopK(budget=0.4), seed=seed), torch.no_grad():
+            llama(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1], past_key_values=cache)
+            return llama(ids[:, -1:], attention_mask=mask, position_ids=positions[:, -1:], past_key_values=cache).logits
+    both = run(PADDED, mask, 0)
+    assert_close(both[1:], run(without, torch.ones_like(without), 0), rtol=1e-5)
+    assert_close(both[:1], run(PADDED[:1], mask[:1], 0), rtol=1e-5)
+
+@pytest.mark.parametrize("method", [TopK(budget=0.25), Streaming(sinks=2, window=6), Uniform(samples=0.3), Santa(samples=5)], ids=lambda m: type(m).__name__)
+def test_a_compiled_step_is_the_plain_one(llama, method):
+    def run(step):
+        cache, mask = StaticCache(config=llama.config, max_cache_len=48), torch.ones(2, 48, dtype=torch.long)
+        mask[1, :9] = 0
+        with torch.no_grad():
+            found = [llama(PADDED, attention_mask=mask[:, :40], past_key_values=cache).logits[:, -1]]
+            for i in range(40, 44): found.append(step(found[-1].argmax(-1)[:, None], attention_mask=mask[:, :i + 1], past_key_values=cache).logits[:, -1])
+        return torch.stack(found)
+    with sparsify(llama, decode=method):
+        want = run(llama)
+        torch.compiler.reset()
+        assert_close(run(torch.compile(llama, backend="eager", fullgraph=True)), want, rtol=1e-5)
+
+def test_a_device_map(llama, tmp_path):
+    pytest.importorskip("accelerate")
+    llama.save_pretrained(tmp_path)
+    mapped = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto").eval()
+    with sparsify(llama, decode=Santa(samples=5)): want = ids_of(llama)
+    with sparsify(mapped, decode=Santa(samples=5)): assert torch.equal(ids_of(mapped, IDS.to(mapped.device), attention_mask=torch.ones_like(IDS).to(mapped.device)).cpu(), want)
+
+def test_setups(llama):
+    "A reads a whole prompt exactly; B only what was read first"
+    def logits(setup, context):
+        cache = DynamicCache(config=llama.config)
+        with torch.no_grad(), sparsify(llama, decode=TopK(budget=0.1), setup=setup):
+            if context: llama(IDS[:, :context], past_key_values=cache)
+            return llama(IDS[:, context:], past_key_values=cache).logits[:, -1]
+    with torch.no_grad(): exact = llama(IDS).logits[:, -1]
+    for setup, context in (("A", 0), ("A", 30), ("B", 0)): assert_close(logits(setup, context), exact, rtol=1e-5)
+    cache = DynamicCache(config=llama.config)
+    with torch.no_grad(), sparsify(llama, decode=TopK(budget=0.1)):
+        llama(IDS[:, :30], past_key_values=cache)
+        for i in range(30, 40): one_by_one = llama(IDS[:, [i]], past_key_values=cache).logits[:, -1]
+    assert_close(logits("B", 30), one_by_one, rtol=1e-5)
+    with sparsify(llama, decode=TopK(budget=0.1), setup="B"), torch.no_grad():
+        cache = prefill(llama, IDS[:, :30], chunk=7)
+        assert_close(llama(IDS[:, 30:], past_key_values=cache).logits[:, -1], one_by_one, rtol=1e-5)
+    assert (one_by_one - exact).norm() > 1e-2 * exact.norm()
+
+def test_methods_by_layer(llama):
+    ten, whole = TopK(budget=0.1), TopK(budget=1.0)
+    ways = [dict(decode={0: ten}), dict(decode=lambda i: ten if i == 0 else None), dict(decode=ten, dense_layers=[1]), dict(decode={0: ten, 1: whole})]
+    found = []
+    for way in ways:
+        with sparsify(llama, **way): found.append(ids_of(llama))
+    assert all(torch.equal(x, found[0]) for x in found)
+    with sparsify(llama, decode=ten): assert not torch.equal(ids_of(llama), found[0])
+
+def test_stats(llama):
+    with sparsify(llama, decode={0: TopK(budget=0.25), 1: Santa(samples=8)}, audit=True) as session:
+        ids_of(llama, max_new_tokens=5)
+        table = session.stats()
+    assert list(table.index) == [(layer, head) for layer in (0, 1) for head in range(4)] and (table.queries == 4).all()
+    visible = torch.arange(41., 45.)
+    kept = torch.cat([TopK(budget=0.25).select(torch.ones(1, 1, 1, 1), torch.ones(1, 1, int(n), 1)).budget.flatten() for n in visible])
+    assert_close(table.density[0].iloc[0], (kept / visible).mean(), rtol=1e-6)
+    assert (table.budget[1] == 8).all() and (table.keys_scored == visible.mean().item()).all()
+    assert_close(table.bytes.tolist(), (64 * (table.keys_scored + table.values_read)).tolist(), rtol=1e-12)
+    assert (table.dense_bytes == 128 * visible.mean().item()).all()
+    assert (table.error > 0).all()
+    with sparsify(llama, decode=TopK(budget=1.0), stats=True) as session: ids_of(llama)
+    assert (session.stats().density == 1).all() and "error" not in session.stats()
+    with sparsify(llama, decode=TopK(budget=0.1), dense_layers=[0], audit=True) as session: ids_of(llama)
+    assert (session.stats().error[0] < 1e-6).all() and (session.stats().error[1] > 1e-3).all()
+
+def test_register_and_transformers_own_switch(llama):
+    with sparsify(llama, decode=Santa(samples=5), seed=3): want = ids_of(llama)
+    llama.set_attn_implementation(register("test_santa", Santa(samples=5), seed=3))
+    try:
+        assert torch.equal(ids_of(llama), want)
+        with pytest.raises(ValueError, match="name: got 'sdpa'"): register("sdpa", Santa())
+        assert register("test_santa", TopK()) == "test_santa"
+    finally: llama.set_attn_implementation("sdpa")
+    capped = build("gemma2, capped")
+    capped.set_attn_implementation("test_santa")
+    with pytest.raises(ValueError, match="softcap"): ids_of(capped)
+
+class Sums(State):
+    "The sum of each key, to see what arrives in what order"
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+    def features(self, k, v): return k.float().sum(-1)
+
+class Indexed(TopK):
+    "Top-k that refuses an index out of step with the keys"
+    seen = []
+    def new_state(self): return Sums(self.budget)
+    def decode(self, q, k, v, *, state=None, **kwargs):
+        if state is not None:
+            assert_close(state.rows, k.float().sum(-1), rtol=1e-6)
+            self.seen.append(len(state))
+        return super().decode(q, k, v, **kwargs)
+
+@pytest.mark.parametrize("way", [{}, dict(num_beams=3), dict(prompt_lookup_num_tokens=3), dict(prefill_chunk_size=16), dict(do_sample=True, num_return_sequences=2)], ids=str)
+def test_an_index_stays_in_step_with_the_cache(llama, way):
+    Indexed.seen.clear()
+    torch.manual_seed(0)
+    with sparsify(llama, decode=TopK(budget=0.25)): want = ids_of(llama, **way)
+    torch.manual_seed(0)
+    with sparsify(llama, decode=Indexed(budget=0.25)): assert torch.equal(ids_of(llama, **way), want)
+    assert Indexed.seen[0] >= 41 and len(Indexed.seen) >= 10
+
+def test_an_index_goes_on_in_a_second_turn_and_refuses_a_foreign_cache(llama):
+    cache = DynamicCache(config=llama.config)
+    with sparsify(llama, decode=Indexed(budget=0.25)): first = llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
+    ids = torch.cat([first, IDS[:, 20:]], 1)
+    with sparsify(llama, decode=Indexed(budget=0.25)): llama.generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY)
+    cache.layers[0].state.reset()
+    with sparsify(llama, decode=Indexed(budget=0.25)), pytest.raises(ValueError, match="cache: layer 0 holds 25 keys, its index 0"): llama.generate(ids, past_key_values=cache, **GREEDY)
+    cache.reset()
+    with sparsify(llama, decode=Indexed(budget=0.5)), pytest.raises(ValueError, match="keeps another index"): llama.generate(ids, past_key_values=cache, **GREEDY)
+    ready = prefill(llama, IDS[:, :30])
+    with sparsify(llama, decode=Indexed(budget=0.25)): ids_of(llama, past_key_values=ready)
+    assert len(ready.layers[0].state) == 45
+
+@pytest.mark.parametrize("way", ["greedy", "assisted", "static", "B"])
+def test_an_audit_compares_with_what_the_query_sees(llama, way):
+    "A method that keeps all keys has no error, with an index and without"
+    for method in (TopK(budget=1.0), Indexed(budget=1.0)):
+        with sparsify(llama, decode=method, audit=True, setup="B" if way == "B" else "A") as session:
+            kept = dict(past_key_values=prefill(llama, IDS[:, :30])) if way == "B" else dict(greedy={}, assisted=dict(prompt_lookup_num_tokens=3), static=dict(cache_implementation="static"))[way]
+            ids_of(llama, **kept)
+        assert session.stats().error.max() < 1e-5 and (session.stats().density == 1).all()
+
+@pytest.mark.parametrize("way", [{}, dict(cache_implementation="static"), dict(prompt_lookup_num_tokens=3), dict(num_beams=2)], ids=str)
+def test_santa_with_a_promise(llama, way):
+    with sparsify(llama, decode=Santa(samples=16, eps=0.4, delta=0.2)): assert torch.equal(ids_of(llama, **way), ids_of(llama, **way))
+
+def forward(model, ids=IDS, **kwargs):
+    with torch.no_grad(): return model(ids, **kwargs).logits
+
+def test_masks_that_say_more_than_a_method_can_honour_are_refused(llama):
+    causal = torch.ones(40, 40, dtype=torch.bool).tril()
+    documents, prefix = causal.clone(), causal.clone()
+    documents[15:, :15], prefix[:15, :15] = False, True
+    bias = torch.zeros(1, 1, 1, 41)
+    bias[..., :20] = -0.5
+    cache = prefill(llama, IDS)
+    with sparsify(llama, decode=TopK(budget=1.0), prefill=Streaming(sinks=4, window=100)):
+        want = forward(llama)
+        assert_close(forward(llama, attention_mask=causal[None, None]), want, rtol=1e-6)
+        for mask in (documents, prefix):
+            with pytest.raises(ValueError, match="not causal with padding on the left"): forward(llama, attention_mask=mask[None, None])
+        with pytest.raises(ValueError, match="adds to the scores"): forward(llama, IDS[:, :1], attention_mask=bias, past_key_values=copy.deepcopy(cache))
+        bias[..., :20] = torch.finfo(torch.float32).min
+        forward(llama, IDS[:, :1], attention_mask=bias, past_key_values=cache)
+        late = torch.ones(1, 40, dtype=torch.long)
+        late[:, 35:] = 0
+        with pytest.raises(ValueError, match="not causal with padding on the left"): forward(llama, attention_mask=late)
+
+def test_a_mask_that_is_changed_in_place_is_seen(llama):
+    cache, mask = StaticCache(config=llama.config, max_cache_len=48), torch.zeros(1, 1, 1, 48, dtype=torch.bool)
+    forward(llama, IDS[:, :30], past_key_values=cache)
+    mask[..., :30] = True
+    with sparsify(llama, decode=TopK(budget=1.0)):
+        for i in range(30, 34):
+            mask[..., i] = True
+            got = forward(llama, IDS[:, [i]], attention_mask=mask, position_ids=torch.tensor([[i]]), past_key_values=cache)
+    assert_close(got[:, -1], forward(llama, IDS[:, :34])[:, -1], rtol=1e-5)
+
+def test_a_compiled_step_stops_at_a_mask_with_holes(llama):
+    cache, mask = StaticCache(config=llama.config, max_cache_len=48), torch.ones(1, 41, dtype=torch.long)
+    with sparsify(llama, decode=TopK(budget=1.0)):
+        forward(llama, past_key_values=cache, attention_mask=mask[:, :40])
+        mask[:, 10:20] = 0
+        torch.compiler.reset()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="hides keys in the middle"): torch.compile(llama, backend="eager", fullgraph=True)(IDS[:, :1], attention_mask=mask, past_key_values=cache)
+
+def test_a_chunk_may_lie_in_the_padding_of_a_row(llama):
+    for prefilled in (None, Streaming(sinks=2, window=8)):
+        with sparsify(llama, decode=TopK(budget=0.25), prefill=prefilled):
+            assert torch.equal(ids_of(llama, PADDED, attention_mask=MASK, prefill_chunk_size=7), ids_of(llama, PADDED, attention_mask=MASK))
+
+def test_one_name_serves_models_of_any_depth(llama):
+    torch.manual_seed(0)
+    deeper = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | dict(num_hidden_layers=4))).eval()
+    name, found = register("test_depth", Uniform(samples=0.3)), []
+    for model in (llama, deeper):
+        try:
+            model.set_attn_implementation(name)
+            found.append(ids_of(model))
+        finally: model.set_attn_implementation("sdpa")
+        with sparsify(model, decode=Uniform(samples=0.3)): assert torch.equal(ids_of(model), found[-1])
+
+def test_models_that_share_a_config_are_apart(llama):
+    torch.manual_seed(3)
+    twin = transformers.LlamaForCausalLM(llama.config).eval()
+    want = ids_of(twin)
+    with sparsify(llama, decode=TopK(budget=0.1)): assert torch.equal(ids_of(twin), want)
+
+def bert(): return transformers.BertModel(transformers.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)).eval()
+def gemma4(): return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SMALL | dict(head_dim=16, global_head_dim=16, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8))).eval()
+def bart(): return transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32)).eval()
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda m: sparsify(torch.nn.Linear(2, 2), decode=TopK()), ValueError, "model: Linear"),
+    (lambda m: sparsify(transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=8, n_layer=1, n_head=2)).eval(), decode=TopK()), ValueError, "model: bloom"),
+    (lambda m: sparsify(transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1)).eval(), decode=TopK()), ValueError, "model: mamba"),
+    (lambda m: sparsify(bert(), decode=TopK()), ValueError, "model: bert has no causal"),
+    (lambda m: sparsify(bart(), decode=TopK()), ValueError, "model: bart is an encoder with a decoder"),
+    (lambda m: sparsify(gemma4(), decode=TopK()), ValueError, "model: gemma4_text treats its masks by the name"),
+    (lambda m: sparsify(m, decode="topk"), TypeError, "decode: got str"),
+    (lambda m: sparsify(m, decode=TopK), (TypeError, ValueError), "decode"),
+    (lambda m: sparsify(m, prefill=Santa()), ValueError, "prefill: Santa cannot prefill"),
+    (lambda m: sparsify(m, decode={2: TopK()}), ValueError, "decode: there is no layer 2, layers are 0 to 1"),
+    (lambda m: sparsify(m, decode=TopK(), dense_layers=[5]), ValueError, "dense_layers: there is no layer 5"),
+    (lambda m: sparsify(m, decode=TopK(), dense_layers=0), TypeError, "dense_layers: got 0"),
+    (lambda m: sparsify(m, decode=TopK(), setup="C"), ValueError, "setup: got 'C'"),
+    (lambda m: sparsify(m, decode=TopK(), stats="yes"), TypeError, "stats: got str"),
+    (lambda m: sparsify(m, decode=Uniform(), seed=-1), ValueError, "seed"),
+    (lambda m: sparsify(m, decode=Uniform(), seed=1.5), TypeError, "seed"),
+])
+def test_bad_input_is_named(call, error, message):
+    model = build("llama")
+    with pytest.raises(error, match=message): call(model)
+
+def run_bad(model, message, **kwargs):
+    with pytest.raises(ValueError, match=message): ids_of(model, **kwargs)
+
+def test_bad_calls_inside_a_session_are_named_and_leave_a_model_that_works(llama):
+    want = ids_of(llama)
+    with sparsify(llama, decode=Uniform(samples=0.3), seed=[1, 2]):
+        run_bad(llama, "seed: got 2 for a batch of 1")
+        run_bad(llama, "output_attentions", output_attentions=True, return_dict_in_generate=True)
+        run_bad(llama, "use_cache: without a cache", use_cache=False)
+        with pytest.raises(ValueError, match="output_attentions"): llama.model(IDS, output_attentions=True)
+        with pytest.raises(ValueError, match="another session"): sparsify(llama, decode=TopK())
+        with pytest.raises(ValueError, match="no gradient"): llama(IDS[:, :1])
+        cache = StaticCache(config=llama.config, max_cache_len=48)
+        with torch.no_grad():
+            llama(IDS, past_key_values=cache)
+            with pytest.raises(ValueError, match="a static cache needs one"): llama(IDS[:, :1], past_key_values=cache)
+    with pytest.raises(KeyError), sparsify(llama, decode=TopK(budget=0.1)): raise KeyError
+    assert torch.equal(ids_of(llama), want)
+    session = sparsify(llama, decode=TopK(budget=0.1))
+    with pytest.raises(ValueError, match="stats: nothing was counted"): session.stats()
+    assert not torch.equal(ids_of(llama), want)
+    session.restore()
+    session.restore()
+    with pytest.raises(ValueError, match="session: is over"), session: pass
+    llama.set_attn_implementation(register("test_taken", TopK()))
+    with pytest.raises(ValueError, match="its own attention is test_taken"): sparsify(llama, decode=Exact())
+    llama.set_attn_implementation("sdpa")
+    assert torch.equal(ids_of(llama), want) and llama.config._attn_implementation == "sdpa"
+    assert not [n for n in transformers.AttentionInterface._global_mapping if n.startswith("sparse_nb")]
+    assert not llama._forward_pre_hooks and not llama.model._forward_pre_hooks
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64)], ids=lambda m: type(m).__name__)
+def test_a_gpu_writes_the_same_with_a_compiled_static_cache(method):
+    from sparse_nb import pocket, tasks
+    model, tokenizer = pocket.load("cuda")
+    prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt for i, length in enumerate((2048, 1500))]
+    inputs, settings = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda"), dict(max_new_tokens=8, do_sample=False)
+    with sparsify(model, decode=method):
+        want = model.generate(**inputs, **settings)
+        assert torch.equal(model.generate(**inputs, **settings), want)
+        got = model.generate(**inputs, **settings, cache_implementation="static")  # transformers compiles its steps
+    assert (got == want).float().mean() > 0.95   # sums in another order may turn a tie
