@@ -1,10 +1,13 @@
-"The command as a user meets it: a process of its own, with a tiny random model"
+"The command as a user meets it: a process of its own, with a tiny random model; `generate` in this one, with the pocket model"
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
+import pandas as pd
 import pytest
 import torch
 
@@ -16,11 +19,11 @@ from sparse_nb.pocket import byte_tokenizer
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 ENV.pop("TRITON_INTERPRET", None)
 
-def run(*args, cwd=None, code=None, **env):
+def run(*args, cwd=None, code=None, input=None, **env):
     start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "sparse_nb.cli"]
     root = os.path.dirname(os.path.dirname(__file__))
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run([*start, *args], capture_output=True, text=True, timeout=120, cwd=cwd, env=ENV | {"PYTHONPATH": path} | env)
+    return subprocess.run([*start, *args], capture_output=True, text=True, encoding="utf-8", timeout=120, cwd=cwd, input=input, env=ENV | {"PYTHONPATH": path} | env)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
@@ -46,7 +49,7 @@ def test_json_is_one_list_and_the_report_stands_alone(tiny, tmp_path):
     rows = json.loads(result.stdout)
     assert [r["method"] for r in rows] == ["exact", "streaming", "topk", "topp", "uniform", "santa"]
     for r in rows: assert list(r) == ["method", "answer", "expected", "correct", "relative_error", "keys_read", "values_read", "ms_per_token"]
-    assert rows[0]["relative_error"] == 0 and rows[0]["keys_read"] == rows[0]["values_read"] == 1
+    assert rows[0]["relative_error"] < 1e-5 and rows[0]["keys_read"] == rows[0]["values_read"] == 1
     for r in rows[1:]: assert r["relative_error"] > 0 and r["ms_per_token"] > 0
     for r in rows[1:5]: assert abs(r["values_read"] - 0.1) < 0.02 and r["keys_read"] == (1 if r["method"].startswith("top") else r["values_read"])
     assert rows[5]["keys_read"] == 1 and 0 < rows[5]["values_read"] <= 7 / 400
@@ -151,6 +154,190 @@ def test_help_is_light():
 def test_the_pocket_model_answers():
     rows = json.loads(run("demo", "--context", "2048", "--json").stdout)
     assert rows[0]["method"] == "exact" and rows[0]["answer"] == rows[0]["expected"] and rows[0]["correct"]
+
+@pytest.fixture(scope="module")
+def pocket():
+    from sparse_nb import pocket
+    return pocket.load("cuda" if torch.cuda.is_available() else "cpu")
+
+@pytest.fixture(scope="module")
+def needle(pocket):
+    from sparse_nb import tasks
+    return tasks.make("needle", 400, seed=1, tokenizer=pocket[1])
+
+@pytest.fixture(scope="module")
+def files(needle, tmp_path_factory):
+    "Files with the needle's prompt, and with its context alone"
+    folder = tmp_path_factory.mktemp("prompts")
+    for name in "prompt", "context": (folder / name).write_bytes(getattr(needle, name).encode())
+    return folder
+
+def generated(file, *args):
+    "Exit code, standard output and standard error of `generate`, in this process"
+    from sparse_nb.cli import main
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stop: main(["generate", "--prompt-file", str(file), *map(str, args)])
+    return subprocess.CompletedProcess(args, stop.value.code, out.getvalue(), err.getvalue())
+
+def text_of(result, err=""):
+    assert result.returncode == 0 and result.stderr == err, result
+    return result.stdout
+
+def by_hand(pocket, prompt, cut=None, *, prefill=None, decode=None, seed=0, dense_layers=(), **settings):
+    "What `model.generate` writes in a session, and its statistics; `cut`: where the context ends, for set-up B"
+    from sparse_nb import hf
+    model, tokenizer = pocket
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+    with hf.sparsify(model, prefill=prefill, decode=decode, seed=seed, dense_layers=dense_layers, setup="B" if cut else "A", audit=True) as session:
+        cache = hf.prefill(model, ids[:, :cut]) if cut else None
+        torch.manual_seed(seed)
+        new = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **{"do_sample": False, "max_new_tokens": 12} | settings)
+    return tokenizer.decode(new[0, ids.shape[1]:], skip_special_tokens=True) + "\n", session.stats()
+
+@pytest.mark.parametrize("text, want", [
+    ("exact", "Exact()"), ("EXACT", "Exact()"), ("topk", "TopK(budget=0.1)"), ("TopK:budget=128", "TopK(budget=128)"), ("topk:budget=1.0", "TopK(budget=1.0)"), ("topp:mass=1", "TopP(mass=1.0)"),
+    (" uniform : samples = 2e-1 ", "Uniform(samples=0.2)"), ("streaming:window=.5,sinks=0", "Streaming(sinks=0, window=0.5)"),
+    ("santa:samples=64,scheme=flash", "Santa(samples=64, scheme='flash', tile=128, eps=None, delta=None, bound='clt')"),
+    ("Santa:eps=0.1,delta=5e-2,bound=bernstein,scheme=iid", "Santa(samples=128, scheme='iid', tile=128, eps=0.1, delta=0.05, bound='bernstein')"),
+    ("santa:eps=None", "Santa(samples=128, scheme='systematic', tile=128, eps=None, delta=None, bound='clt')")])
+def test_methods_are_read_from_text(text, want):
+    from sparse_nb.cli import method_from
+    assert repr(method_from("--decode", text)) == want
+
+@pytest.mark.parametrize("text, words", [
+    ("", ["got ''", "exact, streaming, topk, topp, uniform", "santa"]), ("magic", ["got 'magic'", "santa"]), ("topk=3", ["got 'topk=3'"]),
+    ("topk:", ["got 'topk:'", "name:setting=value"]), ("topk:0.1", ["name:setting=value"]), ("topk:=0.1", ["name:setting=value"]), ("topk:budget=1,", ["name:setting=value"]),
+    ("topk:size=3", ["topk has no setting 'size', it has budget"]), ("topk:Budget=3", ["no setting 'Budget'"]), ("topk:scores_all=true", ["no setting 'scores_all'"]), ("exact:mass=1", ["exact has no setting 'mass', it has none"]),
+    ("topk:budget=1,budget=2", ["sets budget twice"]), ("topk:budget=", ["got str"]), ("topk:budget=none", ["got str"]), ("topk:budget=0", ["at least 1 key, got 0"]), ("topk:budget=1.5", ["(0, 1]", "got 1.5"]), ("topp:mass=nan", ["got nan"]),
+    ("santa:samples=2.5", ["samples must be an int, got float"]), ("santa:samples=many", ["got str"]), ("santa:samples=65537", ["at most 65536, got 65537"]), ("santa:scheme=none", ["scheme must be one of", "'none'"]), ("santa:eps=0.1", ["delta"])])
+def test_bad_methods_are_named(text, words):
+    from sparse_nb.cli import method_from
+    with pytest.raises(ValueError) as error: method_from("--prefill", text)
+    assert str(error.value).startswith("--prefill: ") and "\n" not in str(error.value)
+    for word in words: assert word in str(error.value)
+
+@pytest.mark.parametrize("spec", ["exact", "santa:samples=8", "uniform", "topk:budget=0.05", "streaming:window=9"])
+def test_generate_writes_what_the_model_generates(pocket, needle, files, spec):
+    from sparse_nb.cli import method_from
+    want, _ = by_hand(pocket, needle.prompt, decode=None if spec == "exact" else method_from("--decode", spec), seed=3)
+    assert text_of(generated(files / "prompt", "--decode", spec, "--max-new-tokens", 12, "--seed", 3)) == want
+    if spec in ("exact", "santa:samples=8"): assert want.strip().startswith(needle.answer)
+
+def test_prefill_and_dense_layers_are_passed_on(pocket, needle, files):
+    from sparse_nb.attention import Streaming, TopK
+    method = dict(prefill=Streaming(2, 16), decode=TopK(3), dense_layers=[0, 4])
+    got = text_of(generated(files / "prompt", "--prefill", "streaming:sinks=2,window=16", "--decode", "topk:budget=3", "--dense-layers", "0, 4", "--max-new-tokens", 12))
+    assert got == by_hand(pocket, needle.prompt, **method)[0] != by_hand(pocket, needle.prompt)[0]
+
+def test_drawn_tokens_follow_the_seed(pocket, needle, files):
+    draw = lambda seed: text_of(generated(files / "prompt", "--decode", "santa:samples=4", "--temperature", 1.5, "--seed", seed, "--max-new-tokens", 12))
+    from sparse_nb.santa import Santa
+    assert draw(5) == draw(5) == by_hand(pocket, needle.prompt, decode=Santa(4), seed=5, do_sample=True, temperature=1.5)[0] != draw(6)
+
+@pytest.mark.parametrize("prefill", ["exact", "streaming:window=0.5"])
+def test_a_question_is_decoded(pocket, needle, files, prefill, tmp_path):
+    from sparse_nb.cli import method_from
+    from sparse_nb.santa import Santa
+    cut = len(pocket[1](needle.context)["input_ids"])
+    want, stats = by_hand(pocket, needle.prompt, cut, prefill=method_from("", prefill), decode=Santa(8), seed=2)
+    got = generated(files / "context", "--question", needle.question, "--prefill", prefill, "--decode", "santa:samples=8", "--seed", 2, "--max-new-tokens", 12, "--audit", "--stats-out", tmp_path / "s.csv")
+    assert got.returncode == 0 and got.stdout == want
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "s.csv", index_col=["layer", "head"]), stats)
+    assert set(stats.queries) == {len(needle.question) + 11}
+
+def test_tokens_are_those_of_the_joined_text(pocket, files, tmp_path):
+    (tmp_path / "half").write_bytes("The café is open. The caf".encode())
+    got = text_of(generated(tmp_path / "half", "--question", "é is", "--max-new-tokens", 5))
+    assert got == by_hand(pocket, "The café is open. The café is", max_new_tokens=5)[0]
+
+def test_the_table_and_the_csv_say_what_was_read(pocket, needle, files, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    from sparse_nb.attention import TopK
+    text, stats = by_hand(pocket, needle.prompt, decode=TopK(0.1), dense_layers=[5])
+    options = ["--decode", "topk", "--dense-layers", 5, "--max-new-tokens", 12]
+    plain = generated(files / "prompt", *options, "--stats")
+    assert plain.stdout == text and "11 decoded queries" in plain.stderr and "error" not in plain.stderr
+    audit = generated(files / "prompt", *options, "--audit", "--stats-out", tmp_path / "new.CSV")
+    assert audit.stdout == text and audit.stderr.splitlines()[-1] == f"saved {tmp_path / 'new.CSV'}"
+    saved = pd.read_csv(tmp_path / "new.CSV", index_col=["layer", "head"])
+    pd.testing.assert_frame_equal(saved, stats)
+    rows = [line.replace("│", " ").split() for line in audit.stderr.splitlines() if "│" in line]
+    mean = stats.groupby("layer").mean()
+    mean.loc["all"] = stats.mean()
+    assert rows == [[str(layer), f"{100 * m.density:.1f}", "%", f"{m.values_read:.1f}", f"{100 * m.bytes / m.dense_bytes:.1f}", "%", f"{m.error:.3f}"] for layer, m in mean.iterrows()]
+    assert len(rows) == 7 and rows[5][1:4] == ["100.0", "%", f"{mean.loc[5].values_read:.1f}"]
+    quiet = generated(files / "prompt", *options, "--stats-out", tmp_path / "quiet.csv")
+    assert quiet.stderr == f"saved {tmp_path / 'quiet.csv'}\n" and "error" not in pd.read_csv(tmp_path / "quiet.csv")
+
+def test_one_token_comes_from_the_reading(pocket, needle, files):
+    got = generated(files / "prompt", "--decode", "santa", "--max-new-tokens", 1, "--stats")
+    assert got.stdout == by_hand(pocket, needle.prompt, max_new_tokens=1)[0] and "no query was decoded" in got.stderr
+
+def test_a_prompt_of_one_token(tiny, tmp_path):
+    (tmp_path / "a").write_bytes(b"a")
+    assert len(text_of(generated(tmp_path / "a", "--model", tiny, "--decode", "topk:budget=1", "--max-new-tokens", 3))) > 0
+
+def test_a_prompt_from_standard_input(pocket, needle):
+    result = run("generate", "--prompt-file", "-", "--decode", "santa:samples=8", "--seed", "3", "--max-new-tokens", "12", input=needle.prompt)
+    from sparse_nb.santa import Santa
+    assert text_of(result) == by_hand(pocket, needle.prompt, decode=Santa(8), seed=3)[0]
+    one_line(run("generate", "--prompt-file", "-", input=""), "--prompt-file: '-' is empty")
+
+@pytest.mark.skipif(os.name == "nt", reason="no pseudo-terminals there")
+def test_bars_on_a_terminal_stay_out_of_the_text(files, pocket, needle):
+    import pty
+    import threading
+    ours, theirs = pty.openpty()
+    shown = []
+    def listen():
+        try:
+            while part := os.read(ours, 65536): shown.append(part)
+        except OSError: pass
+    process = subprocess.Popen([sys.executable, "-m", "sparse_nb.cli", "generate", "--prompt-file", str(files / "context"), "--question", needle.question, "--max-new-tokens", "12"],
+                               stdout=subprocess.PIPE, stderr=theirs, env=ENV | {"TERM": "xterm"}, cwd=os.path.dirname(os.path.dirname(__file__)))
+    os.close(theirs)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    out, _ = process.communicate(timeout=120)
+    listener.join(10)
+    assert process.returncode == 0 and out.decode() == by_hand(pocket, needle.prompt)[0]
+    assert b"reading the context" in b"".join(shown) and needle.answer.encode() not in b"".join(shown)
+
+@pytest.mark.skipif(os.name == "nt", reason="no such pipes there")
+def test_a_reader_that_leaves_is_no_crash(files):
+    code = f"import os; r, w = os.pipe(); os.dup2(w, 1); os.close(w); os.close(r); from sparse_nb.cli import main; main(['generate', '--prompt-file', {str(files / 'prompt')!r}, '--max-new-tokens', '12'])"
+    result = run(code=code)
+    assert result.returncode == 1 and result.stderr == ""
+
+@pytest.mark.parametrize("options, words", [
+    ([], ["--prompt-file"]), (["--prompt-file", "none"], ["--prompt-file: cannot read 'none'", "No such file"]), (["--prompt-file", "."], ["--prompt-file: cannot read '.'"]), (["--prompt-file", "empty"], ["--prompt-file: 'empty' is empty"]),
+    (["--prompt-file", "bytes"], ["'bytes' is not UTF-8: byte 2 is 0xff"]),
+    (["--decode", "topq"], ["--decode: got 'topq'", "topk"]), (["--decode", "topk:budget=0"], ["--decode: budget must be at least 1 key"]), (["--prefill", "nothing"], ["--prefill: got 'nothing'"]), (["--prefill", "santa"], ["--prefill: Santa cannot prefill"]),
+    (["--dense-layers", "0,x"], ["--dense-layers: got '0,x'", "whole numbers"]), (["--dense-layers", "-1"], ["--dense-layers: got '-1'"]), (["--dense-layers", ""], ["--dense-layers: got ''"]), (["--dense-layers", "2"], ["there is no layer 2, layers are 0 to 1"]),
+    (["--question", ""], ["--question: got an empty text"]), (["--max-new-tokens", "0"], ["--max-new-tokens: got 0"]), (["--max-new-tokens", "1.5"], ["--max-new-tokens"]),
+    (["--max-new-tokens", "4085"], ["--prompt-file: 12 tokens and 4085 new ones (--max-new-tokens) make 4097", "at most 4096"]), (["--question", "why", "--max-new-tokens", "4082"], ["15 tokens with the question and 4082 new ones"]),
+    (["--seed", "-1"], ["--seed: got -1"]), (["--seed", str(2**63)], ["--seed: got"]), *[(["--temperature", x], [f"--temperature: got {float(x)}", "0.001"]) for x in ("-1", "nan", "inf", "1e-9")], (["--temperature", "hot"], ["--temperature"]),
+    (["--stats-out", "s.xlsx"], ["--stats-out: got 's.xlsx'", ".csv"]), (["--stats-out", "none/s.csv"], ["--stats-out: there is no folder 'none'"]), (["--stats-out", "folder.csv"], ["--stats-out: 'folder.csv' is a folder"]),
+    (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"]), (["--model", "nobody/nothing"], ["--model: cannot load 'nobody/nothing'"]), (["--setup", "B"], ["--setup"]), (["stray"], ["stray"]),
+    (["--decode", "streaming:window=99"], ["window must be at most the number of keys, 13, got 99"]), (["--decode", "topk:budget=99", "--question", "why"], ["budget must be at most the number of keys, 13, got 99"])])
+def test_wrong_options_of_generate_take_one_line(tiny, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good").write_bytes(b"hello world")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "bytes").write_bytes(b"ab\xffc")
+    (tmp_path / "folder.csv").mkdir()
+    before = sorted(tmp_path.iterdir())
+    if not options: result = run("generate", cwd=tmp_path)
+    elif "nobody/nothing" in options: result = run("generate", "--prompt-file", "good", *options, cwd=tmp_path)  # offline only in a process of its own
+    else: result = generated("good", *([] if "--model" in options else ["--model", tiny]), *options)
+    one_line(result, *words)
+    assert sorted(tmp_path.iterdir()) == before
+
+def test_what_can_be_checked_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch):
+    from sparse_nb import cli
+    monkeypatch.setattr(cli, "load_model", lambda *args: pytest.fail("loaded"))
+    (tmp_path / "good").write_bytes(b"hello")
+    for options in (["--stats-out", "s.txt"], ["--decode", "topq"], ["--prefill", "santa"], ["--dense-layers", "a"], ["--temperature", "-1"], ["--prompt-file", str(tmp_path)]): one_line(generated(tmp_path / "good", *options))
 
 def right_wherever_exact_is(seeds, context):
     "How often exact attention is right; wherever it is, SANTA must be"
