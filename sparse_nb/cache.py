@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['keep_state', 'Rotation', 'unrotate', 'no_rotation', 'rotation_of']
 
-# %% ../nbs/73_cache.ipynb #406abd64
+# %% ../nbs/73_cache.ipynb #6226aad4
 import copy
 import inspect
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-# %% ../nbs/73_cache.ipynb #f750e7da
+# %% ../nbs/73_cache.ipynb #b803b38f
 class _Stateful:
     "A cache layer that keeps a method's `State` in step with its keys. `turn` gives the keys of the next update before their rotation"
     def update(self, key_states, value_states, *args, **kwargs):
@@ -61,7 +61,7 @@ class _StatefulStatic(_Stateful, StaticLayer): pass
 
 _STATEFUL = {DynamicLayer: _StatefulDynamic, StaticLayer: _StatefulStatic}
 
-# %% ../nbs/73_cache.ipynb #952423e5
+# %% ../nbs/73_cache.ipynb #eb871b77
 def _settings(state): return type(state), {name: x for name, x in vars(state).items() if name != "rows"}
 
 def keep_state(
@@ -89,7 +89,7 @@ def keep_state(
     cache.layers[layer] = new
     return new
 
-# %% ../nbs/73_cache.ipynb #1c1553bb
+# %% ../nbs/73_cache.ipynb #3de4d8be
 @dataclass(frozen=True)
 class Rotation:
     "Which columns of its keys a layer turns in pairs, and which columns of its cosines and sines hold the angles"
@@ -120,7 +120,7 @@ def unrotate(
     z = torch.complex(x, y) / turn
     return torch.cat((before, torch.stack((z.real, z.imag), apart).flatten(-2).to(k.dtype), after), -1)
 
-# %% ../nbs/73_cache.ipynb #694fcaef
+# %% ../nbs/73_cache.ipynb #70771e84
 class _Stored(Exception): pass
 
 class _Recorder(DynamicCache):
@@ -135,7 +135,7 @@ def _stored(module, kwargs):
     try: module.forward(**kwargs | {cache: _Recorder(), "attention_mask": None})
     except _Stored as stored: return stored.args
 
-# %% ../nbs/73_cache.ipynb #6509545d
+# %% ../nbs/73_cache.ipynb #11536098
 def no_rotation(
     embeddings, # a layer's rotation, as cosines and sines or one complex tensor
 ): # in the same form; None for a form we do not know
@@ -165,7 +165,7 @@ def _undoes(rotation, k, embeddings, plain, size):
     left = (unrotate(k, embeddings, rotation) - plain).float().norm()
     return bool(left <= 16 * torch.finfo(k.dtype).eps * size.float().norm())
 
-# %% ../nbs/73_cache.ipynb #f96fb811
+# %% ../nbs/73_cache.ipynb #c8caa20d
 def _refused(module, why):
     "The error for a layer whose rotation cannot be undone"
     config = getattr(module, "config", None)

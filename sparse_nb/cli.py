@@ -265,7 +265,7 @@ def progress_bars():
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     screen, names = Console(stderr=True), {}
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen, transient=True, disable=not screen.is_terminal) as bars:
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen, transient=True, disable=not screen.is_interactive) as bars:
         def report(what, done=0, total=None):
             if what not in names: names[what] = bars.add_task(what, total=total)
             bars.update(names[what], completed=done, total=total)
@@ -351,6 +351,7 @@ def read_prompt(
     name: str, # a path, or - for standard input
 ) -> str:
     "The text of a prompt file; raises ValueError in one line"
+    if name == "-" and sys.stdin is None: raise ValueError("--prompt-file: there is no standard input")
     try: data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error: raise ValueError(f"--prompt-file: cannot read {name!r}: {error.strerror}") from error
     if not data: raise ValueError(f"--prompt-file: {name!r} is empty")
@@ -382,7 +383,7 @@ def show_stats(
     from rich.table import Table
     from rich.text import Text
     screen = Console(stderr=True)
-    if not len(stats): return screen.print(Text("no query was decoded: the only new token comes from reading the prompt"))
+    if not len(stats): return screen.print(Text("nothing was counted: no token was decoded after the prompt, or every layer has a sliding window and keeps its own attention"))
     table = Table(title=Text(f"{int(stats['queries'].max())} decoded queries"), title_justify="left", caption_justify="left",
                   caption=Text("means over queries and heads. bytes: of keys, values and index, as a share of what exact attention reads."))
     for name in ("layer", "density", "values read", "bytes", "error")[:5 if "error" in stats else 4]: table.add_column(name, justify="right")
@@ -412,6 +413,7 @@ def generate(
     if not (temperature == 0 or 1e-3 <= temperature < float("inf")): raise ValueError(f"--temperature: got {temperature}, allowed are 0 and from 0.001 up")
     if not 0 <= seed < 2**63: raise ValueError(f"--seed: got {seed}, allowed are 0 to 2**63 - 1")
     if question == "": raise ValueError("--question: got an empty text, allowed is some text")
+    if question and any("\ud800" <= c <= "\udfff" for c in question): raise ValueError("--question: got a text that is not UTF-8")
     dense = [] if dense_layers is None else _items("dense-layers", dense_layers, number=True)
     if stats_out is not None: check_out(stats_out, "--stats-out", (".csv",))
     text = read_prompt(prompt_file)

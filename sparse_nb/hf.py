@@ -6,7 +6,7 @@
 __all__ = ['attention_override', 'by_layer', 'Session', 'sparsify', 'register', 'Captured', 'capture', 'prefill', 'Answer',
            'answer']
 
-# %% ../nbs/70_hf.ipynb #22ad48db
+# %% ../nbs/70_hf.ipynb #167d40c7
 import copy
 import functools
 import inspect
@@ -31,7 +31,7 @@ from .attention import Exact, Stats, attention, check_integer, check_seed, fold_
 from .cache import keep_state, no_rotation, rotation_of, unrotate
 from .metrics import relative_error
 
-# %% ../nbs/70_hf.ipynb #1668cfa8
+# %% ../nbs/70_hf.ipynb #15de91e8
 _fresh = itertools.count()
 
 def _kind(model): return model.config.model_type
@@ -78,7 +78,7 @@ def attention_override(
         AttentionInterface._global_mapping.pop(name)
         AttentionMaskInterface._global_mapping.pop(name)
 
-# %% ../nbs/70_hf.ipynb #f3a314c8
+# %% ../nbs/70_hf.ipynb #83a4b968
 @dataclass(frozen=True)
 class _View:
     "The keys that one query of each sequence sees; None where the plain case needs nothing"
@@ -117,7 +117,7 @@ def _view(mask, j, query, key, aligned):
     if mask is None:
         n = (keys if queries == 1 or aligned else queries) - queries + j + 1
         return _View(n, torch.full((rows,), n))
-    shown = _shown(mask, j, queries, keys)
+    shown = _shown(mask, j, queries, keys).expand(rows, -1)
     n, start, stop = shown.sum(-1), shown.int().argmax(-1), keys - shown.flip(-1).int().argmax(-1)
     if torch.compiler.is_compiling():
         _must(stop - start == n, "attention_mask: hides keys in the middle of a row, which a compiled step cannot skip, or all of them")
@@ -126,7 +126,7 @@ def _view(mask, j, query, key, aligned):
     blank = counts == 0
     if blank.any():  # a query in the padding of its row, whose output nobody reads, sees the last key
         if queries == 1: raise ValueError(f"attention_mask: hides every key from the query of row {int(blank.int().argmax())}")
-        end = max(1, int(torch.where(blank, 0, stops).max()))
+        end = max(j + 1, int(torch.where(blank, 0, stops).max()))
         counts[blank], starts[blank], stops[blank] = 1, end - 1, end
         start, stop = starts.to(start.device), stops.to(stop.device)
     if (stops - starts != counts).any():
@@ -134,7 +134,7 @@ def _view(mask, j, query, key, aligned):
     end = int(stops.max())
     return _View(end, counts, start if starts.any() else None, stop if (stops < end).any() else None)
 
-# %% ../nbs/70_hf.ipynb #050888f2
+# %% ../nbs/70_hf.ipynb #b9b7b37f
 def _layers(model):
     "The self-attention layers of a decoder, by number"
     config = getattr(model, "config", None)
@@ -164,13 +164,19 @@ def by_layer(
         raise ValueError(f"{name}: {type(x).__name__} cannot {what}")
     return found
 
-# %% ../nbs/70_hf.ipynb #848ac558
+# %% ../nbs/70_hf.ipynb #0e572974
+def _modeling(module):
+    "The files of transformers, or of the model's own code, in which the class of an attention layer and its bases are written"
+    return [sys.modules[c.__module__] for c in type(module).__mro__ if c.__module__.startswith("transformers")]
+
 def _own_attention(name):
     "Which function a module calls when its config says `name`"
-    return lambda module: sys.modules[type(module).__module__].eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    if name != "eager": return lambda module: ALL_ATTENTION_FUNCTIONS[name]
+    return lambda module: next(x.eager_attention_forward for x in _modeling(module) if hasattr(x, "eager_attention_forward"))
 
 def _plain(module, kind, mask, extra):
     "Refuse what a method over plain keys would silently drop"
+    if extra.get("output_attentions"): raise ValueError("output_attentions: sparse attention has no weights to return")
     lost = [name for name, x in extra.items() if isinstance(x, torch.Tensor) and name != "position_ids" or name == "softcap" and x is not None]
     if not getattr(module, "is_causal", True) or extra.get("is_causal") is False: lost.append("attention that is not causal")
     if mask is not None and mask.ndim == 4 and mask.shape[1] > 1: lost.append("one mask a head")
@@ -229,10 +235,13 @@ class _Dispatch:
     def once(self, what, module, query, key, mask, make):
         "`make()`, or what it gave for an earlier layer of the same step: layers share their mask"
         if torch.compiler.is_compiling(): return make()
-        version = None if mask is None or mask.is_inference() else mask._version
-        same = what, query.shape, key.shape[2], query.device, module.config.num_hidden_layers, version
-        if self._last[0] != same or self._last[1] is not mask: self._last = same, mask, make()
-        return self._last[2]
+        fleeting = mask is not None and mask.is_inference()  # has no version to tell that it was changed
+        if fleeting and self.modules is None: return make()
+        same = query.shape, key.shape[2], query.device, module.config.num_hidden_layers, None if mask is None or fleeting else mask._version
+        if self._last[0] != same or self._last[1] is not mask: self._last = same, mask, {}
+        found = self._last[2]
+        if what not in found: found[what] = make()
+        return found[what]
 
     def steps(self, module, query, key, mask, new):
         "What each of the last `new` queries sees, and its streams [L, B, H]"
@@ -254,7 +263,7 @@ class _Dispatch:
             for begin in range(0, old, 1024):
                 j = slice(begin, min(begin + 1024, old))
                 last = view.end - old + torch.arange(j.start, j.stop, device=query.device)[:, None]
-                shown = _shown(mask, j, query.shape[2], len(keys))
+                shown = _shown(mask, j, query.shape[2], len(keys)).expand(query.shape[0], -1, -1)
                 plain &= bool(((shown == ((keys >= start) & (keys <= last))).all(-1) | ~shown.any(-1)).all())  # padding sees nothing
         if not plain: raise ValueError("attention_mask: is not causal with padding on the left alone, which a method that reads prompts does not honour")
         return view
@@ -300,7 +309,7 @@ class _Dispatch:
             parts.append(out.transpose(1, 2))
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous(), None
 
-# %% ../nbs/70_hf.ipynb #469dfdb3
+# %% ../nbs/70_hf.ipynb #28d384c6
 def _keeps(method): return callable(getattr(method, "new_state", None)) and method.new_state() is not None
 
 _running = set()  # names of the attention functions of sessions
@@ -316,15 +325,16 @@ class Session(_Dispatch):
         for name, x in (("stats", stats), ("audit", audit)):
             if not isinstance(x, bool): raise TypeError(f"{name}: got {type(x).__name__}, allowed are True and False")
         before = {id(c): c._attn_implementation for c in _configs(model)}
-        if set(before.values()) & set(_running): raise ValueError("model: is in another session of sparsify; restore it first")
+        if set(before.values()) & _running: raise ValueError("model: is in another session of sparsify; restore it first")
         if len(set(before.values())) > 1: raise ValueError(f"model: its parts use different attention functions, {', '.join(sorted(map(str, set(before.values()))))}")
         own = str(next(iter(before.values())))
         if "flash" in own and model.device.type == "cpu": raise ValueError(f"model: its own attention, {own}, does not run on the CPU; load it with attn_implementation='sdpa'")
         if own not in ("eager", "sdpa") and "flash" not in own: raise ValueError(f"model: its own attention is {own}, allowed are eager, sdpa and those with flash in their names")
-        if re.search(r'_attn_implementation (== "sdpa"|in \("eager", "sdpa"\))', inspect.getsource(sys.modules[type(next(iter(layers.values()))).__module__])):
+        if any(re.search(r'_attn_implementation (== "sdpa"|in \("eager", "sdpa"\))', inspect.getsource(x)) for x in _modeling(next(iter(layers.values())))):
             raise ValueError(f"model: {_kind(model)} treats its masks by the name of its attention function, which a session changes")
         chosen = {name: by_layer(name, method, layers, name) for name, method in (("prefill", prefill), ("decode", decode))}
         chosen = {name: {i: None if i in dense_layers or isinstance(m, Exact) else m for i, m in found.items()} for name, found in chosen.items()}
+        self.decodes = any(chosen["decode"].values())
         random = any(getattr(m, "random", True) for found in chosen.values() for m in found.values() if m is not None)
         super().__init__(chosen["prefill"].get, chosen["decode"].get, setup, seed, _own_attention(own), random, "flash" in own, set(layers.values()))
         self.audit, self._open, self._pending, self._sums, self._rotations, self._stack = audit, True, 0, {}, {}, ExitStack()
@@ -356,8 +366,8 @@ class Session(_Dispatch):
 
     def _outer(self, module, args, kwargs):
         keep = kwargs.get("logits_to_keep", 0)
-        self._pending = keep if isinstance(keep, int) else 0
-        if self._pending and kwargs.get("use_cache") is False: raise ValueError("use_cache: without a cache every step of generate reads the whole text, and no method decodes; got False, allowed is True")
+        self._pending = keep if isinstance(keep, int) and kwargs.get("past_key_values") is not None else 0
+        if keep and kwargs.get("use_cache") is False and self.decodes: raise ValueError("use_cache: without a cache every step of generate reads the whole text, and no method decodes; got False, allowed is True")
 
     def _inner(self, module, args, kwargs):
         if kwargs.get("output_attentions") or module.config.output_attentions: raise ValueError("output_attentions: sparse attention has no weights to return")
@@ -397,7 +407,7 @@ class Session(_Dispatch):
         for name, x in found.items(): sums[name] = sums[name] + x if name in sums else x
 
     def stats(self):
-        """Means over the decoded queries so far, a row for each layer and head, as a pandas DataFrame.
+        """Means over the decoded queries so far, padding of a step included, a row for each layer and head, as a pandas DataFrame.
 
         Columns: queries, density (share of the visible keys that was kept), keys_scored, values_read, budget (counts), bytes and dense_bytes
         (of keys, values and index that a head reads alone), and error (relative, with `audit`). Raises ValueError without `stats` or `audit`.
@@ -409,7 +419,7 @@ class Session(_Dispatch):
         columns = ["queries", "density", "keys_scored", "values_read", "budget", "bytes", "dense_bytes"] + ["error"] * self.audit
         return pd.DataFrame(rows, columns=["layer", "head", *columns]).set_index(["layer", "head"])
 
-# %% ../nbs/70_hf.ipynb #0d9cfc61
+# %% ../nbs/70_hf.ipynb #c1db933e
 def sparsify(
     model,                        # a transformers decoder
     *,
@@ -417,7 +427,7 @@ def sparsify(
     decode=None,                  # how the tokens after it are: likewise, with `decode`
     dense_layers: Sequence = (),  # numbers of layers that keep the model's own attention
     setup: str = "A",             # "A": a whole prompt is read before methods decode; "B": only the first reading, of the context, is; a question after it is decoded
-    seed=0,                       # of methods that draw: an int, a list of one for each sequence of a batch, or None for a fresh one
+    seed=0,                       # of methods that draw: an int, a list of one for each sequence of a batch (beams count), or None for a fresh one
     stats: bool = False,          # count what is read, for `Session.stats`?
     audit: bool = False,          # also compare every decoded query with exact attention?
 ) -> Session: # also a context manager
@@ -429,7 +439,7 @@ def sparsify(
     """
     return Session(model, prefill, decode, dense_layers, setup, seed, stats, audit)
 
-# %% ../nbs/70_hf.ipynb #9234f877
+# %% ../nbs/70_hf.ipynb #7337ff98
 def register(
     name: str,       # for `model.set_attn_implementation`
     decode,          # a method with `decode`
@@ -458,10 +468,9 @@ def register(
 def _sdpa(module, query, key, value, attention_mask, **kwargs):
     "PyTorch's attention, refused where it would lose something"
     _plain(module, module.config.model_type, attention_mask, kwargs)
-    if kwargs.get("output_attentions"): raise ValueError("output_attentions: sparse attention has no weights to return")
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
-# %% ../nbs/70_hf.ipynb #9456b989
+# %% ../nbs/70_hf.ipynb #052b7080
 @dataclass(frozen=True)
 class Captured:
     "What one attention layer worked on; B prompts, H query heads, G key/value heads, Q captured positions, N keys"
@@ -488,7 +497,7 @@ class Captured:
         keys = slice(int(self.first[i]), int(self.positions[i]) + 1)
         return self.q[:, :, [i]], self.k[:, :, keys], self.v[:, :, keys]
 
-# %% ../nbs/70_hf.ipynb #75e96323
+# %% ../nbs/70_hf.ipynb #e81f46a6
 def _ids(model, input_ids):
     "Token numbers as [B, N], checked (their values on the CPU only)"
     if not isinstance(input_ids, torch.Tensor): raise TypeError(f"input_ids: got {type(input_ids).__name__}, allowed is a tensor of token numbers")
@@ -521,7 +530,7 @@ def _first_seen(mask, positions, layer):
         raise ValueError(f"model: layer {layer} hides keys in another pattern than causal with a window, which capture cannot describe")
     return first
 
-# %% ../nbs/70_hf.ipynb #b3dd6777
+# %% ../nbs/70_hf.ipynb #0dc59ac7
 @torch.no_grad()
 def capture(
     model,                     # a transformers decoder
@@ -574,7 +583,7 @@ def capture(
     if not found: raise ValueError(f"model: {_kind(model)} has no layer that calls the attention function")
     return found
 
-# %% ../nbs/70_hf.ipynb #a20930e8
+# %% ../nbs/70_hf.ipynb #d8d60977
 @torch.no_grad()
 def prefill(
     model,                    # a transformers decoder
@@ -596,14 +605,14 @@ def prefill(
     if progress: progress(total, total)
     return cache
 
-# %% ../nbs/70_hf.ipynb #519f2e96
+# %% ../nbs/70_hf.ipynb #05c9257b
 def _fork(cache):
     "A cache that can grow without changing `cache`; layers that write in place are copied, the others share their tensors"
     fork = copy.copy(cache)
     fork.layers = [copy.copy(x) if type(x) in (DynamicLayer, DynamicSlidingWindowLayer) else copy.deepcopy(x) for x in cache.layers]
     return fork
 
-# %% ../nbs/70_hf.ipynb #93436c12
+# %% ../nbs/70_hf.ipynb #25f74fcc
 @dataclass(frozen=True)
 class Answer:
     "What a model wrote, and at what price; T queries (the question's, then the answer's but the last), L layers without a sliding window, H heads"

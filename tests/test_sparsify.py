@@ -314,6 +314,41 @@ def test_one_name_serves_models_of_any_depth(llama):
         finally: model.set_attn_implementation("sdpa")
         with sparsify(model, decode=Uniform(samples=0.3)): assert torch.equal(ids_of(model), found[-1])
 
+def test_a_forward_pass_without_a_cache_is_a_reading(llama):
+    with torch.no_grad():
+        want = llama(IDS, logits_to_keep=8).logits
+        with sparsify(llama, decode=TopK(budget=2)): assert torch.equal(llama(IDS, logits_to_keep=8).logits, want)
+
+def test_a_mask_of_one_row_serves_the_batch_and_inference_tensors_are_looked_at_anew(llama):
+    two, mask = IDS[:, :20].repeat(2, 1), torch.ones(1, 1, 1, 21, dtype=torch.bool)
+    for way in ("session", "name"):
+        with torch.inference_mode():
+            cache = [prefill(llama, two) for _ in range(4)]
+            mask = torch.ones(1, 1, 1, 21, dtype=torch.bool)
+            step = lambda i, hidden: [mask[..., :hidden].fill_(False), llama(two[:, :1], attention_mask=mask, position_ids=torch.tensor([[20]]), past_key_values=cache[i]).logits][1]
+            want = [step(0, 0), step(1, 9)]
+            mask.fill_(True)
+            if way == "session":
+                with sparsify(llama, decode=TopK(budget=1.0)): got = [step(2, 0), step(3, 9)]
+            else:
+                llama.set_attn_implementation(register("test_rows", TopK(budget=1.0)))
+                try: got = [step(2, 0), step(3, 9)]
+                finally: llama.set_attn_implementation("sdpa")
+        for a, b in zip(got, want): assert_close(a, b, rtol=1e-5)
+
+def test_a_chunk_of_padding_alone(llama):
+    mask = MASK.clone()
+    mask[:, :8] = 0
+    want = ids_of(llama, PADDED, attention_mask=mask)
+    with sparsify(llama, decode=TopK(budget=1.0), prefill=Streaming(sinks=0, window=1.0)): assert torch.equal(ids_of(llama, PADDED, attention_mask=mask, prefill_chunk_size=4), want)
+
+def test_an_attention_class_of_the_user(llama):
+    for name in ("sdpa", "eager"):
+        model = build("llama")
+        model.set_attn_implementation(name)
+        for layer in model.model.layers: layer.self_attn.__class__ = type("OwnAttention", (type(layer.self_attn),), dict(__module__="__main__"))
+        with sparsify(model, decode=TopK(budget=1.0)): assert torch.equal(ids_of(model), ids_of(llama))
+
 def test_models_that_share_a_config_are_apart(llama):
     torch.manual_seed(3)
     twin = transformers.LlamaForCausalLM(llama.config).eval()
@@ -345,6 +380,12 @@ def bart(): return transformers.BartForConditionalGeneration(transformers.BartCo
 def test_bad_input_is_named(call, error, message):
     model = build("llama")
     with pytest.raises(error, match=message): call(model)
+
+def test_a_model_whose_attention_does_not_run_here_is_refused():
+    for name, message in ("flash_attention_2", "flash_attention_2, does not run on the CPU"), ("flex_attention", "allowed are eager, sdpa"):
+        model = build("llama")
+        model.config._attn_implementation_internal = name
+        with pytest.raises(ValueError, match=message): sparsify(model, decode=TopK())
 
 def run_bad(model, message, **kwargs):
     with pytest.raises(ValueError, match=message): ids_of(model, **kwargs)
