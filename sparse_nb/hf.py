@@ -97,7 +97,7 @@ class _View:
         return x.gather(2, self.pick[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 def _must(holds, message):
-    "Raise ValueError unless all of `holds` is True; a compiled step stops without the message"
+    "Raise ValueError unless all of `holds` is True; in a compiled step, which must not wait for the device, an assertion of the device"
     if torch.compiler.is_compiling(): torch._assert_async(holds.all(), message)
     elif not holds.all(): raise ValueError(message)
 
@@ -334,7 +334,7 @@ class Session(_Dispatch):
             raise ValueError(f"model: {_kind(model)} treats its masks by the name of its attention function, which a session changes")
         chosen = {name: by_layer(name, method, layers, name) for name, method in (("prefill", prefill), ("decode", decode))}
         chosen = {name: {i: None if i in dense_layers or isinstance(m, Exact) else m for i, m in found.items()} for name, found in chosen.items()}
-        self.decodes = any(chosen["decode"].values())
+        self.decodes = any(m is not None for m in chosen["decode"].values())
         random = any(getattr(m, "random", True) for found in chosen.values() for m in found.values() if m is not None)
         super().__init__(chosen["prefill"].get, chosen["decode"].get, setup, seed, _own_attention(own), random, "flash" in own, set(layers.values()))
         self.audit, self._open, self._pending, self._sums, self._rotations, self._stack = audit, True, 0, {}, {}, ExitStack()
@@ -431,7 +431,7 @@ def sparsify(
     stats: bool = False,          # count what is read, for `Session.stats`?
     audit: bool = False,          # also compare every decoded query with exact attention?
 ) -> Session: # also a context manager
-    """Put methods in place of the attention of every layer, for any kind of `generate`; `Session.restore` or the end of a `with` block undoes it.
+    """Put methods in place of the attention of every layer, for every way to `generate` that keeps a cache; `Session.restore` or the end of a `with` block undoes it.
 
     Layers with a sliding window keep the model's own attention. A row of a batch draws from streams of its own seed, position, layer and head:
     sequence b of seed s draws as a sequence alone does with seed=[fold_in(s, b)]. Raises TypeError or ValueError for arguments and models that do not fit,

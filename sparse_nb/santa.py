@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from .attention import (
-    _GATHER, Method, Selection, State, Stats, _exponentials, _masked_scores, _new_seed, attention, check_inputs, fold_in, may_look, no_autocast,
+    _GATHER, Method, Selection, State, Stats, _exponentials, _masked_scores, _new_seed, attention, check_inputs, fold_in, may_look,
     philox, promote, stream_seeds, visible_range)
 
 # %% ../nbs/10_santa.ipynb #a32b3760
@@ -67,7 +67,7 @@ def _cut(scores, first, end, tile):
 # %% ../nbs/10_santa.ipynb #65c75a4a
 def _draw(scores, first, end, seeds, samples, scheme, tile, uniform=philox):
     "Draw keys by `scores` [B, H, Q, N], -inf outside [first, end), with the streams `seeds` [B, H, Q, P]. `samples` is an int or, where there are no tiles, [B, H, Q]; `uniform` gives the random numbers."
-    n, tile, tiled = scores.shape[-1], min(tile, scores.shape[-1]), scheme in ("proportional", "flash")
+    tile, tiled = min(tile, scores.shape[-1]), scheme in ("proportional", "flash")
     m, u = _exponentials(_cut(scores.double(), first, end, tile) if tiled else scores.double()[..., None, :])  # [B, H, Q, T], [B, H, Q, T, n]
     cdf = u.cumsum(-1)
     mass, height = cdf[..., -1], torch.exp(m - m.amax(-1, keepdim=True))                   # [B, H, Q, T]
