@@ -219,6 +219,7 @@ def check_out(
 def _loading(name):
     "Where the files of a model are; within the block, whatever a file or a server can do wrong becomes a ValueError of one line"
     if name.startswith((".", os.sep)) and not Path(name).is_dir(): raise ValueError(f"--model: there is no folder {name!r}")
+    if Path(name).is_dir() and not (Path(name) / "config.json").exists(): raise ValueError(f"--model: the folder {name!r} has no config.json, so it holds no model of transformers")
     import logging
     from transformers import utils
     utils.logging.set_verbosity_error()
@@ -429,13 +430,16 @@ def generate(
         total = ids.shape[1] + max_new_tokens
         decoder, tokenizer = load_model(model, total, f"--prompt-file: {ids.shape[1]} tokens{' with the question' if question else ''} and {max_new_tokens} new ones (--max-new-tokens) make {total}")
         report("loading the model", 1, 1)
+        last = decoder.config.get_text_config().num_hidden_layers - 1
+        if wrong := [i for i in dense if i > last]: raise ValueError(f"--dense-layers: there is no layer {wrong[0]}, layers are 0 to {last}")
+        decoder.generation_config.cache_implementation = None  # a growing cache, which may be filled before
         context, ids = context.to(decoder.device), ids.to(decoder.device)
         sampling = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False)
         torch.manual_seed(seed)
         with hf.sparsify(decoder, **methods, dense_layers=dense, setup="B" if question else "A", seed=seed, stats=stats or stats_out is not None, audit=audit) as session:
             cache = hf.prefill(decoder, context, progress=lambda done, total: report("reading the context", done, total)) if question else None
             report("reading the question" if question else "reading the prompt")
-            decoder.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=max_new_tokens, num_beams=1, streamer=_streamer(tokenizer, quiet), **sampling)
+            decoder.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=max_new_tokens, num_beams=1, num_return_sequences=1, streamer=_streamer(tokenizer, quiet), **sampling)
     if stats or audit: show_stats(session.stats())
     if stats_out is not None:
         session.stats().to_csv(stats_out)
@@ -497,9 +501,6 @@ def doctor():
 bench = typer.Typer(help="Time kernels on this machine's GPU and record them.")
 app.add_typer(bench, name="bench")
 
-@bench.callback()
-def _bench(): pass  # keeps `decode` a command of its own, although it is the only one
-
 def _items(option, text, number=False):
     "The parts of a list that was given as text"
     items = [part.strip() for part in text.split(",")]
@@ -528,6 +529,21 @@ def decode(
     path = timing.bench_decode(**chosen, samples=samples, dtype=getattr(timing.torch, dtype), out=out, append=append, quick=quick, budget_gb=budget, limit_s=seconds,
                                command=re.sub(r" --out[ =]\S+", "", " ".join(["sparse-nb", *sys.argv[1:]])), say=lambda line: print(line, flush=True))
     print(f"{'saved' if path.exists() else 'nothing was measured, so there is no'} {path}", file=sys.stderr)
+
+@bench.command("generate")
+def _generate(
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt; 8192,32768,131072 if not given, the shorter ones several times.", show_default=False)] = None,
+    out: Annotated[Path, typer.Option(help="File ending in .json, or a folder; kernels/results if not given.", show_default=False)] = None,
+    append: Annotated[bool, typer.Option("--append", help="Keep the lengths of the file that are not measured again.")] = False,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    compiled: Annotated[bool, typer.Option("--compiled", help="With a static cache and a compiled step: the model alone and SANTA.")] = False,
+):
+    "Time the tokens of a model like Llama-3.1-8B, with random weights: alone, in a session, with methods, and with the cache in host memory."
+    from sparse_nb import bench as timing
+    if layers < 1: raise ValueError(f"--layers: got {layers}, allowed is at least 1")
+    chosen = {} if lengths is None else dict(lengths=[(n, 2) for n in _items("lengths", lengths, number=True)])
+    path = timing.bench_generate(**chosen, shape=timing.LLAMA | dict(num_hidden_layers=layers), compiled=compiled, out=out, append=append, command=re.sub(r" --out[ =]\S+", "", " ".join(["sparse-nb", *sys.argv[1:]])), say=lambda line: print(line, flush=True))
+    print(f"saved {path}", file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #d9434a49
 def main(

@@ -27,8 +27,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import Exact, Stats, attention, check_integer, check_seed, fold_in
-from .cache import keep_state, no_rotation, rotation_of, unrotate
+from .attention import Exact, Stats, attention, check_integer, check_seed, fold_in, near, take_rows
+from .cache import keep_state, no_rotation, offload, rotation_of, unrotate
 from .metrics import relative_error
 
 # %% ../nbs/70_hf.ipynb #15de91e8
@@ -94,7 +94,7 @@ class _View:
     ) -> torch.Tensor:
         "The part of `x` that `start` and `stop` speak of"
         if self.pick is None: return x[:, :, :self.end]
-        return x.gather(2, self.pick[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+        return take_rows(x, self.pick[:, None].expand(-1, x.shape[1], -1))
 
 def _must(holds, message):
     "Raise ValueError unless all of `holds` is True; in a compiled step, which must not wait for the device, an assertion of the device"
@@ -212,11 +212,12 @@ class _Dispatch:
     def streams(self, module, rows, heads, device):
         "A stream for each layer, sequence and head [L, B, H]"
         key = module.config.num_hidden_layers, rows, heads, _first_head(module, heads), device
-        if key not in self._streams:
-            if isinstance(self.seed, list) and len(self.seed) != rows: raise ValueError(f"seed: got {len(self.seed)} for a batch of {rows}")
-            row = torch.tensor(self.seed) if isinstance(self.seed, list) else fold_in(self.seed, torch.arange(rows))
-            self._streams[key] = fold_in(row[:, None], torch.arange(key[0])[:, None, None], key[3] + torch.arange(heads)).to(device)
-        return self._streams[key]
+        if key in self._streams: return self._streams[key]
+        if isinstance(self.seed, list) and len(self.seed) != rows: raise ValueError(f"seed: got {len(self.seed)} for a batch of {rows}")
+        row = torch.tensor(self.seed) if isinstance(self.seed, list) else fold_in(self.seed, torch.arange(rows))
+        made = fold_in(row[:, None], torch.arange(key[0])[:, None, None], key[3] + torch.arange(heads)).to(device)
+        if not torch.compiler.is_compiling(): self._streams[key] = made  # what a CUDA graph makes is overwritten when it runs again
+        return made
 
     @contextmanager
     def reading(self):
@@ -286,15 +287,18 @@ class _Dispatch:
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         layer, queries, scale = getattr(module, "layer_idx", None), query.shape[2], kwargs.get("scaling")
-        plain = lambda: self.own(module)(module, query, key, value, attention_mask, **kwargs)
+        plain = lambda: self.own(module)(module, query, near(key, query), near(value, query), attention_mask, **kwargs)
+        read, method = self.prefill(layer), self.decode(layer)
+        if read is None and method is None and self.observe is None: return plain()
         if self.modules is not None and module not in self.modules or not getattr(module, "is_causal", False) or _windowed(module, kwargs): return plain()
         new = self.new(queries, key.shape[2])
         old = queries - new
-        read, method = self.prefill(layer) if old else None, self.decode(layer) if new else None
+        read, method = read if old else None, method if new else None
         if read is not None or method is not None:
             _plain(module, module.config.model_type, attention_mask, kwargs)
             if query.requires_grad and torch.is_grad_enabled(): raise ValueError("model: sparse attention has no gradient; call the model under torch.no_grad()")
         elif not (new and self.observe): return plain()
+        if old: key, value = near(key, query), near(value, query)
         whole = plain()[0] if old and read is None or new and method is None else None
         parts = []
         if old: parts.append(whole[:, :old] if read is None else self.read(read, module, query, key, value, attention_mask, scale, old))
@@ -316,13 +320,13 @@ _running = set()  # names of the attention functions of sessions
 
 class Session(_Dispatch):
     "A model with methods in place of its attention, from `sparsify`; `restore`, or the end of a `with` block, gives the model back"
-    def __init__(self, model, prefill, decode, dense_layers, setup, seed, stats, audit):
+    def __init__(self, model, prefill, decode, dense_layers, setup, seed, stats, audit, offload):
         _check_by_name(model)
         layers = _layers(model)
         try: dense_layers = [operator.index(i) for i in dense_layers]
         except TypeError: raise TypeError(f"dense_layers: got {dense_layers!r}, allowed are layer numbers") from None
         if wrong := [i for i in dense_layers if i not in layers]: raise ValueError(f"dense_layers: there is no layer {wrong[0]!r}, layers are {min(layers)} to {max(layers)}")
-        for name, x in (("stats", stats), ("audit", audit)):
+        for name, x in (("stats", stats), ("audit", audit), ("offload", offload)):
             if not isinstance(x, bool): raise TypeError(f"{name}: got {type(x).__name__}, allowed are True and False")
         before = {id(c): c._attn_implementation for c in _configs(model)}
         if set(before.values()) & _running: raise ValueError("model: is in another session of sparsify; restore it first")
@@ -334,9 +338,10 @@ class Session(_Dispatch):
             raise ValueError(f"model: {_kind(model)} treats its masks by the name of its attention function, which a session changes")
         chosen = {name: by_layer(name, method, layers, name) for name, method in (("prefill", prefill), ("decode", decode))}
         chosen = {name: {i: None if i in dense_layers or isinstance(m, Exact) else m for i, m in found.items()} for name, found in chosen.items()}
-        self.decodes = any(m is not None for m in chosen["decode"].values())
+        self.decodes, self.offload = any(m is not None for m in chosen["decode"].values()), offload
+        if offload and not self.decodes: raise ValueError("offload: no layer decodes with a method that could read less than everything; for exact attention generate has cache_implementation='offloaded'")
         random = any(getattr(m, "random", True) for found in chosen.values() for m in found.values() if m is not None)
-        super().__init__(chosen["prefill"].get, chosen["decode"].get, setup, seed, _own_attention(own), random, "flash" in own, set(layers.values()))
+        super().__init__(lambda layer: chosen["prefill"].get(layer), lambda layer: chosen["decode"].get(layer), setup, seed, _own_attention(own), random, "flash" in own, set(layers.values()))
         self.audit, self._open, self._pending, self._sums, self._rotations, self._stack = audit, True, 0, {}, {}, ExitStack()
         if stats or audit: self.observe = self._add
         try:
@@ -347,8 +352,8 @@ class Session(_Dispatch):
             for module, hook in ((model, self._outer), (model.base_model, self._inner)):
                 self._stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for i, m in chosen["decode"].items():
-                if _keeps(m):
-                    self._stack.callback(layers[i].register_forward_pre_hook(functools.partial(self._adopt, m), with_kwargs=True).remove)
+                if _keeps(m) or offload and m is not None:
+                    self._stack.callback(layers[i].register_forward_pre_hook(functools.partial(self._adopt, m if _keeps(m) else None), with_kwargs=True).remove)
         except BaseException:
             self._stack.close()
             raise
@@ -385,6 +390,8 @@ class Session(_Dispatch):
         self.states[i] = None
         window = _windowed(module, kwargs) or cache is not None and i < len(cache.layers) and getattr(cache.layers[i], "is_sliding", False)
         if cache is None or window or getattr(module, "is_kv_shared_layer", False): return
+        if self.offload: offload(cache, i)
+        if method is None: return
         layer = keep_state(cache, i, method)
         self.states[i] = layer.state
         if layer.state.before_rope: layer.turn = functools.partial(self._turn_back, module, kwargs)
@@ -430,6 +437,7 @@ def sparsify(
     seed=0,                       # of methods that draw: an int, a list of one for each sequence of a batch (beams count), or None for a fresh one
     stats: bool = False,          # count what is read, for `Session.stats`?
     audit: bool = False,          # also compare every decoded query with exact attention?
+    offload: bool = False,        # keep keys and values of the layers that decode with a method in host memory, and read from there what it picks? For growing caches
 ) -> Session: # also a context manager
     """Put methods in place of the attention of every layer, for every way to `generate` that keeps a cache; `Session.restore` or the end of a `with` block undoes it.
 
@@ -437,7 +445,7 @@ def sparsify(
     sequence b of seed s draws as a sequence alone does with seed=[fold_in(s, b)]. Raises TypeError or ValueError for arguments and models that do not fit,
     when called or, for masks and features of a layer that a method cannot honour, when the model runs.
     """
-    return Session(model, prefill, decode, dense_layers, setup, seed, stats, audit)
+    return Session(model, prefill, decode, dense_layers, setup, seed, stats, audit, offload)
 
 # %% ../nbs/70_hf.ipynb #7337ff98
 def register(

@@ -7,7 +7,6 @@ __all__ = ['SCHEMES', 'CLT_DELTA', 'CLT_SAMPLES', 'PILOT_SHARE', 'select_santa',
            'variance_trace_replicates', 'bernoulli_scores', 'bernoulli_decode', 'Certificate', 'ValueNorms', 'Santa']
 
 # %% ../nbs/10_santa.ipynb #bcf81c69
-import importlib.util
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -16,8 +15,8 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from .attention import (
-    _GATHER, Method, Selection, State, Stats, _exponentials, _masked_scores, _new_seed, attention, check_inputs, fold_in, may_look,
-    philox, promote, stream_seeds, visible_range)
+    _GATHER, _TRITON, Method, Selection, State, Stats, _exponentials, _masked_scores, _new_seed, attention, check_inputs, fold_in, may_look,
+    near, philox, promote, stream_seeds, take_rows, visible_range)
 
 # %% ../nbs/10_santa.ipynb #a32b3760
 SCHEMES = ("iid", "stratified", "systematic", "proportional", "flash")
@@ -155,16 +154,9 @@ def unique_keys(
     return _distinct(selection.index, selection.weight > 0)
 
 # %% ../nbs/10_santa.ipynb #0197ad27
-def _rows(v, index):
-    "The value rows of `index` [B, H, Q, P, L], in at least float32 [B, H, Q, P, L, D]."
-    batch, heads = index.shape[:2]
-    row = torch.arange(batch, device=v.device).view(-1, 1, 1, 1, 1)
-    group = (torch.arange(heads, device=v.device) // (heads // v.shape[1])).view(1, -1, 1, 1, 1)
-    return promote(v[row, group, index])
-
 def _average(v, draws, scheme, samples):
     "The output of each replicate [B, H, Q, P, D]: gather and add, then one division; flash must weigh its tiles."
-    rows = _rows(v, draws.index)
+    rows = promote(take_rows(v, draws.index))
     if scheme == "flash": return (rows * draws.share[..., None].to(rows.dtype)).sum(-2)
     if isinstance(samples, int): return rows.sum(-2) / samples
     return rows.masked_fill(draws.share[..., None] == 0, 0).sum(-2) / samples[..., None, None]
@@ -198,14 +190,12 @@ def _check_promise(eps, delta, bound, scheme, samples):
     if samples < 2 or samples % 2: raise ValueError(f"samples must be even when eps is given, for two pilots of one size, got {samples}")
 
 # %% ../nbs/10_santa.ipynb #797445bd
-def _check_norms(value_norms, v):
-    "Raise unless `value_norms` fits `v`."
+def _check_norms(value_norms, q, v):
+    "Raise unless `value_norms` fits `v`, on the device of `q`."
     if not isinstance(value_norms, torch.Tensor): raise TypeError(f"value_norms must be a torch.Tensor, got {type(value_norms).__name__}")
     if not value_norms.is_floating_point(): raise TypeError(f"value_norms must be floating point, got {value_norms.dtype}")
     if value_norms.shape != v.shape[:3]: raise ValueError(f"value_norms must have shape [B, G, N] = {list(v.shape[:3])}, got {list(value_norms.shape)}")
-    if value_norms.device != v.device: raise ValueError(f"value_norms must be on the device of v, {v.device}, got {value_norms.device}")
-
-_TRITON = importlib.util.find_spec("triton") is not None
+    if value_norms.device != q.device: raise ValueError(f"value_norms must be on the device of q, {q.device}, got {value_norms.device}")
 
 def _kernel_fits(q, samples, scheme, tile):
     "Whether the kernels can do what backend='auto' was asked for."
@@ -254,7 +244,7 @@ def santa_decode(
     _check_promise(eps, delta, bound, scheme, samples)
     _check_choice("backend", backend, ("auto", "torch", "triton"))
     _check_flag("return_stats", return_stats)
-    if value_norms is not None: _check_norms(value_norms, v)
+    if value_norms is not None: _check_norms(value_norms, q, v)
     if backend == "triton":
         if eps is not None: raise ValueError("backend must be 'torch' or 'auto' when eps is given, got 'triton'")
         if q.shape[2] != 1: raise ValueError(f"q must have one query for backend='triton', got {q.shape[2]}")
@@ -264,13 +254,13 @@ def santa_decode(
     bounds, seed = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len), _new_seed(seed)
     visible = (bounds[1] - bounds[0]).expand(q.shape[:3])
     seeds = stream_seeds(q, seed)[..., None]
-    if eps is not None: norms = (promote(v).norm(dim=-1) if value_norms is None else value_norms).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+    if eps is not None: norms = (promote(near(v, q)).norm(dim=-1) if value_norms is None else value_norms).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
     outs, reads, budgets, promises = [], [], [], []
     for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
         count, index, used = samples, [], []
         if eps is not None:
             pilots = [_draw(scores, first, end, fold_in(seeds[..., at, :], i), samples // 2, scheme, tile).index for i in (0, 1)]
-            count, *promise = _budget(scores, [_rows(v, x)[..., 0, :, :] for x in pilots], norms, visible[..., at], eps, delta, bound)
+            count, *promise = _budget(scores, [promote(take_rows(v, x))[..., 0, :, :] for x in pilots], norms, visible[..., at], eps, delta, bound)
             promises.append((count, *promise))
             index, used = pilots, [torch.ones_like(x, dtype=torch.bool) for x in pilots]
         if eps is None or bool((count > 0).any()):
@@ -299,7 +289,7 @@ def _probabilities(q, k, v, causal, scale, kv_start, kv_len):
     weights = _masked_scores(q, k, 0, first, end, scale).double().softmax(-1)
     i = torch.arange(k.shape[2], device=q.device)
     unused = (i < first[:, :, 0, None]) | (i >= end[:, :, -1, None])
-    return weights, v.double().masked_fill(unused[..., None], 0).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+    return weights, near(v, q).double().masked_fill(unused[..., None], 0).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
 
 def variance_trace(
     q: torch.Tensor,                      # queries [B, H, Q, D]
@@ -398,7 +388,7 @@ def bernoulli_scores(
     _check_flag("stratified", stratified)
     _check_flag("mean_group", mean_group)
     estimate, hits = _bernoulli_query(q, k.shape[1], samples, stratified, mean_group, seed)
-    scores = _masked_scores(estimate, promote(k), 0, *visible_range(q, k, kv_start=kv_start, kv_len=kv_len), scale)
+    scores = _masked_scores(estimate, k, 0, *visible_range(q, k, kv_start=kv_start, kv_len=kv_len), scale)
     return scores, hits > 0
 
 def bernoulli_decode(

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import Fp8QuantizedLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import test_hf
 from sparse_nb.attention import State, TopK, assert_close
-from sparse_nb.cache import Rotation, _candidates, _complex, _random_turn, _stored, keep_state, no_rotation, rotation_of, unrotate
+from sparse_nb.cache import Rotation, _candidates, _complex, _random_turn, _stored, keep_state, no_rotation, offload, rotation_of, unrotate
 from sparse_nb.hf import answer, capture, prefill, sparsify
 from test_hf import IDS, SMALL, Letters, rope, whole_layers
 
@@ -318,9 +318,12 @@ def test_angles_that_change_as_the_sequence_grows(family, way):
 
 CONFIG = transformers.LlamaConfig(**SMALL)
 CACHES = {"dynamic": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset"], 99),
+          "host": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset"], 99),
           "static": (lambda: StaticCache(config=CONFIG, max_cache_len=12), ["update", "reorder_cache", "reset"], 12)}
 
 def pair(n, rows=2, seed=0): return torch.randn(2, rows, 2, n, 4, generator=torch.Generator().manual_seed(seed)).unbind(0)
+
+class Other(DynamicLayer): "A kind of layer that is not known here"
 
 def filled(n=5, cache=None):
     cache = DynamicCache() if cache is None else cache
@@ -343,7 +346,9 @@ def check_changes(kind, before, after):
     make, _, room = CACHES[kind]
     kept, plain = make(), make()
     for op in [*before, None, *after]:
-        if op is None: layer = keep_state(kept, 0, ROWS)
+        if op is None:
+            layer = keep_state(kept, 0, ROWS)
+            if kind == "host": layer = offload(kept, 0)
         else:
             for cache in (kept, plain): change(cache, *op, room)
         if not hasattr(kept.layers[0], "state"): continue
@@ -359,17 +364,25 @@ def changes(kind): return st.lists(st.tuples(st.sampled_from(CACHES[kind][1]), s
 @given(changes("dynamic"), changes("dynamic"))
 def test_a_state_follows_a_dynamic_layer(before, after): check_changes("dynamic", before, after)
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(changes("host"), changes("host"))
+def test_a_state_follows_a_layer_in_host_memory(before, after): check_changes("host", before, after)
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(changes("static"), changes("static"))
 def test_a_state_follows_a_static_layer(before, after): check_changes("static", before, after)
 
+@pytest.mark.parametrize("kind", ["dynamic", "host"])
 @pytest.mark.parametrize("op", CACHES["dynamic"][1])
 @pytest.mark.parametrize("emptied", [[], [("update", 4), ("reset", 0)], [("update", 4), ("crop", 2)]], ids=["new", "reset", "cropped"])
-def test_an_empty_layer_may_be_changed(emptied, op): check_changes("dynamic", [], [*emptied, (op, 1), ("update", 3), ("reorder_cache", 4)])
+def test_an_empty_layer_may_be_changed(emptied, op, kind): check_changes(kind, [], [*emptied, (op, 1), ("update", 3), ("reorder_cache", 4)])
 
+@pytest.mark.parametrize("place", [lambda cache: None, lambda cache: offload(cache, 0)], ids=["device", "host"])
 @pytest.mark.parametrize("indices", [[1, 0], [-1], torch.tensor([1, 1]), torch.tensor([1], dtype=torch.int32), torch.tensor([False, True])], ids=str)
-def test_sequences_may_be_named_in_every_way_that_indexes_a_tensor(indices):
-    layer = keep_state(cache := filled(), 0, ROWS)
+def test_sequences_may_be_named_in_every_way_that_indexes_a_tensor(indices, place):
+    keep_state(cache := filled(), 0, ROWS)
+    place(cache)
+    layer = cache.layers[0]
     cache.batch_select_indices(indices)
     assert torch.equal(layer.state.rows, torch.cat([layer.keys, layer.values], -1)) and torch.equal(layer.keys, pair(5)[0][indices])
 
@@ -378,8 +391,8 @@ def test_sequences_may_be_named_in_every_way_that_indexes_a_tensor(indices):
     (lambda: (filled(cache=StaticCache(config=CONFIG, max_cache_len=9)), ALL), "layer 0 holds 5 keys that were rotated"),
     (lambda: (DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)), ROWS), "layer 0 is a DynamicSlidingWindowLayer, in which no index can be kept"),
     (lambda: (StaticCache(config=transformers.MistralConfig(**SMALL, sliding_window=4), max_cache_len=9), ROWS), "layer 0 is a StaticSlidingWindowLayer"),
-    (lambda: (transformers.Cache(layers=[Fp8QuantizedLayer()]), ROWS), "layer 0 is a Fp8QuantizedLayer, in which"),
-    (lambda: (filled(cache=transformers.Cache(layers=[Fp8QuantizedLayer()])), ROWS), "layer 0 is a Fp8QuantizedLayer, in which"),
+    (lambda: (transformers.Cache(layers=[Other()]), ROWS), "layer 0 is a Other, in which"),
+    (lambda: (filled(cache=transformers.Cache(layers=[Other()])), ROWS), "layer 0 is a Other, in which"),
 ])
 def test_caches_that_cannot_keep_a_state_are_refused_and_left_alone(make, message):
     cache, method = make()
@@ -415,14 +428,18 @@ class Own:
     def new_state(self): return Rows()
     def decode(self, q, k, v, **kwargs): raise AssertionError
 
+@pytest.mark.parametrize("place", [lambda cache: None, lambda cache: offload(cache, 0)], ids=["device", "host"])
 @pytest.mark.parametrize("method", [ROWS, Own()], ids=["dataclass", "object"])
-def test_a_copy_of_a_cache_has_a_state_of_its_own(method):
-    layer = keep_state(cache := filled(), 0, method)
-    rows, other = layer.state.rows.clone(), copy.deepcopy(cache)
+def test_a_copy_of_a_cache_has_a_state_of_its_own(method, place):
+    keep_state(cache := filled(3), 0, method)
+    place(cache)
+    cache.update(*pair(2, seed=2), 0)
+    layer = cache.layers[0]
+    rows, keys, other = layer.state.rows.clone(), layer.keys.clone(), copy.deepcopy(cache)
     other.update(*pair(2, seed=1), 0)
     other.reorder_cache(torch.tensor([1, 1]))
     other.layers[0].state.rows.zero_()
-    assert torch.equal(layer.state.rows, rows) and len(other.layers[0].state) == 7
+    assert torch.equal(layer.state.rows, rows) and torch.equal(layer.keys, keys) and len(other.layers[0].state) == 7
     cache.crop(-2)
     assert len(layer.state) == 3 and len(other.layers[0].state) == 7
     assert keep_state(other, 0, method) is other.layers[0]
@@ -434,3 +451,26 @@ def test_layers_with_a_window_or_without_keys_of_their_own_keep_nothing(family):
     with sparsify(model, decode=KeepsRows(budget=1.0)): cache = generate(model, IDS).past_key_values
     assert [i for i, x in enumerate(cache.layers) if hasattr(x, "state")] == whole != []
     for i in whole: assert torch.equal(cache.layers[i].state.rows, torch.cat([cache.layers[i].keys, cache.layers[i].values], -1))
+
+def test_a_layer_in_host_memory_grows_in_place_and_gives_back_a_first_reading():
+    k, v = pair(5)
+    layer = offload(cache := DynamicCache(config=CONFIG), 0)
+    found = cache.update(k, v, 0)
+    assert found[0] is k and found[1] is v and torch.equal(layer.keys, k) and layer.keys.data_ptr() != k.data_ptr()
+    assert offload(cache, 0) is layer is cache.layers[0]
+    places = []
+    for n in range(6, 20):
+        found = cache.update(*pair(1, seed=n), 0)
+        assert torch.equal(found[0][:, :, :5], k) and torch.equal(found[1][:, :, n - 1:], pair(1, seed=n)[1]) and found[0].shape[2] == n
+        places.append(found[0].data_ptr())
+    assert [n for n, (a, b) in enumerate(zip(places, places[1:]), 7) if a != b] == [9, 17]
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: StaticCache(config=CONFIG, max_cache_len=9), "layer 0 is a StaticLayer, which cannot be kept in host memory"),
+    (lambda: DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)), "layer 0 is a DynamicSlidingWindowLayer, which"),
+    (lambda: transformers.Cache(layers=[Other()]), "layer 0 is a Other, which"),
+])
+def test_layers_that_cannot_move_to_the_host_are_refused_and_left_alone(make, message):
+    layer = (cache := make()).layers[0]
+    with pytest.raises(ValueError, match="cache: " + message): offload(cache, 0)
+    assert cache.layers[0] is layer

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
-from sparse_nb.attention import _masked_scores, assert_close, fold_in, philox, visible_range
+from sparse_nb.attention import Selection, _masked_scores, assert_close, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
+from sparse_nb.kernels import gather, host
 from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels.santa import SCHEMES, decode
 from sparse_nb.santa import _cut, _largest_remainder, santa_decode, select_santa
@@ -375,6 +376,160 @@ def test_unbiased(scheme, sub, dtype):
     else: assert all(z <= allowed for z, allowed in found), found
 
 
+# attention over chosen rows
+
+def lists(p, S, kind, seed=0):
+    "Key numbers and weights for each head: lists of their own, one for a group, or one for all; a third of the slots unused"
+    (B, H), (G, N) = p.q.shape[:2], p.k.shape[1:3]
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    rows = {"head": H, "group": G, "all": 1}[kind]
+    index = torch.randint(N, (B, rows, 1, S), device=DEVICE, generator=generator)
+    weight = torch.exp2(20 * torch.rand(B, H, 1, S, device=DEVICE, generator=generator) - 10)
+    weight = weight * (torch.rand(B, H, 1, S, device=DEVICE, generator=generator) > 1 / 3)
+    whole = index.expand(B, H, 1, S) if kind == "all" else index.repeat_interleave(H // rows, 1)
+    return whole if kind == "all" else index, weight, whole
+
+
+def true_output(p, index, weight): return weighted_attention(p.q.double(), p.k.double(), p.v.double(), Selection(index, weight.double()), backend="torch")
+
+
+@kernel
+@pytest.mark.parametrize("kind", ["head", "group", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype, rtol", [(BF16, 6e-3), (FP16, 1e-3), (FP32, 2e-6)], ids=str)
+def test_attention_over_chosen_rows(dtype, rtol, layout, kind):
+    B, G, R = 2, 2, 3
+    for D in (64, 80, 128, 256) if not INTERPRETED or layout == "plain" else (80,):
+        p = problem(B, G, R, sizes(5000, 300), D, dtype, layout=layout)
+        for S in sizes((1, 63, 1000), (1, 100)):
+            index, weight, whole = lists(p, S, kind)
+            weight[..., 0] = 1  # a head that keeps nothing has a test of its own
+            got = poisoned(lambda: gather.attend(p.q, p.k, p.v, index, weight))
+            assert got.shape == p.q.shape and got.dtype == dtype
+            assert_close(got, true_output(p, whole, weight), rtol=rtol)
+
+
+@kernel
+@pytest.mark.parametrize("R", [1, 4, 8, 20])
+def test_groups_of_any_size_scales_and_strides(R):
+    p = problem(1, 3, R, 400, 64, FP32)
+    index, weight, whole = lists(p, 90, "group")
+    weight[..., 0] = 1
+    assert_close(gather.attend(p.q, p.k, p.v, index, weight, scale=0.3), true_output(p._replace(q=p.q * 0.3 * 8), whole, weight), rtol=2e-6)
+    turned = index.transpose(-1, -2).contiguous().transpose(-1, -2)[..., ::2], weight.flip(1).flip(1)[..., ::2]
+    assert_close(gather.attend(p.q, p.k, p.v, *turned), gather.attend(p.q, p.k, p.v, *(x.contiguous() for x in turned)), rtol=2e-6)
+    assert torch.equal(gather.attend(p.q, p.k, p.v, index.int(), weight), gather.attend(p.q, p.k, p.v, index, weight))
+
+
+@kernel
+def test_what_is_not_used_counts_for_nothing_and_what_is_no_row_shows():
+    p = problem(1, 1, 2, 300, 64, FP16)
+    index, weight, whole = lists(p, 70, "group")
+    weight[..., 0] = 1
+    want = gather.attend(p.q, p.k, p.v, index, weight)
+    away = torch.where((weight > 0).any(1, keepdim=True), index, 10**9)
+    assert torch.equal(gather.attend(p.q, p.k, p.v, away, weight), want)
+    for wrong in (-1, 300):
+        bad, heavy = index.clone(), weight.clone()
+        bad[..., 5], heavy[:, 0, :, 5], heavy[:, 1, :, 5] = wrong, 1, 0
+        got = gather.attend(p.q, p.k, p.v, bad, heavy)
+        assert got[0, 0].isnan().all() and not got[0, 1].isnan().any()
+    nothing = gather.attend(p.q, p.k, p.v, index, weight * torch.tensor([0.0, 1.0], device=DEVICE).view(1, 2, 1, 1))
+    assert nothing[0, 0].isnan().all() and torch.equal(nothing[0, 1], want[0, 1])
+    with pytest.raises(ValueError, match="q must have one query, got 2"): gather.attend(torch.zeros(1, 2, 2, 64), p.k, p.v, index, weight)
+    with pytest.raises(ValueError, match="q must have a head size of at most 256, got 300"): gather.attend(torch.zeros(1, 2, 1, 300), p.k, p.v, index, weight)
+    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32, got torch.float64"): gather.attend(p.q.double(), p.k, p.v, index, weight)
+
+
+@kernel
+def test_selections_reach_the_kernel():
+    p = problem(2, 2, 4, 600, 128, FP32, ragged=True)
+    for s in (select_sinks_window(p.q, p.k, sinks=3, window=0.3, **p.masks), select_uniform(p.q, p.k, samples=0.2, seed=1, **p.masks)):
+        got = weighted_attention(p.q, p.k, p.v, s, backend="triton")
+        assert_close(got, weighted_attention(p.q, p.k, p.v, s, backend="torch"), rtol=2e-6)
+        if GPU: assert torch.equal(weighted_attention(p.q, p.k, p.v, s), got) and torch.equal(weighted_attention(p.q, pinned(p.k), pinned(p.v), s), got)
+    with pytest.raises(ValueError, match="backend must be one of auto, torch, triton, got 'cuda'"): weighted_attention(p.q, p.k, p.v, s, backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_chosen_rows_in_a_graph_and_in_the_compiler():
+    p = problem(2, 2, 4, 3000, 128, BF16)
+    index, weight, _ = lists(p, 500, "group")
+    call = lambda: gather.attend(p.q, p.k, p.v, index, weight)
+    want = call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream): call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): out = call()
+    for step in range(3):
+        more = lists(p, 500, "group", seed=step)
+        index.copy_(more[0]), weight.copy_(more[1])
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out, call())
+    assert torch.equal(torch.compile(lambda q, i, w: gather.attend(q * 1, p.k, p.v, i, w), fullgraph=True)(p.q, index, weight), call())
+
+
+# host memory
+
+def pinned(x):
+    "A copy in pinned host memory, token by token as a cache layer lays it out; in the interpreter, the same on the CPU"
+    return torch.empty(x.shape[2], x.shape[0], x.shape[1], x.shape[3], dtype=x.dtype, pin_memory=GPU).permute(1, 2, 0, 3).copy_(x)
+
+
+@kernel
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64], ids=str)
+@pytest.mark.parametrize("D", sizes([64, 80, 96, 128, 256], [80, 128]))
+def test_rows_of_host_memory(D, dtype, layout):
+    B, G, R, N = 2, 2, 3, sizes(3000, 300)
+    x = problem(B, G, R, N, D, dtype, layout=layout).k
+    x = x.cpu().pin_memory() if GPU and layout == "plain" else pinned(x) if GPU else x
+    index = torch.randint(N, (B, G * R, 1, sizes(700, 70)), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    shared = index[:, :1].expand(-1, G * R, -1, -1)
+    for picked in (index, index.transpose(-1, -2), index[..., ::3], shared, index[..., :1]):
+        got = poisoned(lambda: host.rows(x, picked))
+        where = picked.flatten(2).cpu()[..., None].expand(-1, -1, -1, D)
+        assert got.shape == (*picked.shape, D) and got.dtype == dtype
+        assert torch.equal(got.flatten(2, -2).cpu(), x.cpu().repeat_interleave(R, 1).gather(2, where))
+    outside = index.clone()
+    outside[0, 0, 0, :2] = torch.tensor([-1, N])
+    got = host.rows(x, outside)
+    assert got[0, 0, 0, :2].isnan().all() and not got[0, 0, 0, 2:].isnan().any() and not got[1].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_kernels_read_pinned_host_memory(scheme):
+    p = problem(2, 2, 4, 5000, 128, BF16, ragged=True)
+    k, v = pinned(p.k), pinned(p.v)
+    for settings in (dict(scheme=scheme), dict(scheme=scheme, eps=0.3, delta=0.1)) if scheme not in ("proportional", "flash") else (dict(scheme=scheme),):
+        want, stats = santa_decode(*p[:3], samples=64, seed=1, **p.masks, **settings, return_stats=True)
+        got, again = santa_decode(p.q, k, v, samples=64, seed=1, **p.masks, **settings, return_stats=True)
+        assert torch.equal(got, want) and torch.equal(again.values_read, stats.values_read)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_host_memory_that_is_not_pinned_is_refused():
+    p = problem(1, 1, 2, 100, 64, BF16)
+    with pytest.raises(ValueError, match="k must be on the device of q, cuda:0, or in pinned host memory, got cpu"): santa_decode(p.q, p.k.cpu(), p.v)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_launches_go_to_the_device_of_the_tensors():
+    p = problem(1, 2, 3, 1000, 64, BF16)
+    there = [x.to("cuda:1") for x in p[:3]]
+    assert torch.cuda.current_device() == 0 and torch.equal(decode(*there, samples=64, seed=1).cpu(), decode(*p[:3], samples=64, seed=1).cpu())
+    index = torch.randint(1000, (1, 6, 1, 50), device="cuda:1")
+    assert torch.equal(host.rows(pinned(p.k), index), host.rows(there[1], index))
+
+
 # graphs and the compiler
 
 @pytest.mark.gpu
@@ -471,9 +626,29 @@ if not INTERPRETED:
         done = python("-c", "import torch; from sparse_nb.kernels.santa import decode; x = torch.zeros(1, 1, 1, 64); decode(x, x, x)")
         assert done.returncode and "ValueError: q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got cpu" in done.stderr
 
-    def test_recording_needs_a_gpu():
-        done = python("-m", "sparse_nb.kernels.santa", "record", "--out", "never.json", CUDA_VISIBLE_DEVICES="")
-        assert done.returncode and "ValueError: record_steps: there is no CUDA device here" in done.stderr
+    @pytest.mark.parametrize("module, name", [("santa", "record_steps"), ("host", "record_rows"), ("gather", "record_gather")])
+    def test_recording_needs_a_gpu(module, name):
+        done = python("-m", f"sparse_nb.kernels.{module}", "record", "--out", "never.json", CUDA_VISIBLE_DEVICES="")
+        assert done.returncode and f"ValueError: {name}: there is no CUDA device here" in done.stderr
+
+    @pytest.mark.parametrize("capability", [80, 90, 100])
+    def test_the_rows_kernel_compiles(capability):
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        for kind, D, BD in (("bf16", 128, 128), ("fp32", 80, 128), ("fp64", 256, 256)):
+            constants = dict(x_d=1, i_s=1, D=D, BS=64, BD=BD)
+            signature = {name: "constexpr" if name in constants else f"*{'i64' if name == 'index_ptr' else kind}" if name.endswith("_ptr") else "i32" for name in host._rows_kernel.arg_names}
+            made = triton.compile(ASTSource(host._rows_kernel, signature, constexprs=constants), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
+            assert made.asm["cubin"] and "ld.global" in made.asm["ptx"]
+
+    @pytest.mark.parametrize("capability", [80, 90, 100])
+    def test_the_gather_kernels_do_not_spill(capability):
+        for kind, D, BN in (("bf16", 128, 64), ("fp16", 80, 64), ("fp32", 256, 16)):
+            base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1)
+            types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
+            for kernel_, constants in ((gather._gather_kernel, base | dict(LR=4, BR=16, BN=BN, STAGES=gather._STAGES)), (gather._merge_kernel, base | dict(BC=64, BD=32))):
+                used = kernels.compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")}, capability, gather._WARPS)
+                assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
     def test_in_the_interpreter():

@@ -1,4 +1,4 @@
-"Two processes that share the heads of a model, tensor parallelism over gloo, write what one process writes"
+"Two processes that share the heads of a model write what one process writes: tensor parallelism over gloo on the CPU, and over NCCL on two GPUs"
 import os
 import subprocess
 import sys
@@ -25,56 +25,78 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="needs gloo on Linux")
 
-def load(folder):
-    "The model in float64, so that sums in another order choose the same keys; under torchrun this process's share of it"
-    model_of, settings = transformers.AutoModelForCausalLM.from_pretrained, dict(dtype=torch.float64)
-    if not torch.distributed.is_torchelastic_launched(): return model_of(folder, **settings).eval()
+def load(folder, device):
+    "The model in float64, so that sums in another order choose the same keys, on GPUs in float32, which has kernels; under torchrun this process's share of it"
+    model_of, settings = transformers.AutoModelForCausalLM.from_pretrained, dict(dtype=torch.float64 if device == "cpu" else torch.float32)
+    if not torch.distributed.is_torchelastic_launched(): return model_of(folder, **settings).eval().to(device)
     from transformers.distributed import DistributedConfig
     return model_of(folder, distributed_config=DistributedConfig(tp_plan="auto"), **settings).eval()
 
-def write(folder, name):
+def write(folder, name, device):
     "What the model writes with each method: tokens, logits, key heads in this process"
-    model, found = load(folder / name if name in RANDOM else pocket.path()), {}
+    model, found = load(folder / name if name in RANDOM else pocket.path(), device), {}
     if name == "pocket": ids = torch.tensor([[pocket.BOS, *b"The key of the red door is 4071. The key of the blue door is 2296.\nThe key of the red door is"]])
     else: ids = torch.randint(3, 64, (1, 60), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(model.device)
+    assert model.device.type == device
     for method in METHODS:
         with sparsify(model, decode=METHODS[method], seed=0):
             out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True)
-        found[method] = dict(ids=out.sequences, logits=torch.cat(out.logits), heads=out.past_key_values.layers[0].keys.shape[1])
+        found[method] = dict(ids=out.sequences.cpu(), logits=torch.cat(out.logits).cpu(), heads=out.past_key_values.layers[0].keys.shape[1])
     return found
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
+def ranks(tmp_path_factory, request):
     "What one process writes, then each of two"
-    folder = tmp_path_factory.mktemp("parallel")
+    device, folder = request.param, tmp_path_factory.mktemp("parallel")
     for name, kind in RANDOM.items():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind + "Config")(**SMALL)).save_pretrained(folder / name)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(folder), device]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         try:
-            one = {name: write(folder, name) for name in HEADS}
+            one = {name: write(folder, name, device) for name in HEADS}
             log, _ = process.communicate(timeout=240)
         except BaseException:
             process.terminate()
             raise
     assert process.returncode == 0, log[-6000:]
-    return [one, *(torch.load(folder / f"{rank}.pt") for rank in range(2))]
+    return [1e-5 if device == "cpu" else 1e-3, one, *(torch.load(folder / f"{rank}.pt") for rank in range(2))]
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", HEADS)
 def test_two_processes_write_what_one_writes(ranks, name, method):
-    one, *two = (rank[name] for rank in ranks)
+    rtol, *found = ranks
+    one, *two = (rank[name] for rank in found)
     for rank in two:
         assert (one[method]["heads"], rank[method]["heads"]) == HEADS[name]
         assert torch.equal(rank[method]["ids"], one[method]["ids"])
-        assert_close(rank[method]["logits"], one[method]["logits"], rtol=1e-5)
+        assert_close(rank[method]["logits"], one[method]["logits"], rtol=rtol)
     if method != "own":
         error = (one[method]["logits"] - one["own"]["logits"])[1].norm() / one["own"]["logits"][1].norm()
         assert error > 1e-3
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("method", [TopK(budget=0.25), Uniform(samples=0.5), Santa(samples=64)], ids=lambda m: type(m).__name__)
+def test_layers_on_two_gpus_write_what_one_gpu_writes(method, offload):
+    ids = torch.tensor([[pocket.BOS, *b"The key of the red door is 4071. The key of the blue door is 2296.\nThe key of the red door is"]], device="cuda")
+    def write(**settings):
+        model = transformers.AutoModelForCausalLM.from_pretrained(pocket.path(), dtype=torch.float32, **settings).eval()
+        with sparsify(model, decode=method, seed=0, offload=offload):
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        return {p.device for p in model.parameters()}, out.sequences, torch.cat(out.logits)
+    devices, one, logits = write(device_map={"": 0})
+    places = {f"model.layers.{i}": int(i > 2) for i in range(6)} | {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 0}  # the head shares the weights of the embedding
+    both, two, others = write(device_map=places)
+    assert (len(devices), len(both)) == (1, 2) and torch.equal(one, two) and torch.equal(logits, others.to(logits))
+    assert torch.equal(write(device_map="auto")[1].to(one), one)
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    torch.save({name: write(folder, name) for name in HEADS}, folder / f"{os.environ['RANK']}.pt")
+    torch.save({name: write(folder, name, sys.argv[2]) for name in HEADS}, folder / f"{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()

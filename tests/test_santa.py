@@ -103,7 +103,7 @@ BAD = [
     (lambda: decode(eps=0.1, delta=0.1, value_norms=[1.0]), TypeError, "value_norms must be a torch.Tensor, got list"),
     (lambda: decode(eps=0.1, delta=0.1, value_norms=v), ValueError, "value_norms must have shape [B, G, N] = [2, 2, 40], got [2, 2, 40, 8]"),
     (lambda: decode(eps=0.1, delta=0.1, value_norms=torch.ones(2, 2, 40).long()), TypeError, "value_norms must be floating point, got torch.int64"),
-    (lambda: decode(eps=0.1, delta=0.1, value_norms=torch.ones(2, 2, 40, device="meta")), ValueError, "value_norms must be on the device of v"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=torch.ones(2, 2, 40, device="meta")), ValueError, "value_norms must be on the device of q"),
     (lambda: decode(eps=0.1, delta=0.1, value_norms=-torch.ones(2, 2, 40)), ValueError, "value_norms must be finite and not negative"),
     (lambda: decode(eps=0.1, delta=0.1, value_norms=nan * torch.ones(2, 2, 40)), ValueError, "value_norms must be finite and not negative"),
     *everyone(variance_trace, samples=4, scheme="iid"), (lambda: variance_trace(q, k, v, samples=4, scheme="flash"), ValueError, "scheme must be one of iid, stratified, got 'flash'"),
