@@ -403,6 +403,7 @@ def generate(
     model: Annotated[str, typer.Option(help="'pocket', a folder, or a model id on the Hugging Face hub.")] = "pocket",
     dense_layers: Annotated[str, typer.Option(help="Layers that keep the model's own attention, as in 0,1.", show_default=False)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the continuation at most.")] = 64,
+    offload: Annotated[bool, typer.Option("--offload", help="Keep keys and values in the host's memory; a GPU reads what --decode picks from there.")] = False,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; above, tokens are drawn.")] = 0,
     seed: Annotated[int, typer.Option(help="Of methods that draw and of drawn tokens.")] = 0,
     stats: Annotated[bool, typer.Option("--stats", help="Print what each layer read, after the text, on standard error.")] = False,
@@ -436,7 +437,7 @@ def generate(
         context, ids = context.to(decoder.device), ids.to(decoder.device)
         sampling = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False)
         torch.manual_seed(seed)
-        with hf.sparsify(decoder, **methods, dense_layers=dense, setup="B" if question else "A", seed=seed, stats=stats or stats_out is not None, audit=audit) as session:
+        with hf.sparsify(decoder, **methods, dense_layers=dense, setup="B" if question else "A", seed=seed, stats=stats or stats_out is not None, audit=audit, offload=offload) as session:
             cache = hf.prefill(decoder, context, progress=lambda done, total: report("reading the context", done, total)) if question else None
             report("reading the question" if question else "reading the prompt")
             decoder.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=max_new_tokens, num_beams=1, num_return_sequences=1, streamer=_streamer(tokenizer, quiet), **sampling)

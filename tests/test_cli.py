@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -222,6 +223,20 @@ def test_generate_writes_what_the_model_generates(pocket, needle, files, spec):
     assert text_of(generated(files / "prompt", "--decode", spec, "--max-new-tokens", 12, "--seed", 3)) == want
     if spec in ("exact", "santa:samples=8"): assert want.strip().startswith(needle.answer)
 
+def test_keys_in_host_memory_write_the_same(files):
+    options = ["--decode", "santa:samples=16", "--max-new-tokens", 12]
+    assert text_of(generated(files / "prompt", *options, "--offload")) == text_of(generated(files / "prompt", *options))
+
+def test_a_cache_that_the_model_asks_for_does_not_meet_that_of_the_context(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "static")
+    (folder / "generation_config.json").write_text(json.dumps(dict(cache_implementation="static", num_return_sequences=2, do_sample=True, eos_token_id=None, bos_token_id=None)))
+    (tmp_path / "text").write_text("a context of a few words")
+    assert generated(tmp_path / "text", "--model", str(folder), "--question", "why", "--decode", "topk", "--max-new-tokens", 3).returncode == 0
+
+def test_a_folder_without_a_model(tmp_path):
+    (tmp_path / "text").write_text("some words")
+    one_line(generated(tmp_path / "text", "--model", str(tmp_path)), f"--model: the folder {str(tmp_path)!r} has no config.json")
+
 def test_prefill_and_dense_layers_are_passed_on(pocket, needle, files):
     from sparse_nb.attention import Streaming, TopK
     method = dict(prefill=Streaming(2, 16), decode=TopK(3), dense_layers=[0, 4])
@@ -312,7 +327,7 @@ def test_a_reader_that_leaves_is_no_crash(files):
     ([], ["--prompt-file"]), (["--prompt-file", "none"], ["--prompt-file: cannot read 'none'", "No such file"]), (["--prompt-file", "."], ["--prompt-file: cannot read '.'"]), (["--prompt-file", "empty"], ["--prompt-file: 'empty' is empty"]),
     (["--prompt-file", "bytes"], ["'bytes' is not UTF-8: byte 2 is 0xff"]),
     (["--decode", "topq"], ["--decode: got 'topq'", "topk"]), (["--decode", "topk:budget=0"], ["--decode: budget must be at least 1 key"]), (["--prefill", "nothing"], ["--prefill: got 'nothing'"]), (["--prefill", "santa"], ["--prefill: Santa cannot prefill"]),
-    (["--dense-layers", "0,x"], ["--dense-layers: got '0,x'", "whole numbers"]), (["--dense-layers", "-1"], ["--dense-layers: got '-1'"]), (["--dense-layers", ""], ["--dense-layers: got ''"]), (["--dense-layers", "2"], ["--dense-layers: there is no layer 2, layers are 0 to 1"]),
+    (["--dense-layers", "0,x"], ["--dense-layers: got '0,x'", "whole numbers"]), (["--dense-layers", "-1"], ["--dense-layers: got '-1'"]), (["--dense-layers", ""], ["--dense-layers: got ''"]), (["--dense-layers", "2"], ["--dense-layers: there is no layer 2, layers are 0 to 1"]), (["--offload"], ["offload: no layer decodes with a method"]),
     (["--question", ""], ["--question: got an empty text"]), (["--max-new-tokens", "0"], ["--max-new-tokens: got 0"]), (["--max-new-tokens", "1.5"], ["--max-new-tokens"]),
     (["--max-new-tokens", "4085"], ["--prompt-file: 12 tokens and 4085 new ones (--max-new-tokens) make 4097", "at most 4096"]), (["--question", "why", "--max-new-tokens", "4082"], ["15 tokens with the question and 4082 new ones"]),
     (["--seed", "-1"], ["--seed: got -1"]), (["--seed", str(2**63)], ["--seed: got"]), *[(["--temperature", x], [f"--temperature: got {float(x)}", "0.001"]) for x in ("-1", "nan", "inf", "1e-9")], (["--temperature", "hot"], ["--temperature"]),
