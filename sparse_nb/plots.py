@@ -115,11 +115,13 @@ def plot_error_budget(
         rows = table if panel is None else table[table.panel == panel]
         sns.lineplot(rows, x="budget", y="error", hue="method", style="method", hue_order=methods, style_order=methods, ax=ax, legend=False,
                      palette=METHOD_COLOURS, markers=METHOD_MARKERS, dashes=False, markersize=8, errorbar=("ci", 95), seed=0, err_kws={"alpha": 0.18})
-        ax.set(xscale="log", yscale="log", xlabel="share of the keys read", ylabel=ylabel)
+        ax.set(xlabel="share of the keys read", ylabel=ylabel)
+        if panel is not None: ax.set_title(panel, fontsize=11, fontweight="normal")
+    for ax in axes.flat:  # not before all are drawn: seaborn takes the mean of logarithms where an axis is logarithmic already
+        ax.set(xscale="log", yscale="log")
         ticks = sorted(table.budget.unique())
         if len(ticks) <= 8: ax.set_xticks(ticks, [f"{100 * t:.3g} %" for t in ticks], minor=False); ax.set_xticks([], minor=True)
         ax.margins(x=0.08)
-        if panel is not None: ax.set_title(panel, fontsize=11, fontweight="normal")
     lines = [plt.Line2D([], [], color=METHOD_COLOURS[m], marker=METHOD_MARKERS[m], mec="white", ms=8, label=METHOD_LABELS[m]) for m in methods]
     fig.legend(handles=lines, loc="outside lower center", ncols=min(len(lines), 6), columnspacing=1.2, handletextpad=0.5)
     if title: fig.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")

@@ -298,3 +298,8 @@ def test_metrics_on_a_gpu_match_the_cpu():
     for cpu, gpu in zip(measure(q, k, v), measure(q.cuda(), k.cuda(), v.cuda())):
         assert gpu.is_cuda
         torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-5)
+
+def test_panels_with_the_same_rows_show_the_same_means():
+    rows = pd.DataFrame([dict(method="topk", budget=b, error=e) for b in (0.1, 0.2) for e in (0.001, 1.0)])
+    fig = plot_error_budget(pd.concat([rows.assign(panel=x) for x in "ab"]))
+    for ax in fig.axes: np.testing.assert_allclose(ax.lines[0].get_ydata(), [0.5005, 0.5005])
