@@ -318,9 +318,10 @@ def method_from(
     "The method that an option describes; raises ValueError in one line"
     from dataclasses import fields
     from typing import get_args, get_type_hints
+    from sparse_nb import baselines, vattention  # so that their methods are known
     from sparse_nb.attention import Method
     from sparse_nb.santa import Santa
-    known = {name.lower(): method for name, method in Method.registry.items()}
+    known = {name.lower(): method for name, method in sorted(Method.registry.items())}
     name, colon, rest = (part.strip() for part in text.partition(":"))
     if name.lower() not in known: raise ValueError(f"{option}: got {name!r}, allowed are {', '.join(known)}")
     method, settings = known[name.lower()], {}
@@ -397,7 +398,7 @@ def show_stats(
 @app.command()
 def generate(
     prompt_file: Annotated[str, typer.Option(help="The prompt, UTF-8: a file, or - for standard input.", show_default=False)],
-    decode: Annotated[str, typer.Option(help="Method for the tokens after the prompt: exact, streaming, topk, topp, uniform or santa, with settings as in santa:samples=64,scheme=flash.")] = "exact",
+    decode: Annotated[str, typer.Option(help="Method for the tokens after the prompt: exact, topk, santa, vattention, quest or another, with settings as in santa:samples=64,scheme=flash.")] = "exact",
     prefill: Annotated[str, typer.Option(help="Method that reads the prompt, said in the same way.")] = "exact",
     question: Annotated[str, typer.Option(help="Text after the prompt, which --decode reads too: the file is then the context.", show_default=False)] = None,
     model: Annotated[str, typer.Option(help="'pocket', a folder, or a model id on the Hugging Face hub.")] = "pocket",

@@ -1,0 +1,454 @@
+"Predictors against definitions written out in float64, their states against fresh ones, and both inside transformers' generation"
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from sparse_nb.attention import Method, Streaming, TopK, assert_close, attention, attention_scores
+from sparse_nb.baselines import CUT, Adamas, DoubleSparsity, Fitted, MagicPIG, Pages, Predictor, Quest, hadamard, heavy_channels, inclusion_probability
+from sparse_nb.metrics import bytes_read
+
+ALARM = 1e-8  # chance that a check of random numbers fails for a correct sampler; about 100 checks
+
+PREDICTORS = [Quest(0.25), Quest(7, page=5), DoubleSparsity(0.25, channels=5), DoubleSparsity(9, channels=2, chosen=((3, 1), (0, 15))), Adamas(0.25), Adamas(11)]
+METHODS = [*PREDICTORS, MagicPIG(bits=3, tables=8, sinks=2, window=4)]
+NAMES = dict(ids=lambda m: repr(m))
+
+def inputs(seed=0, batch=2, heads=6, groups=2, queries=3, keys=40, size=16, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, h, n, size, generator=g, dtype=torch.float64).to(dtype) for h, n in ((heads, queries), (groups, keys), (groups, keys)))
+
+def guess(method, q, k):
+    "The priorities of one head, by the definition: q [Q, D], all keys k [N, D] of its group"
+    if isinstance(method, Quest):
+        pages = [k[a:a + method.page] for a in range(0, len(k), method.page)]
+        return torch.stack([torch.cat([torch.maximum(row * p.amin(0), row * p.amax(0)).sum().expand(len(p)) for p in pages]) for row in q]) * q.shape[-1]**-0.5
+    if isinstance(method, Adamas):
+        def code(x):
+            x = hadamard(x)
+            return torch.bucketize(x / x.square().mean(-1, keepdim=True).sqrt(), torch.tensor([-CUT, 0, CUT]).double())
+        return -(code(q)[:, None] - code(k)).abs().sum(-1).double()
+    raise AssertionError
+
+def labels(method, k, group):
+    "Channels and rounded labels of one group's keys [N, D]"
+    chosen = list(method.chosen[group]) if method.chosen else k.std(0).topk(method.channels).indices.sort().values.tolist()
+    step = (k[:, chosen].abs().amax(-1, keepdim=True) / 7).bfloat16().double()
+    return chosen, (k[:, chosen] / step).round().clamp(-7, 7) * step
+
+def brute(method, q, k, b, h, groups):
+    "The priorities of head h of sequence b"
+    g = h // (q.shape[1] // groups)
+    if not isinstance(method, DoubleSparsity): return guess(method, q[b, h], k[b, g])
+    chosen, rows = labels(method, k[b, g], g)
+    return q[b, h][:, chosen] @ rows.T * q.shape[-1]**-0.5
+
+@pytest.mark.parametrize("method", PREDICTORS, **NAMES)
+@pytest.mark.parametrize("size", [16, 24])
+def test_priorities_are_their_definition(method, size):
+    q, k, v = inputs(size=size)
+    got = method.priorities(q, method.build(k))
+    assert got.shape == (2, 6, 3, 40) and got.dtype in (torch.float32, torch.float64)
+    for b in range(2):
+        for h in range(6): assert_close(got[b, h], brute(method, q, k, b, h, 2), 1e-12)
+
+@pytest.mark.parametrize("method", PREDICTORS, **NAMES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_selection_is_the_best_of_the_visible_keys(method, causal):
+    q, k, v = inputs()
+    masks = dict(causal=causal, kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([40, 31]))
+    state = method.build(k)
+    found, dense = method.priorities(q, state), method.select(q, k, state=state, **masks).dense(40)
+    for b in range(2):
+        for i in range(3):
+            first, end = [0, 7][b], [40, 31][b] - (2 - i if causal else 0)
+            count = method.budget if isinstance(method.budget, int) else math.ceil(method.budget * (end - first) - 1e-9)
+            for h in range(6):
+                order = sorted(range(first, end), key=lambda j: (-float(found[b, h, i, j]), j))[:count]
+                want = torch.zeros(40, dtype=torch.float64).index_fill(0, torch.tensor(order), 1)
+                assert torch.equal(dense[b, h, i].double(), want)
+
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_all_keys_give_exact_attention(method):
+    q, k, v = inputs()
+    if isinstance(method, MagicPIG): method = MagicPIG(bits=3, tables=8, window=99)
+    else: method = type(method)(**{**{f: getattr(method, f) for f in method.__dataclass_fields__}, "budget": 1.0})
+    for masks in (dict(), dict(causal=True), dict(causal=True, kv_start=torch.tensor([0, 7]))): assert_close(method.decode(q, k, v, **masks), attention(q, k, v, **masks), 1e-12)
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_decode_keeps_the_dtype_and_counts(method, dtype):
+    q, k, v = inputs(dtype=dtype)
+    out, stats_ = method.decode(q, k, v, return_stats=True, kv_start=torch.tensor([0, 8]))
+    assert out.dtype == dtype and out.shape == q.shape and out.isfinite().all()
+    assert torch.equal(out, method.decode(q, k, v, kv_start=torch.tensor([0, 8])))
+    visible = torch.tensor([40, 32]).view(2, 1, 1).expand(2, 6, 3)
+    assert torch.equal(stats_.budget, method.select(q, k, kv_start=torch.tensor([0, 8])).budget)
+    assert torch.equal(stats_.keys_scored, stats_.budget) and torch.equal(stats_.values_read, stats_.budget)
+    assert_close(stats_.density, stats_.budget / visible)
+    assert_close(bytes_read(stats_, 16, 2).index, visible * method.index_bytes(16))
+
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+@pytest.mark.parametrize("start", [5, 20])
+def test_hidden_keys_leave_no_trace(method, start):
+    "A padded row is the row alone, whatever stands in the padding; for Quest if the padding is whole pages"
+    q, k, v = inputs()
+    masks = dict(kv_start=torch.tensor([0, start]), kv_len=torch.tensor([40, 33]))
+    together = method.decode(q, k, v, causal=True, **masks)
+    k_, v_ = k.clone(), v.clone()
+    for x in (k_, v_): x[1, :, :start], x[1, :, 33:] = math.nan, math.inf
+    assert torch.equal(method.decode(q, k_, v_, causal=True, **masks), together)
+    assert_close(method.decode(q[:1], k[:1], v[:1], causal=True), together[:1], 1e-12)
+    if isinstance(method, Quest) and start % method.page: return
+    assert_close(method.decode(q[1:], k[1:, :, start:33], v[1:, :, start:33], causal=True), together[1:], 1e-12)
+
+@pytest.mark.parametrize("page", [1, 3, 8, 16, 64])
+@pytest.mark.parametrize("kind", ["normal", "positive", "negative", "zero"])
+def test_the_bound_of_a_page_holds(page, kind):
+    q, k, v = inputs(keys=50)
+    k = {"normal": k, "positive": k.abs(), "negative": -k.abs(), "zero": k * 0}[kind]
+    bound = Quest(page=page).priorities(q, Quest(page=page).build(k))
+    assert (bound - attention_scores(q, k)).min() >= -1e-12
+    if page == 1: assert_close(bound, attention_scores(q, k), 1e-12) if kind != "zero" else None
+
+def test_quest_reads_whole_pages_and_cuts_the_last():
+    q, k, v = inputs(keys=64, queries=1)
+    method, bound = Quest(27, page=8), Quest(page=8).priorities(q, Quest(page=8).build(k))[:, :, 0, ::8]
+    kept = method.select(q, k).dense(64).unflatten(-1, (8, 8))[:, :, 0]
+    for b in range(2):
+        for h in range(6):
+            order = bound[b, h].argsort(descending=True)
+            assert kept[b, h].sum(-1)[order].tolist() == [8, 8, 8, 3, 0, 0, 0, 0] and kept[b, h, order[3], :3].sum() == 3
+
+def test_index_bytes():
+    assert [Quest(page=p).index_bytes(128) for p in (1, 16)] == [512, 32]
+    assert [DoubleSparsity(channels=c).index_bytes(128) for c in (16, 3)] == [10, 3.5]
+    assert [Adamas().index_bytes(d) for d in (64, 80, 128)] == [16, 32, 32]
+    assert MagicPIG(10, 150).index_bytes(64) == 187.5
+
+@pytest.mark.parametrize("size", [1, 2, 16, 24, 80])
+def test_hadamard_is_a_rotation(size):
+    import scipy.linalg
+    x = torch.randn(7, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = 1 << (size - 1).bit_length()
+    assert_close(hadamard(x), F.pad(x, (0, whole - size)) @ torch.tensor(scipy.linalg.hadamard(whole)).double() / whole**0.5, 1e-12)
+    assert_close(hadamard(x) @ hadamard(x).T, x @ x.T, 1e-12)
+
+def test_heavy_channels():
+    q, k, v = inputs(batch=1)
+    q[..., 4], k[:, 0, :, 9], k[:, 1, :, 4] = 0, 30, 1000.0
+    found = heavy_channels(q, k, 3)
+    assert 9 in found[0] and 4 not in found[0] and 4 not in found[1] and all(x == tuple(sorted(x)) for x in found)
+    weight = torch.stack([(q[0, 3 * g:3 * g + 3].flatten(0, 1)[:, None] * k[0, g]).abs().mean((0, 1)) for g in range(2)])
+    assert found == tuple(tuple(sorted(x)) for x in weight.topk(3).indices.tolist())
+    method = DoubleSparsity(channels=3, chosen=found)
+    assert method.build(k).fit.tolist() == [[list(x) for x in found]]
+
+# states
+
+def pair(n, rows=2, seed=0, size=8): return torch.randn(2, rows, 2, n, size, generator=torch.Generator().manual_seed(seed)).unbind(0)
+
+def fresh(method, state, k):
+    "An index built at once, with what `state` learnt from its first keys"
+    new = method.new_state()
+    if isinstance(new, Fitted): new.fit = state.fit
+    new.append(k, k)
+    return new
+
+OPS = st.lists(st.tuples(st.sampled_from(["append", "append", "select", "crop", "reset", "copy"]), st.integers(0, 10**6)), min_size=1, max_size=14)
+KEEPERS = [Quest(page=1), Quest(page=5), Quest(page=16), DoubleSparsity(channels=3), Adamas(), MagicPIG(bits=3, tables=5)]
+
+@pytest.mark.parametrize("method", KEEPERS, **NAMES)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(OPS)
+def test_a_state_is_a_fresh_one_after_any_changes(method, ops):
+    state, keys = method.new_state(), None
+    for op, x in ops:
+        g = torch.Generator().manual_seed(x)
+        if op == "append":
+            new = pair(1 + x % 40, 2 if keys is None else len(keys), x)[0]
+            first = keys is None
+            state.append(new, new)
+            keys = new if first else torch.cat([keys, new], 2)
+            if first and isinstance(state, Fitted): assert_close(state.fit.double(), method.build(new).fit.double(), 1e-6)
+        if keys is None: continue
+        if op == "select":
+            rows = torch.randint(len(keys), (1 + x % 4,), generator=g)
+            state.select(rows)
+            keys = keys[rows]
+        if op == "crop":
+            length = max(0, keys.shape[2] - x % 40)  # less than `Pages.KEPT`, in sum as well unless many follow one another
+            state.crop(length)
+            keys = keys[:, :, :length]
+        if op == "reset":
+            state.reset()
+            keys = None
+            assert len(state) == 0 and state.rows is None
+            continue
+        if op == "copy": state = copy.deepcopy(state)
+        assert len(state) == keys.shape[2]
+        if not keys.shape[2]: continue
+        want = fresh(method, state, keys)
+        q = torch.randn(len(keys), 4, 2, 8, generator=g)
+        if not isinstance(state, Pages):
+            assert torch.equal(state.rows, want.rows)
+            continue
+        low, high = (want.rows[:, :, :, i] for i in (0, 1))
+        assert state.rows.shape == want.rows.shape and (state.rows[:, :, :, 0] <= low).all() and (state.rows[:, :, :, 1] >= high).all()
+        assert (method.priorities(q, state) >= attention_scores(q, keys) - 1e-5).all()
+
+@pytest.mark.parametrize("page", [3, 16, 40])
+def test_pages_are_exact_after_cuts_of_up_to_64_keys(page):
+    g, state, keys = torch.Generator().manual_seed(page), Pages(page), pair(300)[0]
+    state.append(keys, keys)
+    for step in range(60):
+        cut = int(torch.randint(0, 65, (), generator=g))
+        keys = torch.cat([keys[:, :, :keys.shape[2] - cut], pair(cut + 1, seed=step)[0]], 2)  # as drafts do: no more is taken back than was put on
+        state.crop(keys.shape[2] - cut - 1)
+        assert torch.equal(state.rows, Quest(page=page).build(keys[:, :, :len(state)]).rows)
+        state.append(*(keys[:, :, len(state):],) * 2)
+        assert torch.equal(state.rows, Quest(page=page).build(keys).rows)
+        assert state.tail.shape[2] <= Pages.KEPT + page
+
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_a_given_state_is_the_built_one(method):
+    q, k, v = inputs()
+    state = method.new_state()
+    for part in zip(k.split(11, 2), v.split(11, 2)): state.append(*part)
+    if isinstance(state, Fitted):
+        state.reset()
+        state.append(k, v)
+    assert torch.equal(method.decode(q, k, v, causal=True, state=state), method.decode(q, k, v, causal=True))
+    state.crop(30)
+    with pytest.raises(ValueError, match="state must hold as many keys as k, 40, got 30"): method.decode(q, k, v, state=state)
+    with pytest.raises(ValueError, match=r"state must be for \[B, G\] = \[1, 2\], got \[2, 2\]"): method.decode(q[:1], k[:1, :, :30], v[:1, :, :30], state=state)
+    with pytest.raises(TypeError, match="state must be .* or None, got list"): method.decode(q, k, v, state=[])
+
+def test_what_is_learnt_follows_the_sequences_and_is_forgotten():
+    a, b = pair(30)[0], pair(30, seed=1)[0]
+    a[0, 0, :, 5], b[0, 0, :, 6] = a[0, 0, :, 5] * 100, b[0, 0, :, 6] * 100
+    state = DoubleSparsity(channels=1).new_state()
+    state.append(a, a)
+    state.append(b, b)
+    assert state.fit[0, 0].tolist() == [5]
+    state.select(torch.tensor([1, 0]))
+    assert state.fit[1, 0].tolist() == [5]
+    state.reset()
+    state.append(b, b)
+    assert state.fit[0, 0].tolist() == [6]
+    with pytest.raises(ValueError, match="k must have the batch size of the state, 2, got 1"): state.append(a[:1], a[:1])
+    assert state.fit[0, 0].tolist() == [6] and len(state) == 30
+
+# sampling
+
+@pytest.mark.parametrize("bits, tables", [(1, 2), (2, 2), (2, 5), (4, 12)])
+def test_chances_are_how_often_keys_are_sampled(bits, tables):
+    g, seeds = torch.Generator().manual_seed(1), 1500
+    q, k = torch.randn(1, 2, 1, 6, generator=g), torch.randn(1, 1, 20, 6, generator=g)
+    hits = sum((MagicPIG(bits, tables, sinks=0, window=1, seed=s).select(q, k).dense(20) > 0).long() for s in range(seeds))[0, :, 0]
+    chance = inclusion_probability(F.cosine_similarity(q[:, :, 0, None], k - k.mean(2, keepdim=True), dim=-1), bits, tables)[0]
+    assert (hits[:, -1] == seeds).all()
+    for h in range(2):
+        for n, p in zip(hits[h, :-1].tolist(), chance[h, :-1].tolist()): assert stats.binomtest(n, seeds, p).pvalue > ALARM
+
+@pytest.mark.parametrize("bits, tables", [(1, 2), (3, 7), (8, 32), (10, 150), (16, 1000)])
+def test_chances_are_the_binomial_law(bits, tables):
+    angle = torch.linspace(1e-3, math.pi - 1e-3, 200, dtype=torch.float64)
+    got, want = inclusion_probability(angle.cos(), bits, tables), stats.binom.sf(1, tables, ((1 - angle / math.pi)**bits).numpy())
+    assert (got >= 0).all() and (got <= 1).all()
+    kept = want > 1e-280
+    assert (got.numpy()[kept] / want[kept] - 1).__abs__().max() < 1e-6
+
+def test_weights_are_one_over_the_chance_and_no_key_counts_twice():
+    q, k, v = inputs(keys=60)
+    method = MagicPIG(bits=2, tables=6, sinks=3, window=5)
+    masks = dict(causal=True, kv_start=torch.tensor([0, 10]))
+    selection, state = method.select(q, k, **masks), method.build(k, kv_start=masks["kv_start"])
+    centre = torch.stack([k[0].mean(1), k[1, :, 10:].mean(1)])
+    assert_close(state.fit, centre, 1e-12)
+    chance = inclusion_probability(F.cosine_similarity(q[..., None, :], (k - centre[:, :, None]).repeat_interleave(3, 1)[:, :, None], dim=-1), 2, 6)
+    hits = method.priorities(q, state)
+    for b in range(2):
+        for i in range(3):
+            first, end = [0, 10][b], 60 - 2 + i
+            for j in range(60):
+                sure = first <= j < first + 3 or end - 5 <= j < end
+                want = torch.where(hits[b, :, i, j] >= 2, 1 / chance[b, :, i, j], 0.0) if first <= j < end else torch.zeros(6).double()
+                assert_close(selection.dense(60)[b, :, i, j], torch.ones(6) if sure else want, 1e-9)
+
+def test_hyperplanes_are_drawn_once_and_by_seed():
+    q, k, v = inputs()
+    one = MagicPIG(4, 8, window=1).build(k)
+    assert torch.equal(one.rows, MagicPIG(4, 8).build(k).rows) and not torch.equal(one.rows, MagicPIG(4, 8, seed=1).build(k).rows)
+    assert one.planes.shape == (2, 16, 32) and not torch.equal(one.planes[0], one.planes[1])
+    z = torch.cat([MagicPIG(4, 8, seed=s).build(k).planes.flatten() for s in range(100)])
+    assert stats.kstest(z.numpy(), "norm").pvalue > ALARM
+    out = MagicPIG(4, 8).decode(q, k, v, seed=3)
+    assert torch.equal(out, MagicPIG(4, 8).decode(q, k, v, seed=4))
+
+def test_the_estimate_is_unbiased_over_seeds():
+    "Numerator and denominator, for fixed keys: the mean of each weight is 1"
+    q, k, v = inputs(batch=1, heads=2, queries=1, keys=30)
+    weights = torch.stack([MagicPIG(2, 6, sinks=0, window=1, seed=s).select(q, k).dense(30)[0, :, 0] for s in range(1500)]).double()
+    z = (weights.mean(0) - 1) / (weights.std(0) / 1500**0.5)
+    often = (weights > 0).double().mean(0) > 0.05  # nearly normal
+    often[:, -1] = False
+    assert often.sum() > 20 and z[often].abs().max() < stats.norm.isf(ALARM / 2)
+
+# settings and bad input
+
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_json_round_trip(method):
+    assert Method.from_json(method.to_json()) == method and Predictor.from_json(method.to_json()) == method
+    assert hash(method) == hash(Method.from_json(method.to_json()))
+
+def test_the_base_is_no_method():
+    assert "Predictor" not in Method.registry and {"Quest", "DoubleSparsity", "Adamas", "MagicPIG"} <= Method.registry.keys()
+    with pytest.raises(ValueError, match="method must be one of"): Method.from_json('{"method": "Predictor"}')
+
+Q, K, V = inputs(dtype=torch.float32)
+@pytest.mark.parametrize("call, error, message", [
+    (lambda: Quest(0), ValueError, "budget must be at least 1 key, got 0"),
+    (lambda: Quest(1.5), ValueError, r"budget must lie in \(0, 1\]"),
+    (lambda: Quest("0.1"), TypeError, "budget must be an int"),
+    (lambda: Quest(page=0), ValueError, "page must be at least 1, got 0"),
+    (lambda: Quest(page=2.0), TypeError, "page must be an int, got float"),
+    (lambda: Quest(page=True), TypeError, "page must be an int, got bool"),
+    (lambda: DoubleSparsity(True), TypeError, "budget must be an int"),
+    (lambda: DoubleSparsity(channels=0), ValueError, "channels must be at least 1, got 0"),
+    (lambda: DoubleSparsity(channels=2, chosen=3), TypeError, "chosen must be a row of channel numbers for each group or None, got 3"),
+    (lambda: DoubleSparsity(channels=2, chosen=(1, 2)), TypeError, "chosen must be a row"),
+    (lambda: DoubleSparsity(channels=2, chosen=((1, 2), (3,))), ValueError, r"chosen must name 2 different channels for each group, got \(3,\)"),
+    (lambda: DoubleSparsity(channels=2, chosen=((1, 1),)), ValueError, "different channels"),
+    (lambda: DoubleSparsity(channels=2, chosen=((1, -1),)), ValueError, "chosen must be at least 0, got -1"),
+    (lambda: DoubleSparsity(channels=2, chosen=((1, 0.5),)), TypeError, "chosen must be an int, got float"),
+    (lambda: DoubleSparsity(channels=17).decode(Q, K, V), ValueError, "channels must be at most the head size, 16, got 17"),
+    (lambda: DoubleSparsity(channels=1, chosen=((1,),)).decode(Q, K, V), ValueError, "chosen must have a row for each of 2 groups with numbers below 16"),
+    (lambda: DoubleSparsity(channels=1, chosen=((1,), (16,))).decode(Q, K, V), ValueError, "numbers below 16"),
+    (lambda: heavy_channels(Q, K, 17), ValueError, "channels must be at least 1 and at most 16, got 17"),
+    (lambda: heavy_channels(Q, None, 3), TypeError, "k must be a torch.Tensor"),
+    (lambda: Adamas(-3), ValueError, "budget must be at least 1 key, got -3"),
+    (lambda: MagicPIG(bits=0), ValueError, "bits must be at least 1 and at most 16, got 0"),
+    (lambda: MagicPIG(bits=17), ValueError, "bits must be at least 1 and at most 16, got 17"),
+    (lambda: MagicPIG(tables=1), ValueError, "tables must be at least 2, got 1"),
+    (lambda: MagicPIG(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
+    (lambda: MagicPIG(window=0), ValueError, "window must be at least 1, got 0"),
+    (lambda: MagicPIG(seed=-1), ValueError, "seed must be at least 0"),
+    (lambda: MagicPIG(seed=0.5), TypeError, "seed must be an int, got float"),
+    (lambda: Quest(41).select(Q, K), ValueError, "budget must be at most the number of keys, 40, got 41"),
+    (lambda: Quest(35).select(Q, K, kv_start=torch.tensor([0, 9])), ValueError, "budget must be at most the number of visible keys, 31 for some query, got 35"),
+    (lambda: Adamas(40).select(Q, K, causal=True), ValueError, "budget must be at most the number of visible keys, 38"),
+    (lambda: Quest().decode(Q, K, V[:, :, :3]), ValueError, "v must have the shape of k"),
+    (lambda: Quest().select(Q, K * math.nan), ValueError, "must be finite"),
+    (lambda: DoubleSparsity().select(Q * math.inf, K), ValueError, "must be finite"),
+    (lambda: Quest().decode(Q, K, V, state=Adamas().build(K)), TypeError, "state must be Pages or None, got Codes"),
+    (lambda: Quest().select(Q, K, seed=-1), ValueError, "seed must lie in"),
+    (lambda: Quest().new_state().crop(1), ValueError, r"length must lie in \[0, 0\], got 1"),
+    (lambda: Quest().build(K).crop(41), ValueError, r"length must lie in \[0, 40\], got 41"),
+    (lambda: Quest().build(K).select(torch.tensor([2])), ValueError, r"rows must lie in \[0, 2\)"),
+    (lambda: Quest().build(K).append(K[:, :1], K[:, :1]), ValueError, "k must have the heads of the state, 2, got 1"),
+    (lambda: Adamas().build([1]), TypeError, "k must be a torch.Tensor, got list"),
+    (lambda: MagicPIG().new_state().append(K[:, :, :0], K[:, :, :0]), ValueError, "k must hold a key"),
+    (lambda: MagicPIG().new_state().append(K, K[:, :, :3]), ValueError, "v must have the shape of k"),
+    (lambda: DoubleSparsity().new_state().append([1], [1]), TypeError, "k must be a torch.Tensor, got list"),
+])
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message): call()
+
+# inside transformers
+
+transformers = pytest.importorskip("transformers")
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparse_nb.hf import attention_override, sparsify
+from test_hf import IDS, SMALL, build
+
+GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
+LEARN = [DoubleSparsity(0.25, channels=6), MagicPIG(bits=2, tables=6, sinks=2, window=4)]  # from the first step, which in assisted generation holds a draft
+USED = [Quest(0.25, page=4), Adamas(0.25), DoubleSparsity(0.25, channels=2, chosen=((0, 3), (5, 9))), *LEARN]
+
+@pytest.fixture(scope="module")
+def llama(): return build("llama")
+
+def ids_of(model, ids=IDS, **kwargs): return model.generate(ids, **GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs)[:, ids.shape[1]:]
+
+@pytest.mark.parametrize("method", USED, **NAMES)
+def test_generation_is_the_method_step_by_step(llama, method):
+    states = {}
+    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+        if query.shape[2] > 1:
+            states[module.layer_idx] = method.new_state()
+            states[module.layer_idx].append(key, value)
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
+        states[module.layer_idx].append(key[:, :, -1:], value[:, :, -1:])
+        return method.decode(query, key, value, scale=scaling, state=states[module.layer_idx]).transpose(1, 2), None
+    with attention_override(llama, attend, mask="sdpa"): want = ids_of(llama)
+    with sparsify(llama, decode=method, audit=True) as session: got = ids_of(llama)
+    assert torch.equal(got, want)
+    seen = session.stats()
+    assert seen.error.min() > 1e-4 and (seen.bytes < seen.dense_bytes).all() and (seen.density < 0.8).all()
+    n = torch.arange(41, 46).double()  # keys of each decoded query
+    if not isinstance(method, MagicPIG): assert_close(torch.tensor(seen.bytes.to_numpy()), (2 * (n / 4).ceil() * 64 + n * method.index_bytes(16)).mean().expand(len(seen)), 1e-9)
+
+@pytest.mark.parametrize("method", USED, **NAMES)
+def test_ways_to_generate_agree(llama, method):
+    torch.manual_seed(1)
+    draft = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    with sparsify(llama, decode=method):
+        want = ids_of(llama)
+        assert torch.equal(ids_of(llama, prompt_lookup_num_tokens=3), want)
+        assert torch.equal(ids_of(llama, cache_implementation="static"), want)
+        assisted = ids_of(llama, assistant_model=draft)
+        assert torch.equal(assisted, want) or method in LEARN and assisted.shape == want.shape
+        assert torch.equal(ids_of(llama, IDS.expand(2, -1)), want.expand(2, -1))
+
+@pytest.mark.parametrize("method", USED, **NAMES)
+def test_beams_are_followed(llama, method):
+    "The same beams from indexes that are built anew from the keys of each beam, where nothing is learnt or all is learnt from the prompt"
+    learnt = {}
+    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+        if query.shape[2] > 1:
+            state = method.new_state()
+            state.append(key[:1], value[:1])
+            learnt[module.layer_idx] = getattr(state, "fit", None)
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
+        state = method.new_state()
+        if learnt[module.layer_idx] is not None: state.fit = learnt[module.layer_idx].expand(len(key), *learnt[module.layer_idx].shape[1:])
+        state.append(key, value)
+        return method.decode(query, key, value, scale=scaling, state=state).transpose(1, 2), None
+    with attention_override(llama, attend, mask="sdpa"): want = ids_of(llama, num_beams=4, max_new_tokens=10)
+    with sparsify(llama, decode=method): assert torch.equal(ids_of(llama, num_beams=4, max_new_tokens=10), want)
+
+@pytest.mark.parametrize("method", USED[:3], **NAMES)
+def test_a_padded_row_is_its_own_single_run(llama, method):
+    "For indexes that learn nothing, and whole pages of padding"
+    padded = torch.stack([IDS[0], torch.cat([IDS.new_zeros(8), IDS[0, :32]])])
+    mask = (torch.arange(40) >= torch.tensor([[0], [8]])).long()
+    with sparsify(llama, decode=method):
+        together = ids_of(llama, padded, attention_mask=mask)
+        assert torch.equal(ids_of(llama, IDS)[0], together[0]) and torch.equal(ids_of(llama, IDS[:, :32])[0], together[1])
+
+def test_another_budget_goes_on_with_the_same_index(llama):
+    cache = DynamicCache(config=llama.config)
+    with sparsify(llama, decode=DoubleSparsity(0.5, channels=6)): first = llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
+    state = cache.layers[0].state
+    with sparsify(llama, decode=DoubleSparsity(0.25, channels=6)): llama.generate(first, past_key_values=cache, **GREEDY)
+    assert cache.layers[0].state is state and len(state) > 25
+    with sparsify(llama, decode=DoubleSparsity(0.25, channels=5)), pytest.raises(ValueError, match="keeps another index"): llama.generate(first, past_key_values=cache, **GREEDY)
+
+def test_a_predictor_finds_what_position_cannot():
+    "A few keys of one direction far back, which the query points to"
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(1, 2, 1, 32, generator=g), torch.randn(1, 1, 400, 32, generator=g), torch.randn(1, 1, 400, 32, generator=g)
+    k[:, :, 100:108] = 3 * q[:, :1]
+    q = q[:, :1].expand(1, 2, 1, 32)
+    exact = attention(q, k, v)
+    off = lambda method: float((method.decode(q, k, v) - exact).norm() / exact.norm())
+    for method in (TopK(0.1), Quest(0.1), DoubleSparsity(0.1), Adamas(0.1), MagicPIG()): assert off(method) < 0.05, method
+    assert off(Streaming(4, 0.1)) > 0.5

@@ -1,0 +1,376 @@
+"""vAttention: bad input, exact probabilities, masks and edges, streams, statistics with a stated false-alarm rate, generation.
+
+Probabilities are exact where the terms are 0 and 1 (hypergeometric). Statistical checks use fixed seeds; each accepts what a correct
+sampler gives in all but one of 1 / ALARM seeds, and there are fewer than 40 of them.
+"""
+import itertools
+import math
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_nb.attention import Method, Selection, State, TopK, Uniform, assert_close, attention, attention_scores, attention_weights, fold_in, weighted_attention
+from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
+from sparse_nb.vattention import (
+    BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, _kl_bound, _read, audit, budget_denominator, budget_numerator, budget_output, gaussian_quantile, vattention_decode)
+
+ALARM = 1e-8
+SMALL = dict(sinks=4, window=6, topk=10, base=24)
+q, k, v = (torch.randn(2, heads, n, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i, (heads, n) in enumerate(((6, 3), (2, 300), (2, 300))))
+v = v + 1
+start, stop = torch.tensor([0, 35]), torch.tensor([300, 281])
+nan = math.nan
+
+
+class Norms(State):
+    "The sum of the numbers of each key: an index of one number."
+    def features(self, k, v): return k.sum(-1)
+
+
+class Guess:
+    "A predictor that looks at one number of each key."
+    def new_state(self): return Norms()
+    def priorities(self, q, state, *, scale=None): return (q.sum(-1)[..., None] * state.rows.repeat_interleave(q.shape[1] // state.rows.shape[1], 1)[:, :, None]).float()
+    def index_bytes(self, head_dim): return 2.0
+
+
+def decode(*args, **kw): return vattention_decode(*(args or (q, k, v)), **(dict(seed=3) | SMALL | kw))
+def audited(**kw): return audit(*(kw.pop("args", (attention(q, k, v), q, k, v, TopK(budget=0.2).select(q, k)))), **kw)
+
+
+# bad input
+
+BAD = [
+    (lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got list"),
+    (lambda: decode(q, k[:1], v), ValueError, "k must have the batch size of q, 2, got 1"),
+    (lambda: decode(q, k, v[:, :, :9]), ValueError, "v must have the shape of k"),
+    (lambda: decode(q, k.float(), v), TypeError, "k must have the dtype of q"),
+    (lambda: decode(q * nan, k, v), ValueError, "must be finite, got NaN"),
+    (lambda: decode(scale=-1.0), ValueError, "scale must be positive and finite, got -1.0"),
+    (lambda: decode(kv_len=torch.tensor([0, 300])), ValueError, "kv_len = 0 in row 0"),
+    (lambda: decode(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
+    (lambda: decode(return_stats=1), TypeError, "return_stats must be a bool, got int"),
+    (lambda: decode(eps=0), ValueError, "eps must lie in (0, 1), got 0"),
+    (lambda: decode(eps="small"), TypeError, "eps must be a number, got str"),
+    (lambda: decode(delta=1.0), ValueError, "delta must lie in (0, 1), got 1.0"),
+    (lambda: decode(delta=True), TypeError, "delta must be a number, got bool"),
+    (lambda: decode(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
+    (lambda: decode(window=1.5), ValueError, "window must lie in (0, 1] as a share of the keys, got 1.5"),
+    (lambda: decode(topk=0.0), ValueError, "topk must lie in (0, 1] as a share of the keys, got 0.0"),
+    (lambda: decode(topk="5%"), TypeError, "topk must be an int (keys) or a float (share of the keys), got str"),
+    (lambda: decode(base=1), ValueError, "base must be at least 2, got 1"),
+    (lambda: decode(predictor="quest"), ValueError, "predictor must be 'oracle' or a method with priorities, got 'quest'"),
+    (lambda: decode(predictor=TopK()), ValueError, "predictor must be 'oracle' or a method with priorities"),
+    (lambda: decode(guarantee="all"), ValueError, "guarantee must be one of denominator, numerator, output, got 'all'"),
+    (lambda: decode(bound="chernoff"), ValueError, "bound must be one of clt, hoeffding, bernstein, got 'chernoff'"),
+    (lambda: decode(plugin=None), TypeError, "plugin must be a string, got NoneType"),
+    (lambda: decode(plugin="exact"), ValueError, "plugin must be one of upper, plain, got 'exact'"),
+    (lambda: decode(replacement=0), TypeError, "replacement must be a bool, got int"),
+    (lambda: decode(share="group"), TypeError, "share must be a bool, got str"),
+    (lambda: decode(state=Norms()), ValueError, "state must be None with predictor='oracle', got Norms"),
+    (lambda: decode(predictor=Guess(), state=Norms()), ValueError, "state must hold as many keys as k, 300, got 0"),
+    (lambda: VAttention(guarantee="output").select(q, k), ValueError, "guarantee must be 'denominator' to select without values, got 'output'"),
+    (lambda: gaussian_quantile(0.0), ValueError, "delta must lie in (0, 1), got 0.0"),
+    (lambda: budget_denominator([1.0], 1.0, 9, 0.1, 0.1), TypeError, "sigma must be a tensor or a number, got list"),
+    (lambda: budget_denominator(1.0, -1.0, 9, 0.1, 0.1), ValueError, "D must not be negative, got -1.0"),
+    (lambda: budget_denominator(1.0, 1.0, 9, 0.1, 0.1, "hoeffding"), ValueError, "width must be given for bound='hoeffding', got None"),
+    (lambda: budget_denominator(1.0, 1.0, 9, 0.1, 0.1, "normal"), ValueError, "bound must be one of"),
+    (lambda: budget_denominator(1.0, 1.0, 9, 2, 0.1), ValueError, "eps must lie in (0, 1), got 2"),
+    (lambda: budget_denominator(1.0, 1.0, 9, 0.1, 0.1, replacement=1), TypeError, "replacement must be a bool, got int"),
+    (lambda: budget_numerator(torch.tensor([-2.0]), 1.0, 9, 0.1, 0.1), ValueError, "trace must not be negative, got -2.0"),
+    (lambda: budget_numerator(1.0, 1.0, 9, 0.1, 0.1, "bernstein"), ValueError, "reach must be given for bound='bernstein', got None"),
+    (lambda: budget_output(1.0, 1.0, 1.0, 1.0, 9, 0.1, 0.1, "bernstein", width=1.0), ValueError, "reach must be given"),
+    (lambda: budget_output(1.0, 1.0, 1.0, "x", 9, 0.1, 0.1), TypeError, "norm must be a tensor or a number, got str"),
+    (lambda: audited(samples=7), ValueError, "samples must be at least 8, got 7"),
+    (lambda: audited(samples=0.5), TypeError, "samples must be an int, got float"),
+    (lambda: audited(delta=0), ValueError, "delta must lie in (0, 1), got 0"),
+    (lambda: audited(bound="hoeffding"), ValueError, "bound must be one of clt, bernstein, got 'hoeffding'"),
+    (lambda: audited(largest=1.0), ValueError, "largest must be None or a tensor of shape [B, H, Q] = [2, 6, 3]"),
+    (lambda: audited(args=(None, q, k, v, None)), TypeError, "out must be a torch.Tensor, got NoneType"),
+    (lambda: audited(args=(q[:1], q, k, v, None)), ValueError, "out must have the shape of q"),
+    (lambda: audited(args=(q, q, k, v, None)), TypeError, "selected must be a Selection, got NoneType"),
+    (lambda: audited(args=(q, q, k, v, TopK(budget=3).select(q[:, :, :1], k))), ValueError, "selected must be for [B, H, Q] = [2, 6, 3], got [2, 6, 1]"),
+    (lambda: audited(args=(q, q, k[:, :, :200], v[:, :, :200], TopK(budget=299).select(q, k))), ValueError, "selected must be of the 200 keys of k, got number 299"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", BAD, ids=range(len(BAD)))
+def test_bad_input(call, error, message):
+    with pytest.raises(error) as e: call()
+    assert message in str(e.value)
+
+
+# budgets
+
+def failure(n, ones, b, allowed):
+    "Exact chance that b of n zeros and ones, drawn without replacement, give a sum that is off by more than `allowed`."
+    hits = torch.arange(min(b, ones) + 1).numpy()
+    return float(scipy.stats.hypergeom(n, ones, b).pmf(hits)[abs(hits * n / b - ones) > allowed * (1 + 1e-12)].sum())
+
+
+@settings(max_examples=150, deadline=None)
+@given(n=st.integers(2, 400), ones=st.floats(0.001, 0.999), kept=st.floats(0, 100), eps=st.floats(0.02, 0.9), delta=st.floats(0.001, 0.9), bound=st.sampled_from(["hoeffding", "bernstein"]))
+def test_bounds_hold_exactly_on_zeros_and_ones(n, ones, kept, eps, delta, bound):
+    K = min(max(1, round(ones * n)), n)
+    b = int(budget_denominator((K * (n - K) / (n * max(n - 1, 1))) ** 0.5, K + kept, n, eps, delta, bound, width=1.0))
+    assert 1 <= b <= n and failure(n, K, b, eps * (K + kept)) <= delta
+
+
+@settings(max_examples=60, deadline=None)
+@given(sigma=st.floats(0, 10), D=st.floats(0.1, 1000), n=st.integers(1, 10**6), eps=st.floats(0.01, 0.9), delta=st.floats(0.001, 0.4), bound=st.sampled_from(BOUNDS))
+def test_budgets_are_monotone(sigma, D, n, eps, delta, bound):
+    get = lambda s=sigma, D=D, eps=eps, delta=delta, **kw: int(budget_denominator(s, D, n, eps, delta, bound, width=20.0, **kw))
+    assert get(2 * sigma) >= get() >= get(D=2 * D) and get(eps=eps / 2) >= get() >= get(delta=2 * delta) and get(replacement=True) >= get()
+
+
+def test_finite_population_form_and_limits():
+    b0 = int(budget_denominator(0.5, 300.0, 10**9, 0.1, 0.05))
+    for n in (10, 1000, 10**6):
+        sigma = 0.5 * 10**9 / n  # the same b_0
+        want = (scipy.stats.norm.isf(0.025) * 10**9 * 0.5 / 30) ** 2
+        assert int(budget_denominator(sigma, 300.0, n, 0.1, 0.05)) == min(n, math.ceil(want / (1 + want / n)))
+        assert int(budget_denominator(sigma, 300.0, n, 0.1, 0.05, replacement=True)) == min(n, math.ceil(want))
+    assert b0 <= 10**9
+    edge = torch.tensor([0.0, nan, 1.0, math.inf], dtype=torch.float64)
+    for bound in BOUNDS: assert budget_denominator(edge, 1.0, 50, 0.1, 0.1, bound, width=edge).tolist() == [1, 50, 50, 50]
+    assert budget_numerator(0.0, 0.0, 50, 0.1, 0.1).item() == 50 and budget_denominator(1.0, 1.0, 0, 0.1, 0.1).item() == 0
+
+
+def test_numerator_in_one_direction_is_the_denominator():
+    for eps, delta in itertools.product((0.05, 0.3), (0.01, 0.2)):
+        assert budget_numerator(4.0, 700.0, 5000, eps, delta) == budget_denominator(2.0, 700.0, 5000, eps, delta)
+    assert budget_numerator(4.0, 700.0, 5000, 0.3, 0.4) > budget_denominator(2.0, 700.0, 5000, 0.3, 0.4)
+    assert gaussian_quantile(0.3) == pytest.approx(max(scipy.stats.chi2.isf(0.3, m) / m for m in range(1, 200)), rel=1e-9)
+
+
+def test_budget_of_the_output_is_enough_for_both_and_batched():
+    sigma, D, trace, norm = (torch.rand(3, 4, dtype=torch.float64) + x for x in (0.1, 3000, 0.1, 2000))
+    got = budget_output(sigma, D, trace, norm, 9000, 0.2, 0.1)
+    assert got.shape == (3, 4) and got.dtype == torch.int64
+    for i, j in itertools.product(range(3), range(4)): assert got[i, j] == budget_output(*(float(x[i, j]) for x in (sigma, D, trace, norm)), 9000, 0.2, 0.1)
+    assert (got >= budget_denominator(sigma, D, 9000, 0.2, 0.1)).all() and (got >= budget_numerator(trace, norm, 9000, 0.2, 0.1)).all()
+    for bound in BOUNDS[1:]: assert (budget_output(sigma, D, trace, norm, 9000, 0.2, 0.1, bound, width=3.0, reach=3.0) >= budget_denominator(sigma, D, 9000, 0.2, 0.1, bound, width=3.0)).all()
+    assert budget_output(1.0, 1.0, 1.0, 0.0, 77, 0.2, 0.1).item() == 77
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(10, 300), share=st.floats(0.0, 1.0), count=st.integers(4, 60), delta=st.floats(0.001, 0.5))
+def test_bounds_on_a_mean_fail_at_most_as_promised(n, share, count, delta):
+    K, count = round(share * n), min(count, n)
+    hits = torch.arange(count + 1).double()
+    chance = scipy.stats.hypergeom(n, K, count).pmf(hits.numpy())
+    low, high = (_kl_bound(hits / count, torch.tensor(math.log(1 / delta) / count), upper) for upper in (False, True))
+    assert chance[(low > K / n * (1 + 1e-12)).numpy()].sum() <= delta and chance[(high < K / n * (1 - 1e-12)).numpy()].sum() <= delta
+    assert (low <= hits / count + 1e-12).all() and (high >= hits / count - 1e-12).all()
+
+
+# the selection
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("kw", [{}, dict(bound="bernstein"), dict(guarantee="output"), dict(plugin="plain"), dict(predictor=Guess()), dict(sinks=0, window=0, topk=0), dict(sinks=0.1, window=0.05, topk=0.1, base=0.2)])
+def test_parts_do_not_overlap_and_weights_add_up(kw, share):
+    method = VAttention(**(dict(eps=0.3, delta=0.2, share=share) | SMALL | kw))
+    if method.guarantee != "denominator": chosen = None
+    else: chosen = method.select(q, k, seed=5, kv_start=start, kv_len=stop)
+    out, stats = method.decode(q, k, v, seed=5, kv_start=start, kv_len=stop, return_stats=True)
+    p = stats.certificate
+    visible = (stop - start)[:, None, None]
+    assert (p.kept + p.base + p.rest == visible).all() and (p.asked <= p.budget).all() and (p.budget <= p.rest).all() and (p.exact == (p.budget == p.rest)).all()
+    assert (stats.budget == p.kept + p.base + p.budget).all() and torch.equal(stats.values_read, stats.budget)
+    assert_close(stats.density, stats.budget / visible, 1e-6)
+    assert (p.group_density >= p.density.unflatten(1, (2, 3)).amax(2) - 1e-6).all()
+    if chosen is None: return
+    assert_close(out, weighted_attention(q, k, v, chosen), 1e-15)
+    assert torch.equal(rows_read(chosen, 300), chosen.budget)  # no key twice
+    dense = chosen.dense(300)
+    assert_close(dense.sum(-1), visible.expand(2, 6, 3).double(), 1e-12)
+    assert not dense[1, ..., :35].any() and not dense[1, ..., 281:].any()
+    if kw == {}: assert (dense[0, ..., :4] == 1).all() and (dense[1, ..., 275:281] == 1).all() and (p.kept == 20).all() and (p.base == 24).all()
+    if share: assert torch.equal(dense[:, ::3], dense[:, 1::3]) and torch.allclose(p.group_density, p.density[:, ::3])
+
+
+def test_kept_keys_are_the_heaviest_between_sinks_and_window():
+    chosen = VAttention(eps=0.3, delta=0.2, **SMALL).select(q, k, seed=1)
+    scores = attention_scores(q, k)[..., 4:294]
+    want = scores.topk(10).indices + 4
+    assert torch.equal(chosen.index[..., :20].sort(-1).values, torch.cat([torch.arange(4).expand(2, 6, 3, 4), want, torch.arange(294, 300).expand(2, 6, 3, 6)], -1).sort(-1).values)
+
+
+def test_everything_read_is_exact():
+    for kw in (dict(eps=1e-9), dict(eps=1e-9, replacement=True), dict(eps=1e-9, guarantee="output", bound="bernstein"), dict(base=300), dict(sinks=300), dict(topk=1.0), dict(sinks=10**6, window=10**6)):
+        out, stats = decode(return_stats=True, kv_start=start, kv_len=stop, **kw)
+        assert_close(out, attention(q, k, v, kv_start=start, kv_len=stop), 1e-13)
+        assert stats.certificate.exact.all() and (stats.density == 1).all()
+    for n in range(1, 12): assert_close(vattention_decode(q[:, :, :1], k[:, :, :n], v[:, :, :n]), attention(q[:, :, :1], k[:, :, :n], v[:, :, :n]), 1e-13)
+
+
+def test_first_causal_query_is_a_decode_step():
+    seed = torch.full((2, 6), 9)
+    assert_close(decode(causal=True, seed=seed)[:, :, :1], decode(q[:, :, :1], k[:, :, :298], v[:, :, :298], seed=seed), 1e-12)
+
+
+def test_streams_and_padding():
+    assert torch.equal(decode(), decode()) and not torch.equal(decode(), decode(seed=4))
+    assert torch.equal(decode(seed=fold_in(3, torch.arange(2)[:, None], torch.arange(6))), decode())  # the streams, written out
+    padded_k, padded_v = (torch.cat([torch.full((2, 2, 7, 8), 9.0, dtype=torch.float64), x], 2) for x in (k, v))
+    for kw in (dict(), dict(bound="bernstein"), dict(guarantee="output", eps=0.5, delta=0.5)):
+        assert_close(decode(q, padded_k, padded_v, kv_start=torch.tensor([7, 7]), **kw), decode(**kw), 1e-12)
+    assert_close(decode(q, torch.cat([k, 50 * k], 2), torch.cat([v, 50 * v], 2), kv_len=torch.tensor([300, 300]), bound="bernstein", predictor=Guess()), decode(bound="bernstein", predictor=Guess()), 1e-12)
+    steps = decode(q[:1].expand(1, 6, 3, 8), k[:1], v[:1], seed=3)
+    assert_close(steps, decode()[:1], 1e-12)
+
+
+def test_dtypes():
+    for dtype, tol in ((torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        args = [x.to(dtype) for x in (q, k, v)]
+        out = decode(*args, eps=1e-6)
+        assert out.dtype == dtype
+        assert_close(out, attention(*(x.double() for x in args)), tol)
+    huge = [x.double() for x in (q * 300, k * 300, v)]
+    assert decode(*huge, bound="bernstein").isfinite().all() and decode(*huge, guarantee="output").isfinite().all()
+    assert decode(*huge, bound="hoeffding", predictor=Guess()).isfinite().all()
+
+
+def test_replacement_repeats_keys_and_is_unbiased():
+    few = dict(eps=0.5, delta=0.5, plugin="plain", replacement=True)
+    many = q[:1, :, :1].expand(-1, -1, 1500, -1)
+    chosen = VAttention(**SMALL, **few).select(many, k[:1], seed=2)
+    assert (rows_read(chosen, 300) < chosen.budget).any()
+    share = attention_weights(many, k[:1])
+    check_mean((share.gather(-1, chosen.index) * chosen.weight).sum(-1) - 1)
+
+
+def check_mean(errors):
+    "Mean zero along the last axis, within what a z-test at ALARM allows."
+    z = errors.mean(-1) / (errors.std(-1) / errors.shape[-1] ** 0.5)
+    assert float(z.abs().max()) < scipy.stats.norm.isf(ALARM / z.numel() / 2)
+
+
+@pytest.mark.parametrize("kw", [dict(plugin="plain"), dict(), dict(share=True, plugin="plain"), dict(predictor=Guess(), plugin="plain"), dict(bound="hoeffding")])
+def test_denominator_and_numerator_are_unbiased(kw):
+    many = q[:1, :, :1].expand(-1, -1, 1500, -1)
+    chosen = VAttention(**(dict(eps=0.5, delta=0.5) | SMALL | kw)).select(many, k[:1], seed=8)
+    share = attention_weights(many[:, :, :1], k[:1])
+    weight = chosen.dense(300)
+    check_mean((weight * share).sum(-1) - 1)
+    values = v[:1].repeat_interleave(3, 1)[:, :, None]
+    check_mean(((weight[..., None, :] @ (share[..., None] * values)).squeeze(-2) - (share[..., None, :] @ values).squeeze(-2)).movedim(2, -1))
+
+
+@pytest.mark.parametrize("bound", ["bernstein", "hoeffding", "clt"])
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+def test_promise_is_kept(bound, guarantee):
+    "Residual with rare heavy keys: the pooled rate's lower end at ALARM is not above delta."
+    eps, delta, times = 0.3, 0.2, 400
+    many = q[:1, :, :1].expand(-1, -1, times, -1) * 2
+    out, stats = vattention_decode(many, k[:1], v[:1] + 2, eps=eps, delta=delta, bound=bound, guarantee=guarantee, seed=6, sinks=0, window=2, topk=4, base=24, return_stats=True)
+    p, scores = stats.certificate, attention_scores(many[:, :, :1], k[:1])
+    assert isinstance(p, Promise) and p.proven == (bound != "clt") and (p.norm is None) == (guarantee == "denominator")
+    D = torch.exp(scores - p.shift[..., None]).sum(-1)
+    assert clopper_pearson(int((p.D > D * (1 + 1e-9)).sum()), p.D.numel(), 1 - ALARM).low <= 0.2 * delta / 2
+    chosen = _read(many, k[:1], v[:1] + 2, VAttention(eps, delta, 0, 2, 4, 24, bound=bound, guarantee=guarantee), None, 6, False, None, None, None)[0]
+    assert_close(out, weighted_attention(many, k[:1], v[:1] + 2, chosen), 1e-15)
+    ratio, exact = (attention_weights(many, k[:1]).gather(-1, chosen.index) * chosen.weight).sum(-1), attention(many, k[:1], v[:1] + 2)
+    wrong = {"denominator": (ratio - 1).abs(), "numerator": relative_error(out * ratio[..., None], exact), "output": relative_error(out, exact)}[guarantee] > eps
+    assert clopper_pearson(int(wrong.sum()), wrong.numel(), 1 - ALARM).low <= delta
+
+
+def test_plain_plugin_breaks_its_promise_where_the_tail_is_heavy_and_bounds_do_not():
+    "One key in 200 has a term of e^4; a base sample of 24 mostly misses all of them."
+    keys = torch.zeros(1, 1, 1000, 4, dtype=torch.float64); keys[:, :, ::200, 0] = 4.0
+    query = torch.zeros(1, 1, 500, 4, dtype=torch.float64); query[..., 0] = 2.0  # scale 1/2
+    rate = {}
+    for plugin, bound in (("plain", "clt"), ("upper", "clt"), ("upper", "bernstein"), ("upper", "hoeffding")):
+        chosen = VAttention(0.1, 0.1, 0, 0, 0, 24, plugin=plugin, bound=bound).select(query, keys, seed=1)
+        failed = ((attention_weights(query, keys).gather(-1, chosen.index) * chosen.weight).sum(-1) - 1).abs() > 0.1
+        rate[plugin, bound] = clopper_pearson(int(failed.sum()), failed.numel(), 1 - ALARM)
+    assert rate["plain", "clt"].low > 0.5 and all(x.low <= 0.1 for name, x in rate.items() if name[0] == "upper")
+
+
+def test_least_draws_and_base():
+    flat = torch.zeros_like(k)
+    p = vattention_decode(q, flat, v, sinks=0, window=0, topk=0, base=0.01, plugin="plain", eps=0.9, seed=1, return_stats=True)[1].certificate
+    assert (p.base == BASE_LEAST).all() and (p.budget == CLT_LEAST).all() and (p.sigma == 0).all()
+
+
+# predictors
+
+def test_predictor_state_and_bytes():
+    method = VAttention(predictor=Guess(), eps=0.3, delta=0.3, plugin="plain", **SMALL)
+    state = method.new_state()
+    state.append(k, v)
+    out, stats = method.decode(q, k, v, seed=2, state=state, return_stats=True)
+    assert torch.equal(out, method.decode(q, k, v, seed=2)) and stats.index_bytes == 600 and torch.equal(stats.keys_scored, stats.budget)
+    assert not method.scores_all and VAttention().scores_all and VAttention().new_state() is None and (stats.density < 1).any()
+    proven = VAttention(predictor=Guess(), bound="bernstein", **SMALL).decode(q, k, v, seed=2, return_stats=True)[1].certificate
+    assert proven.proven and proven.density.mean() > stats.density.mean()
+
+
+def test_json():
+    for method in (VAttention(), VAttention(0.1, 0.2, 0, 0.5, 7, 0.1, guarantee="output", bound="bernstein", replacement=True, plugin="plain", share=True)):
+        assert Method.from_json(method.to_json()) == method and hash(method) == hash(Method.from_json(method.to_json()))
+    assert VAttention.random and Method.registry["VAttention"] is VAttention
+
+
+# audit
+
+def test_audit_that_reads_everything_is_the_error():
+    keys = TopK(budget=0.5).select(q, k)
+    out = weighted_attention(q, k, v, keys)
+    wrong = relative_error(out, attention(q, k, v))
+    for bound in ("clt", "bernstein"):
+        got = audit(out, q, k, v, keys, samples=300, bound=bound)
+        assert isinstance(got, Audit) and (got.drawn == 150).all() and (got.bound >= wrong * (1 - 1e-9)).all()
+        assert_close(got.error, wrong, 1e-9)
+        assert (got.bound <= wrong / (1 - 2 * wrong).clamp(min=0.05) + 1e-9)[wrong < 0.3].all()
+    whole = Selection(torch.arange(300).expand(2, 6, 3, 300), torch.ones(2, 6, 3, 300))
+    assert float(audit(attention(q, k, v), q, k, v, whole).bound.max()) < 1e-12
+    assert audit(torch.zeros_like(q), q, k, v, keys).bound.isinf().all()
+
+
+@pytest.mark.parametrize("bound", ["clt", "bernstein"])
+def test_audit_covers(bound):
+    times = 300
+    one = TopK(budget=0.4).select(q[:1, :, :1], k[:1])
+    out, exact = weighted_attention(q[:1, :, :1], k[:1], v[:1], one), attention(q[:1, :, :1], k[:1], v[:1])
+    left = attention_scores(q[:1, :, :1], k[:1]).scatter(-1, one.index, -math.inf).amax(-1)
+    many = lambda x: x.expand(-1, -1, times, *x.shape[3:])
+    got = audit(many(out), many(q[:1, :, :1]), k[:1], v[:1], Selection(many(one.index), many(one.weight)), samples=40, delta=0.1, bound=bound, seed=4, largest=many(left) + 1e-9)
+    missed = got.bound < many(relative_error(out, exact))
+    assert clopper_pearson(int(missed.sum()), missed.numel(), 1 - ALARM).low <= 0.1 and got.bound.isfinite().any()
+
+
+def test_audit_masks_streams_and_causal():
+    keys = TopK(budget=30).select(q, k, kv_start=start, kv_len=stop)
+    out = weighted_attention(q, k, v, keys)
+    got = audit(out, q, k, v, keys, samples=16, seed=2, kv_start=start, kv_len=stop)
+    wild_k, wild_v = k.clone(), v.clone()
+    wild_k[1, :, :35], wild_v[1, :, 281:] = 99.0, 99.0
+    again = audit(out, q, wild_k, wild_v, keys, samples=16, seed=2, kv_start=start, kv_len=stop)
+    assert_close(again.error, got.error, 1e-12)
+    some = audit(out, q, wild_k, wild_v, keys, samples=300, bound="bernstein", kv_start=start, kv_len=stop)
+    assert_close(some.error, relative_error(out, attention(q, k, v, kv_start=start, kv_len=stop)), 1e-9)
+    causal = TopK(budget=30).select(q, k, causal=True)
+    assert_close(audit(weighted_attention(q, k, v, causal), q, k, v, causal, samples=300, causal=True).error, relative_error(weighted_attention(q, k, v, causal), attention(q, k, v, causal=True)), 1e-9)
+
+
+# generation
+
+def test_generation():
+    pytest.importorskip("transformers")
+    from sparse_nb.hf import sparsify
+    from test_hf import build
+    from test_sparsify import GREEDY, IDS, ids_of, step_by_step
+    model = build("llama")
+    with sparsify(model, decode=VAttention()): assert torch.equal(ids_of(model), ids_of(model))  # 40 keys: exact
+    plain = ids_of(model)
+    with sparsify(model, decode=VAttention()) as session: assert torch.equal(ids_of(model), plain)
+    method = VAttention(eps=0.9, delta=0.5, sinks=2, window=4, topk=2, base=4, plugin="plain", bound="bernstein")
+    with sparsify(model, decode=method, audit=True) as session: got = ids_of(model)
+    assert torch.equal(got, step_by_step(model, method, IDS, 6)) and session.stats().error.min() > 1e-5 and session.stats().density.max() <= 1
+    indexed = VAttention(eps=0.9, delta=0.5, sinks=2, window=4, topk=2, base=4, plugin="plain", bound="bernstein", predictor=Guess())
+    with sparsify(model, decode=indexed): got = ids_of(model)
+    assert torch.equal(got, step_by_step(model, indexed, IDS, 6))
