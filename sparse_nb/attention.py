@@ -392,13 +392,15 @@ def weighted_attention(
     selection: Selection,       # keys of each query, and their weights
     *,
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
-    backend: str = "auto",      # "torch", "triton" (one query on a GPU) or "auto"
+    backend: str = "auto",      # "torch", "triton" (one query on a GPU, no gradient) or "auto"
 ) -> torch.Tensor:              # [B, H, Q, D] in the dtype of q
     "Attention over weighted keys (vAttention Eq. 3). Raises as `check_inputs`, and ValueError for a selection that does not fit or, on the CPU, leaves a query no key."
     if backend not in ("auto", "torch", "triton"): raise ValueError(f"backend must be one of auto, torch, triton, got {backend!r}")
-    if backend == "triton" or backend == "auto" and _TRITON and q.is_cuda and q.shape[2] == 1 and q.shape[3] <= 256 and q.dtype != torch.float64:
+    learns = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, getattr(selection, "weight", None)))
+    if backend == "triton" or backend == "auto" and _TRITON and q.is_cuda and q.shape[2] == 1 and q.shape[3] <= 256 and q.dtype != torch.float64 and not learns:
         from sparse_nb.kernels.gather import attend
         _check_selection(q, k, v, selection, scale)
+        if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
         return attend(q, k, v, selection.index, selection.weight, scale=scale)
     return weighted_state(q, k, v, selection, scale=scale).output().to(q.dtype)
 

@@ -630,9 +630,9 @@ def token_times(
     class Clock(StoppingCriteria):
         def __call__(self, ids, scores, **kwargs):
             done = torch.full((len(ids),), len(ends) > tokens + 3, device=ids.device)
-            if done.is_cuda: torch.cuda.synchronize()
+            if done.is_cuda: torch.cuda.synchronize(ids.device)
             ends.append(time.perf_counter())
-            held.append(torch.cuda.memory_allocated() if done.is_cuda else 0)
+            held.append(torch.cuda.memory_allocated(ids.device) if done.is_cuda else 0)
             return done
     with nullcontext() if session is None else sparsify(model, **session):
         out = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=tokens + 5, min_new_tokens=tokens + 5, do_sample=False, stopping_criteria=StoppingCriteriaList([Clock()]), **settings)
@@ -655,8 +655,8 @@ def generate_ways() -> dict: # name -> (arguments of `sparsify` or None, argumen
 
 def bench_generate(
     *,
-    lengths=((8192, 2), (32768, 1), (131072, 1)), # (tokens of the prompt, runs of each way, by turns)
-    pairs: int = 8,                               # runs of the model alone and of a session that does nothing, at the first length
+    lengths=((8192, 3), (32768, 2), (131072, 1)), # (tokens of the prompt, runs of each way, by turns)
+    pairs: int = 12,                              # runs of the model alone and of a session that does nothing, at the first length
     tokens: int = 24,                             # to time in each run
     shape: Mapping = LLAMA,                       # of a Llama
     device: str = "cuda",

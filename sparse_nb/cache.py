@@ -107,14 +107,18 @@ class _Host(DynamicLayer):
         self.keys, self.values = (self._put(i, old, new, n) for i, (old, new) in enumerate(((self.keys, key_states), (self.values, value_states))))
         return (self.keys, self.values) if n else (key_states, value_states)
 
+    @torch.no_grad()
     def _put(self, which, old, new, n):
         "`old` [B, G, n, D] and `new` one after the other, in place if there is room"
-        room, whole = self.room[which], n + new.shape[2]
-        if room is None or old.data_ptr() != room.data_ptr() or whole > len(room):
+        if new.device.type not in ("cpu", "cuda"): raise ValueError(f"offload: keys of {new.device} cannot be read from host memory, allowed are a CPU and CUDA devices")
+        room, whole, shape = self.room[which], n + new.shape[2], (*new.shape[:2], new.shape[3])
+        if room is None or room.shape[1:] != shape or whole > len(room):
+            with torch.inference_mode(False): room = torch.empty(2**whole.bit_length(), *shape, dtype=new.dtype, device="cpu", pin_memory=new.is_cuda)
+        if n and old.data_ptr() != room.data_ptr():
             self.settle()
-            room = self.room[which] = torch.empty(2**whole.bit_length(), *new.shape[:2], new.shape[3], dtype=new.dtype, pin_memory=new.is_cuda)
-            if n: room[:n] = old.permute(2, 0, 1, 3)
+            room[:n] = old.permute(2, 0, 1, 3)
         room[n:whole].copy_(new.permute(2, 0, 1, 3).contiguous(), non_blocking=True)
+        self.room[which] = room
         return room[:whole].permute(1, 2, 0, 3)
 
     def settle(self):
@@ -133,15 +137,21 @@ class _Host(DynamicLayer):
         self.settle()
         super().batch_select_indices(torch.as_tensor(indices).cpu())
 
-    def __deepcopy__(self, memo):
+    def __copy__(self):
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, room=[None, None])  # rows written to a shared room would meet
+        return new
+
+    def __deepcopy__(self, memo, **changed):
         self.settle()
-        return _copied(self, memo, room=[None, None])
+        new = _copied(self, memo, keys=None, values=None, room=[None, None], **changed)
+        if self.is_initialized: new.keys, new.values = self.keys.clone(), self.values.clone()
+        return new
 
 class _StatefulHost(_Growing, _Host):
     def __deepcopy__(self, memo):
-        self.settle()
         memo[id(self.method)] = self.method
-        return _copied(self, memo, turn=None, room=[None, None])
+        return _Host.__deepcopy__(self, memo, turn=None)
 
 _STATEFUL[_Host] = _StatefulHost
 _HOST = {DynamicLayer: _Host, _StatefulDynamic: _StatefulHost}
@@ -152,7 +162,8 @@ def offload(
 ): # the cache layer
     """Keep the keys and values of a layer of `cache` in host memory from its next update on, those that it holds included.
 
-    Attention functions must then fetch what they need, as those of `sparsify` do. Raises ValueError for a kind of layer that cannot, and for a cache that transformers offloads.
+    Attention functions must then fetch what they need, as those of `sparsify` do; the model alone cannot go on with such a cache. Whoever reads `keys` or `values`
+    on the host calls `settle` of the layer first, and copies what must outlive a `crop`. Raises ValueError for a kind of layer that cannot, and for a cache that transformers offloads.
     """
     if getattr(cache, "offloading", False): raise ValueError("cache: is offloaded by transformers; got offloading=True, allowed is a DynamicCache without it")
     old = _layer(cache, layer)

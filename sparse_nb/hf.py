@@ -206,7 +206,7 @@ class _Dispatch:
             if isinstance(x, torch.Tensor): raise TypeError("seed: got a tensor, allowed are an int, a list of one for each sequence, and None")
             check_integer("seed", x)
         self.prefill, self.decode, self.setup, self.seed, self.own, self.random, self.aligned, self.modules = prefill, decode, setup, seed, own, random, aligned, modules
-        self.keep, self.filled, self.all_read, self.observe, self.states = 0, False, False, None, {}
+        self.keep, self.filled, self.all_read, self.observe, self.states, self.hosts = 0, False, False, None, {}, {}
         self._streams, self._last = {}, (None,)
 
     def streams(self, module, rows, heads, device):
@@ -298,6 +298,8 @@ class _Dispatch:
             _plain(module, module.config.model_type, attention_mask, kwargs)
             if query.requires_grad and torch.is_grad_enabled(): raise ValueError("model: sparse attention has no gradient; call the model under torch.no_grad()")
         elif not (new and self.observe): return plain()
+        if (host := self.hosts.get(layer)) is not None and host.keys.shape[1::2] != key.shape[1::2]:
+            raise ValueError(f"offload: layer {layer} of {module.config.model_type} makes its keys from what its cache holds, which would have to come over whole")
         if old: key, value = near(key, query), near(value, query)
         whole = plain()[0] if old and read is None or new and method is None else None
         parts = []
@@ -390,10 +392,11 @@ class Session(_Dispatch):
         self.states[i] = None
         window = _windowed(module, kwargs) or cache is not None and i < len(cache.layers) and getattr(cache.layers[i], "is_sliding", False)
         if cache is None or window or getattr(module, "is_kv_shared_layer", False): return
-        if self.offload: offload(cache, i)
+        if self.offload: self.hosts[i] = offload(cache, i)
         if method is None: return
         layer = keep_state(cache, i, method)
         self.states[i] = layer.state
+        if self.offload: self.hosts[i] = layer
         if layer.state.before_rope: layer.turn = functools.partial(self._turn_back, module, kwargs)
 
     def _turn_back(self, module, kwargs, keys):
@@ -437,7 +440,7 @@ def sparsify(
     seed=0,                       # of methods that draw: an int, a list of one for each sequence of a batch (beams count), or None for a fresh one
     stats: bool = False,          # count what is read, for `Session.stats`?
     audit: bool = False,          # also compare every decoded query with exact attention?
-    offload: bool = False,        # keep keys and values of the layers that decode with a method in host memory, and read from there what it picks? For growing caches
+    offload: bool = False,        # keep keys and values of the layers that decode with a method in host memory, and read from there what it picks? For growing caches, which are then for sessions alone
 ) -> Session: # also a context manager
     """Put methods in place of the attention of every layer, for every way to `generate` that keeps a cache; `Session.restore` or the end of a `with` block undoes it.
 

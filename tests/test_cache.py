@@ -474,3 +474,34 @@ def test_layers_that_cannot_move_to_the_host_are_refused_and_left_alone(make, me
     layer = (cache := make()).layers[0]
     with pytest.raises(ValueError, match="cache: " + message): offload(cache, 0)
     assert cache.layers[0] is layer
+
+def test_a_layer_in_host_memory_keeps_its_room():
+    layer = offload(cache := DynamicCache(config=CONFIG), 0)
+    cache.update(*pair(5), 0)
+    room = layer.room[0]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.update(*pair(1, seed=1), 0)
+    assert layer.room[0] is room and torch.equal(layer.keys, torch.cat([pair(5)[0][[1, 0]], pair(1, seed=1)[0]], 2))
+    cache.reset()
+    cache.update(*pair(4, seed=2), 0)
+    assert layer.room[0] is room and torch.equal(layer.keys, pair(4, seed=2)[0])
+    other = copy.deepcopy(cache).layers[0]
+    assert torch.equal(other.keys, layer.keys) and other.keys.untyped_storage().nbytes() == other.keys.nbytes
+
+def test_forks_of_a_layer_in_host_memory_go_their_own_ways():
+    layer = offload(cache := DynamicCache(config=CONFIG), 0)
+    cache.update(*pair(3), 0)
+    fork = copy.copy(layer)
+    fork.update(*pair(2, seed=1))
+    layer.update(*pair(2, seed=2))
+    for x, seed in ((fork, 1), (layer, 2)): assert torch.equal(x.keys, torch.cat([pair(3)[0], pair(2, seed=seed)[0]], 2))
+
+def test_host_memory_serves_every_mode_and_default_device():
+    cache = DynamicCache(config=CONFIG)
+    offload(cache, 0)
+    with torch.inference_mode(): cache.update(*pair(5), 0)
+    one = pair(1, seed=1)
+    with torch.device("meta"): cache.update(*one, 0)
+    k, v = (x.requires_grad_() for x in pair(1, seed=2))
+    assert not cache.update(k, v, 0)[0].requires_grad and torch.equal(cache.layers[0].keys, torch.cat([pair(5)[0], pair(1, seed=1)[0], pair(1, seed=2)[0]], 2))
+    with pytest.raises(ValueError, match="offload: keys of meta cannot be read from host memory"): cache.update(k.to("meta"), v.to("meta"), 0)

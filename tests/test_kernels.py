@@ -436,6 +436,10 @@ def test_what_is_not_used_counts_for_nothing_and_what_is_no_row_shows():
         assert got[0, 0].isnan().all() and not got[0, 1].isnan().any()
     nothing = gather.attend(p.q, p.k, p.v, index, weight * torch.tensor([0.0, 1.0], device=DEVICE).view(1, 2, 1, 1))
     assert nothing[0, 0].isnan().all() and torch.equal(nothing[0, 1], want[0, 1])
+    lost = weight.clone()
+    lost[:, 0, :, 3] = math.nan
+    assert gather.attend(p.q, p.k, p.v, index, lost)[0, 0].isnan().all() and not gather.attend(p.q, p.k, p.v, index, lost)[0, 1].isnan().any()
+    with pytest.raises(ValueError, match="index must have a list for each of 2 query heads or 1 groups, got 3"): gather.attend(p.q, p.k, p.v, index.expand(-1, 3, -1, -1), weight)
     with pytest.raises(ValueError, match="q must have one query, got 2"): gather.attend(torch.zeros(1, 2, 2, 64), p.k, p.v, index, weight)
     with pytest.raises(ValueError, match="q must have a head size of at most 256, got 300"): gather.attend(torch.zeros(1, 2, 1, 300), p.k, p.v, index, weight)
     with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32, got torch.float64"): gather.attend(p.q.double(), p.k, p.v, index, weight)
@@ -448,6 +452,9 @@ def test_selections_reach_the_kernel():
         got = weighted_attention(p.q, p.k, p.v, s, backend="triton")
         assert_close(got, weighted_attention(p.q, p.k, p.v, s, backend="torch"), rtol=2e-6)
         if GPU: assert torch.equal(weighted_attention(p.q, p.k, p.v, s), got) and torch.equal(weighted_attention(p.q, pinned(p.k), pinned(p.v), s), got)
+    q = p.q.clone().requires_grad_()
+    assert weighted_attention(q, p.k, p.v, s).requires_grad
+    with pytest.raises(ValueError, match="backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'"): weighted_attention(q, p.k, p.v, s, backend="triton")
     with pytest.raises(ValueError, match="backend must be one of auto, torch, triton, got 'cuda'"): weighted_attention(p.q, p.k, p.v, s, backend="cuda")
 
 
@@ -643,10 +650,10 @@ if not INTERPRETED:
 
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_gather_kernels_do_not_spill(capability):
-        for kind, D, BN in (("bf16", 128, 64), ("fp16", 80, 64), ("fp32", 256, 16)):
+        for kind, D, LR in (("bf16", 128, 4), ("bf16", 128, 1), ("fp16", 80, 8), ("bf16", 256, 8), ("fp32", 128, 4), ("fp32", 256, 4)):
             base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1)
             types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
-            for kernel_, constants in ((gather._gather_kernel, base | dict(LR=4, BR=16, BN=BN, STAGES=gather._STAGES)), (gather._merge_kernel, base | dict(BC=64, BD=32))):
+            for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)), (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
                 used = kernels.compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")}, capability, gather._WARPS)
                 assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
 

@@ -442,6 +442,15 @@ def test_keys_in_host_memory_change_nothing(family, method):
             yield torch.as_tensor(session.stats().to_numpy())
     for got, want in zip(list(ways(offload=True)), ways(), strict=True): assert_close(got, want, rtol=1e-5)
 
+def test_a_cache_of_latents_is_not_for_host_memory():
+    torch.manual_seed(0)
+    config = transformers.Glm4MoeLiteConfig(vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=16,
+                                            qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, pad_token_id=0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    want = ids_of(model)
+    with sparsify(model, decode=TopK(budget=1.0)): assert torch.equal(ids_of(model), want)
+    with sparsify(model, decode=TopK(budget=1.0), offload=True): run_bad(model, "offload: layer 0 of glm4_moe_lite makes its keys from what its cache holds")
+
 def test_which_layers_go_to_host_memory_and_which_caches_cannot(llama):
     with sparsify(llama, decode=TopK(), dense_layers=[0], offload=True):
         cache = ids_of_cache(llama)

@@ -29,8 +29,8 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, m_ptr, l_ptr, o_p
                    q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, i_b, i_l_, i_s, w_b, w_h, w_s, N, S, L, P, C, R,
                    LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     if PDL: gdc_launch_dependents()
-    i_c = tl.program_id(0)                                                                      # part of the list
-    i_b_, i_l = (tl.program_id(1) // L).to(tl.int64), (tl.program_id(1) % L).to(tl.int64)       # sequence, list
+    i_c = tl.program_id(1)                                                                      # part of the list
+    i_b_, i_l = (tl.program_id(0) // L).to(tl.int64), (tl.program_id(0) % L).to(tl.int64)       # sequence, list
     i_g = i_l * LR // R                                                                         # key/value head
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_r, m_d = o_r < LR, o_d < D
@@ -51,7 +51,7 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, m_ptr, l_ptr, o_p
         m_k = there[:, None] & m_d[None, :]
         b_k = tl.load(p_k + row[:, None] * k_n, mask=m_k, other=0.)                             # [BN, BD]
         b_s = _dot(b_q, tl.trans(b_k)) * scale + tl.log2(b_w)                                   # s' = s + log2 w
-        b_s = tl.where(b_w > 0, tl.where(there[None, :], b_s, float("nan")), -float("inf"))     # a number that is no row shows as NaN
+        b_s = tl.where(b_w == 0, -float("inf"), tl.where(there[None, :], b_s, float("nan")))    # a number that is no row shows as NaN
         new = tl.maximum(m, tl.max(b_s, 1))
         seen = tl.where(new == -float("inf"), 0., new)
         old = tl.exp2(m - seen)
@@ -83,6 +83,8 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, C, D: tl
 # %% ../../kernels/gather.ipynb #5efaf74c
 _BLOCK, _WARPS, _STAGES, _PROGRAMS = 32, 4, 2, 4  # slots at once, for rows of up to 256 bytes; programs for each multiprocessor
 
+def _slots(BD, itemsize): return max(16, min(_BLOCK, 2**13 // (BD * itemsize)))
+
 def _run(q, k, v, index, weight, scale):
     "Launch both kernels"
     B, H, _, D = q.shape
@@ -90,13 +92,13 @@ def _run(q, k, v, index, weight, scale):
     if index.shape[1] == H and H > G and index.stride(1) == 0: index = index[:, :G]                # one list for all heads
     L, S = index.shape[1], index.shape[3]
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
-    BN = max(16, min(_BLOCK, 2**15 // (BD * q.element_size())))
+    BN = _slots(BD, q.element_size())
     sms, PDL = _device(q.device.index) if q.is_cuda else (2, False)
-    P = triton.cdiv(triton.cdiv(S, max(1, _PROGRAMS * sms // (B * L))), BN) * BN                   # slots of a part
+    P = triton.cdiv(triton.cdiv(S, max(1, min(512, _PROGRAMS * sms // (B * L)))), BN) * BN                   # slots of a part
     C = triton.cdiv(S, P)
     m, l = torch.empty(2, B * H, C, dtype=torch.float32, device=q.device)
     o, out = torch.empty(B * H, C, D, dtype=torch.float32, device=q.device), torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
-    _gather_kernel[C, B * L](q, k, v, index, weight, m, l, o, (D**-0.5 if scale is None else scale) * _LOG2E, q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
+    _gather_kernel[B * L, C](q, k, v, index, weight, m, l, o, (D**-0.5 if scale is None else scale) * _LOG2E, q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
                              index.stride(0), index.stride(1), index.stride(3), weight.stride(0), weight.stride(1), weight.stride(3), N, S, L, P, C, H // G,
                              LR=LR, D=D, BR=max(16, triton.next_power_of_2(LR)), BN=BN, BD=BD, STAGES=_STAGES, PDL=PDL, num_warps=_WARPS)
     BW = min(BD, 32)
@@ -127,6 +129,7 @@ def attend(
     if q.shape[2] != 1: raise ValueError(f"q must have one query, got {q.shape[2]}")
     if q.shape[3] > 256: raise ValueError(f"q must have a head size of at most 256, got {q.shape[3]}")
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32): raise TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
+    if index.shape[1] not in (q.shape[1], k.shape[1]): raise ValueError(f"index must have a list for each of {q.shape[1]} query heads or {k.shape[1]} groups, got {index.shape[1]}")
     if not (q.is_cuda or INTERPRETED.value): raise ValueError(f"q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got {q.device}")
     if torch.compiler.is_compiling(): return _op(q, k, v, index, weight, scale)
     with torch.cuda.device_of(q): return _run(q, k, v, index, weight, scale)
@@ -178,11 +181,10 @@ def record_gather(
                     host = [torch.empty(n, 1, G, D, dtype=x.dtype, pin_memory=True).permute(1, 2, 0, 3).copy_(x) for x in (k, v)]
                     note(lambda: attend(q, *host, index, weight), close, nbytes, method="attend", n=n, lists="a group" if lists == G else "a head", memory="host")
                     if lists == G:
-                        both = torch.empty(2, *k.shape, dtype=k.dtype, device="cuda")
+                        both = torch.empty(2, n, 1, G, D, dtype=k.dtype, device="cuda").permute(0, 2, 3, 1, 4)
                         def bring():
                             for to, x in zip(both, host): to.permute(2, 0, 1, 3).copy_(x.permute(2, 0, 1, 3), non_blocking=True)
                             return both
-                        both = torch.empty(2, n, 1, G, D, dtype=k.dtype, device="cuda").permute(0, 2, 3, 1, 4)
                         note(bring, lambda result: float((result[0] != k).sum() + (result[1] != v).sum()), 2 * k.nbytes, method="copy", n=n, lists="all", memory="host")
                     del host
                 del index, whole, weight

@@ -17,14 +17,14 @@ import triton.language as tl
 # %% ../../kernels/host.ipynb #19b195ed
 @triton.jit
 def _rows_kernel(x_ptr, index_ptr, out_ptr, x_b, x_g, x_n, x_d, i_b, i_h, i_s, N, S, H, R, D: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
-    i_b_, i_h_ = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
-    o_s, o_d = tl.program_id(0) * BS + tl.arange(0, BS), tl.arange(0, BD)
+    i_b_, i_h_ = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    o_s, o_d = tl.program_id(1) * BS + tl.arange(0, BS), tl.arange(0, BD)
     m_s, m_d = o_s < S, o_d < D
     row = tl.load(index_ptr + i_b_ * i_b + i_h_ * i_h + o_s.to(tl.int64) * i_s, mask=m_s, other=0)
     there = m_s & (row >= 0) & (row < N)
     p_x = x_ptr + i_b_ * x_b + (i_h_ // R) * x_g + row[:, None] * x_n + o_d[None, :] * x_d
     b_x = tl.load(p_x, mask=there[:, None] & m_d[None, :], other=float("nan"))                       # [BS, BD]
-    p_out = out_ptr + (tl.program_id(1).to(tl.int64) * S + o_s)[:, None] * D + o_d[None, :]
+    p_out = out_ptr + (tl.program_id(0).to(tl.int64) * S + o_s)[:, None] * D + o_d[None, :]
     tl.store(p_out, b_x, mask=m_s[:, None] & m_d[None, :])
 
 # %% ../../kernels/host.ipynb #821c239c
@@ -39,13 +39,13 @@ def rows(
     Checks nothing, waits for nothing. The host may change or free the rows when the GPU has done this, not before.
     """
     B, G, N, D = x.shape
-    shared = index.stride(1) == 0
+    shared = index.stride(1) == 0 and index.shape[1] > G
     picked = index[:, ::index.shape[1] // G] if shared else index
     H = picked.shape[1]
     flat = picked.flatten(2)
     S = flat.shape[2]
     out = torch.empty(B, H, S, D, dtype=x.dtype, device=index.device)
-    with torch.cuda.device_of(index): _rows_kernel[triton.cdiv(S, _BLOCK), B * H](x, flat, out, *x.stride(), *flat.stride(), N, S, H, H // G, D, BS=_BLOCK, BD=triton.next_power_of_2(D), num_warps=_WARPS)
+    with torch.cuda.device_of(index): _rows_kernel[B * H, triton.cdiv(S, _BLOCK)](x, flat, out, *x.stride(), *flat.stride(), N, S, H, H // G, D, BS=_BLOCK, BD=triton.next_power_of_2(D), num_warps=_WARPS)
     out = out.view(B, H, *picked.shape[2:], D)
     return out.repeat_interleave(index.shape[1] // G, 1) if shared else out
 
