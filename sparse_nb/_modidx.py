@@ -643,5 +643,6 @@ d = { 'settings': { 'branch': 'main',
                                                                               'sparse_nb/vattention.py'),
                                       'sparse_nb.vattention.gaussian_quantile': ( 'nbs/vattention.html#gaussian_quantile',
                                                                                   'sparse_nb/vattention.py'),
+                                      'sparse_nb.vattention.search': ('nbs/vattention.html#search', 'sparse_nb/vattention.py'),
                                       'sparse_nb.vattention.vattention_decode': ( 'nbs/vattention.html#vattention_decode',
                                                                                   'sparse_nb/vattention.py')}}}

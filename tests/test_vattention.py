@@ -3,6 +3,7 @@
 Probabilities are exact where the terms are 0 and 1 (hypergeometric). Statistical checks use fixed seeds; each accepts what a correct
 sampler gives in all but one of 1 / ALARM seeds, and there are fewer than 40 of them.
 """
+import dataclasses
 import itertools
 import math
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from sparse_nb.attention import Method, Selection, State, TopK, Uniform, assert_close, attention, attention_scores, attention_weights, fold_in, weighted_attention
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb.vattention import (
-    BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, _kl_bound, _read, audit, budget_denominator, budget_numerator, budget_output, gaussian_quantile, vattention_decode)
+    BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, _kl_bound, _read, audit, budget_denominator, budget_numerator, budget_output, gaussian_quantile, search, vattention_decode)
 
 ALARM = 1e-8
 SMALL = dict(sinks=4, window=6, topk=10, base=24)
@@ -374,3 +375,36 @@ def test_generation():
     indexed = VAttention(eps=0.9, delta=0.5, sinks=2, window=4, topk=2, base=4, plugin="plain", bound="bernstein", predictor=Guess())
     with sparsify(model, decode=indexed): got = ids_of(model)
     assert torch.equal(got, step_by_step(model, indexed, IDS, 6))
+
+
+def test_search_finds_the_least_error_among_those_that_read_little_enough():
+    pytest.importorskip("transformers")
+    from test_hf import build
+    from sparse_nb.hf import capture
+    model, prompts = build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    start, grid = VAttention(sinks=4, window=4, plugin="plain"), dict(topk=(0.05, 0.2), base=(0.05,), eps=(0.05, 0.3))
+    best, table = search(model, prompts, 0.6, method=start, grid=grid, queries=2, progress=False)
+    assert len(table) == 4 and table.error.is_monotonic_increasing and best == dataclasses.replace(start, **{x: getattr(best, x) for x in grid})
+    row = table[(table.topk == best.topk) & (table.eps == best.eps)].iloc[0]
+    assert row.density <= 0.6 and row.error == table[table.density <= 0.6].error.min()
+    errors, densities = [], []
+    for i, (c, j) in enumerate((c, j) for ids in prompts for c in capture(model, ids, positions=[-2, -1]) for j in range(2)):
+        q, k, v = c.seen(j)
+        out, stats = best.decode(q, k, v, scale=c.scale, seed=fold_in(0, i), return_stats=True)
+        errors.append(relative_error(out, attention(q, k, v, scale=c.scale)).double().mean()), densities.append(stats.density.double().mean())
+    assert_close(row.error, torch.stack(errors).mean(), 1e-9), assert_close(row.density, torch.stack(densities).mean(), 1e-9)
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda m, x: search(m, x, 0.01, grid=dict(eps=(0.1,))), ValueError, "density: no setting reads so little, got 0.01, the least is"),
+    (lambda m, x: search(m, x, 0.3), ValueError, "density must be one of 0.05, 0.1, 0.15, 0.2 unless a grid is given, got 0.3"),
+    (lambda m, x: search(m, x, 0.1, grid=dict(epsilon=(0.1,))), ValueError, "grid must name settings of VAttention, got 'epsilon'"),
+    (lambda m, x: search(m, [], 0.1), ValueError, "prompts must hold at least one, got none"),
+    (lambda m, x: search(m, x, 0.1, queries=0), ValueError, "queries"),
+    (lambda m, x: search(m, x, 1.5, grid=dict(eps=(0.1,))), ValueError, "density must lie in (0, 1), got 1.5"),
+    (lambda m, x: search(m, x, method=TopK()), TypeError, "method must be a VAttention, got TopK"),
+])
+def test_search_names_what_is_wrong(call, error, message):
+    pytest.importorskip("transformers")
+    from test_hf import build
+    with pytest.raises(error) as found: call(build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(0))])
+    assert message in str(found.value)
