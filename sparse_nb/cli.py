@@ -316,12 +316,11 @@ def method_from(
     text: str,   # `name` or `name:setting=value,setting=value`
 ):
     "The method that an option describes; raises ValueError in one line"
-    from dataclasses import fields
+    from dataclasses import fields, is_dataclass
     from typing import get_args, get_type_hints
-    from sparse_nb import baselines, vattention  # so that their methods are known
-    from sparse_nb.attention import Method
-    from sparse_nb.santa import Santa
-    known = {name.lower(): method for name, method in sorted(Method.registry.items())}
+    from sparse_nb import attention, baselines, santa, vattention
+    found = [x for module in (attention, baselines, santa, vattention) for x in vars(module).values()]
+    known = {x.__name__.lower(): x for x in sorted((x for x in found if isinstance(x, type) and issubclass(x, attention.Method) and is_dataclass(x)), key=lambda x: x.__name__)}
     name, colon, rest = (part.strip() for part in text.partition(":"))
     if name.lower() not in known: raise ValueError(f"{option}: got {name!r}, allowed are {', '.join(known)}")
     method, settings = known[name.lower()], {}
@@ -335,7 +334,7 @@ def method_from(
         settings[key] = _value(value, kinds[key])
     try: built = method(**settings)
     except (TypeError, ValueError) as error: raise ValueError(f"{option}: {error}, in {text!r}") from error
-    if isinstance(built, Santa) and built.samples > MOST_SAMPLES: raise ValueError(f"{option}: samples must be at most {MOST_SAMPLES}, got {built.samples}, in {text!r}")
+    if isinstance(built, santa.Santa) and built.samples > MOST_SAMPLES: raise ValueError(f"{option}: samples must be at most {MOST_SAMPLES}, got {built.samples}, in {text!r}")
     return built
 
 def _value(text, kinds):
