@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import Exact, Stats, attention, check_integer, check_seed, fold_in, near, take_rows
-from .cache import keep_state, no_rotation, offload, rotation_of, unrotate
+from .cache import _Host, keep_state, no_rotation, offload, rotation_of, unrotate
 from .metrics import relative_error
 
 # %% ../nbs/70_hf.ipynb #15de91e8
@@ -368,7 +368,7 @@ class Session(_Dispatch):
 
     def restore(self):
         "Give the model its own attention back; a second time does nothing"
-        self._open = False
+        self._open, self.states, self.hosts = False, {}, {}  # who keeps a session for its statistics does not keep a cache
         self._stack.close()
 
     def _outer(self, module, args, kwargs):
@@ -389,7 +389,7 @@ class Session(_Dispatch):
         kwargs = dict(zip(inspect.signature(module.forward).parameters, args)) | kwargs
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
         i = module.layer_idx
-        self.states[i] = None
+        self.states[i] = self.hosts[i] = None
         window = _windowed(module, kwargs) or cache is not None and i < len(cache.layers) and getattr(cache.layers[i], "is_sliding", False)
         if cache is None or window or getattr(module, "is_kv_shared_layer", False): return
         if self.offload: self.hosts[i] = offload(cache, i)
@@ -618,9 +618,9 @@ def prefill(
 
 # %% ../nbs/70_hf.ipynb #05c9257b
 def _fork(cache):
-    "A cache that can grow without changing `cache`; layers that write in place are copied, the others share their tensors"
+    "A cache that can grow without changing `cache`; layers that write in place are copied, the others share their tensors until they grow"
     fork = copy.copy(cache)
-    fork.layers = [copy.copy(x) if type(x) in (DynamicLayer, DynamicSlidingWindowLayer) else copy.deepcopy(x) for x in cache.layers]
+    fork.layers = [copy.copy(x) if type(x) in (DynamicLayer, DynamicSlidingWindowLayer, _Host) else copy.deepcopy(x) for x in cache.layers]
     return fork
 
 # %% ../nbs/70_hf.ipynb #25f74fcc

@@ -276,6 +276,22 @@ def test_pictures_hold_a_line_for_each_method():
         with pytest.raises(ValueError, match="rows must hold"): call()
 
 
+# A whole model.
+
+TINY = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, max_position_embeddings=4096)
+
+def test_a_record_of_a_whole_model(tmp_path):
+    pytest.importorskip("transformers")
+    run = lambda n, **kw: json.loads(bench.bench_generate(lengths=((n, 1),), tokens=2, shape=TINY, device="cpu", out=tmp_path, say=lambda line: None, **kw).read_text())
+    first, both, other = run(300, pairs=3), run(200, pairs=1, append=True), run(200, pairs=1)
+    ways = set(bench.generate_ways()) - {"the model alone, offloaded by transformers"}
+    for record, lengths in ((first, {300}), (both, {300, 200}), (other, {200})): assert {(row["way"], row["n"]) for row in record["rows"]} == {(way, n) for way in ways for n in lengths}
+    assert {row["way"]: row["runs"] for row in first["rows"]} == {way: 3 if way in bench._PAIR else 1 for way in ways}
+    assert [row for row in both["rows"] if row["n"] == 300] == first["rows"] and both["meta"]["earlier"] == [first["meta"]] and "earlier" not in other["meta"]
+    compiled = run(200, compiled=True)
+    assert [row["way"] for row in compiled["rows"]] == ["the model alone", "SANTA, 128 samples"] and {path.name for path in tmp_path.iterdir()} == {"cpu_generate.json", "cpu_generate_compiled.json"}
+
+
 # On a GPU.
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from sparse_nb.attention import Selection, _masked_scores, assert_close, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
+from sparse_nb.bench import captured
 from sparse_nb.kernels import gather, host
 from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels.santa import SCHEMES, decode
@@ -464,18 +465,12 @@ def test_chosen_rows_in_a_graph_and_in_the_compiler():
     p = problem(2, 2, 4, 3000, 128, BF16)
     index, weight, _ = lists(p, 500, "group")
     call = lambda: gather.attend(p.q, p.k, p.v, index, weight)
-    want = call()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream): call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): out = call()
+    replay, out = captured(call)
     for step in range(3):
         more = lists(p, 500, "group", seed=step)
         index.copy_(more[0]), weight.copy_(more[1])
         out.fill_(math.nan)
-        graph.replay()
+        replay()
         assert torch.equal(out, call())
     assert torch.equal(torch.compile(lambda q, i, w: gather.attend(q * 1, p.k, p.v, i, w), fullgraph=True)(p.q, index, weight), call())
 
@@ -546,18 +541,13 @@ def test_graph_replay_with_a_new_seed_and_length(scheme):
     p, seed = problem(2, 2, 4, 1000, 64, BF16), torch.tensor(0, device=DEVICE)
     start, stop = torch.tensor([0, 10], device=DEVICE), torch.tensor([1000, 900], dtype=torch.int32, device=DEVICE)
     call = lambda: decode(p.q, p.k, p.v, samples=64, scheme=scheme, seed=seed, kv_start=start, kv_len=stop)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream): call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): out = call()
+    replay, out = captured(call)
     seen = []
     for step in range(4):
         seed.fill_(2**40 * step + step)
         stop.copy_(torch.tensor([1000 - 300 * step, 11 + step], dtype=torch.int32))
         out.fill_(math.nan)
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
         assert torch.equal(out, call())
         assert torch.equal(out, decode(p.q, p.k, p.v, samples=64, scheme=scheme, seed=2**40 * step + step, kv_start=start, kv_len=stop))

@@ -456,8 +456,18 @@ def test_which_layers_go_to_host_memory_and_which_caches_cannot(llama):
         cache = ids_of_cache(llama)
         assert [type(x).__name__ for x in cache.layers] == ["DynamicLayer", "_Host"]
         run_bad(llama, "cache: layer 1 is a StaticLayer, which cannot be kept in host memory", cache_implementation="static")
+    before = [x.keys.clone() for x in cache.layers]
     replies = [answer(llama, x, IDS[:, :1], TopK(budget=1.0), tokenizer=Letters(), max_new_tokens=2).ids for x in (cache, ids_of_cache(llama))]
-    assert replies[0] == replies[1] and cache.get_seq_length() == 45
+    assert replies[0] == replies[1] and all(torch.equal(x.keys, kept) for x, kept in zip(cache.layers, before))
+
+def test_a_session_that_is_over_keeps_no_cache(llama):
+    import gc
+    import weakref
+    with sparsify(llama, decode=Santa(samples=4, eps=0.5, delta=0.1), offload=True, stats=True) as session: cache = ids_of_cache(llama)
+    layers = [weakref.ref(x) for x in cache.layers]
+    del cache
+    gc.collect()
+    assert len(session.stats()) and not any(x() for x in layers)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64), Santa(samples=32, eps=0.3, delta=0.1)], ids=repr)

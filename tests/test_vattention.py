@@ -396,7 +396,7 @@ def test_search_finds_the_least_error_among_those_that_read_little_enough():
 
 @pytest.mark.parametrize("call, error, message", [
     (lambda m, x: search(m, x, 0.01, grid=dict(eps=(0.1,))), ValueError, "density: no setting reads so little, got 0.01, the least is"),
-    (lambda m, x: search(m, x, 0.3), ValueError, "density must be one of 0.05, 0.1, 0.15, 0.2 unless a grid is given, got 0.3"),
+    (lambda m, x: search(m, x, 0.3), ValueError, "density must be one of 0.1, 0.15, 0.2 unless a grid is given, got 0.3"),
     (lambda m, x: search(m, x, 0.1, grid=dict(epsilon=(0.1,))), ValueError, "grid must name settings of VAttention, got 'epsilon'"),
     (lambda m, x: search(m, [], 0.1), ValueError, "prompts must hold at least one, got none"),
     (lambda m, x: search(m, x, 0.1, queries=0), ValueError, "queries"),
