@@ -155,7 +155,7 @@ def by_layer(
     if isinstance(method, Mapping):
         if extra := [i for i in method if i not in layers]: raise ValueError(f"{name}: there is no layer {extra[0]!r}, layers are {min(layers)} to {max(layers)}")
         found = {i: method.get(i) for i in layers}
-    elif method is None or _is_method(method): found = dict.fromkeys(layers, method)
+    elif method is None or _is_method(method): found = {i: method.at_layer(i) if hasattr(method, "at_layer") else method for i in layers}
     elif callable(method) and not isinstance(method, type): found = {i: method(i) for i in layers}
     else: found = {0: method}
     for x in found.values():
@@ -468,8 +468,7 @@ def register(
     if not name or set(name) & set("/|") or "flash" in name or "paged" in name or name in taken: raise ValueError(f"name: got {name!r}, allowed is one without 'flash', 'paged', '/' and '|' that is not one of transformers' own")
     for what, method in (("prefill", prefill), ("decode", decode)):
         if method is not None and not _is_method(method): raise TypeError(f"{what}: got {type(method).__name__}, allowed is a method")
-        by_layer(what, method, [0], what)
-        if _keeps(method): raise ValueError(f"{what}: {method!r} keeps an index, for which there is only `sparsify`")
+        if _keeps(by_layer(what, method, [0], what)[0]): raise ValueError(f"{what}: {method!r} keeps an index, for which there is only `sparsify`")
     chosen = [None if isinstance(m, Exact) else m for m in (prefill, decode)]
     random = any(getattr(m, "random", True) for m in chosen if m is not None)
     AttentionInterface.register(name, _Dispatch(lambda layer: chosen[0], lambda layer: chosen[1], "A", seed, lambda module: _sdpa, random))

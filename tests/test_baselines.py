@@ -1,23 +1,44 @@
 "Predictors against definitions written out in float64, their states against fresh ones, and both inside transformers' generation"
 import copy
+import dataclasses
 import math
+import tempfile
+from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from scipy import stats
 
 from sparse_nb.attention import Method, Streaming, TopK, assert_close, attention, attention_scores
-from sparse_nb.baselines import CUT, Adamas, DoubleSparsity, Fitted, MagicPIG, Pages, Predictor, Quest, hadamard, heavy_channels, inclusion_probability
+from sparse_nb.baselines import (
+    CUT, PARTS, Adamas, DoubleSparsity, Fitted, HashAttention, Hashes, MagicPIG, Pages, Predictor, Quest, fit_maps, hadamard, hash_examples, hash_maps,
+    heavy_channels, inclusion_probability, signatures, train_hash)
 from sparse_nb.metrics import bytes_read
 
 ALARM = 1e-8  # chance that a check of random numbers fails for a correct sampler; about 100 checks
 
-PREDICTORS = [Quest(0.25), Quest(7, page=5), DoubleSparsity(0.25, channels=5), DoubleSparsity(9, channels=2, chosen=((3, 1), (0, 15))), Adamas(0.25), Adamas(11)]
+FOLDER = tempfile.TemporaryDirectory()
+
+@lru_cache
+def random_maps(size=16, heads=6, groups=2, layers=3, planes=False):
+    "A file of random networks, or, with `planes`, of random hyperplanes, the same for queries and keys"
+    g = torch.Generator().manual_seed(size)
+    def network(n):
+        if not planes: return torch.randn(n, size, 64, generator=g) * size**-0.5, torch.randn(n, 64, generator=g), torch.randn(n, 64, 32, generator=g) / 8, torch.randn(n, 32, generator=g)
+        drawn, eye = torch.randn(size, 32, generator=torch.Generator().manual_seed(5)), torch.eye(32)
+        return tuple(x.repeat(n, *[1] * x.ndim) for x in (torch.cat([drawn, -drawn], 1), torch.zeros(64), torch.cat([eye, -eye]), torch.zeros(32)))
+    path = Path(FOLDER.name) / f"{heads}-{groups}-{size}-{layers}-{planes}.safetensors"
+    save_file({f"{layer}.{part}": x.half() for layer in range(layers) for part, x in zip(PARTS, (*network(groups), *network(heads)))}, path)
+    return str(path)
+
+PREDICTORS = [Quest(0.25), Quest(7, page=5), DoubleSparsity(0.25, channels=5), DoubleSparsity(9, channels=2, chosen=((3, 1), (0, 15))), Adamas(0.25), Adamas(11), HashAttention(0.25, random_maps(), 0), HashAttention(9, random_maps(), layer=2)]
 METHODS = [*PREDICTORS, MagicPIG(bits=3, tables=8, sinks=2, window=4)]
-NAMES = dict(ids=lambda m: repr(m))
+NAMES = dict(ids=lambda m: repr(m).replace(FOLDER.name, ""))
 
 def inputs(seed=0, batch=2, heads=6, groups=2, queries=3, keys=40, size=16, dtype=torch.float64):
     g = torch.Generator().manual_seed(seed)
@@ -35,6 +56,14 @@ def guess(method, q, k):
         return -(code(q)[:, None] - code(k)).abs().sum(-1).double()
     raise AssertionError
 
+def equal_bits(method, q, k, h, g):
+    "The same for two networks of one layer, from the file itself"
+    file = load_file(method.maps)
+    def bits(side, x, head):
+        w1, b1, w2, b2 = (file[f"{method.layer}.{side}_{part}"][head].double() for part in ("w1", "b1", "w2", "b2"))
+        return (x @ w1 + b1).clamp(min=0) @ w2 + b2 > 0
+    return (bits("q", q, h)[:, None] == bits("k", k, g)).sum(-1).double()
+
 def labels(method, k, group):
     "Channels and rounded labels of one group's keys [N, D]"
     chosen = list(method.chosen[group]) if method.chosen else k.std(0).topk(method.channels).indices.sort().values.tolist()
@@ -44,6 +73,7 @@ def labels(method, k, group):
 def brute(method, q, k, b, h, groups):
     "The priorities of head h of sequence b"
     g = h // (q.shape[1] // groups)
+    if isinstance(method, HashAttention): return equal_bits(method, q[b, h], k[b, g], h, g)
     if not isinstance(method, DoubleSparsity): return guess(method, q[b, h], k[b, g])
     chosen, rows = labels(method, k[b, g], g)
     return q[b, h][:, chosen] @ rows.T * q.shape[-1]**-0.5
@@ -52,6 +82,7 @@ def brute(method, q, k, b, h, groups):
 @pytest.mark.parametrize("size", [16, 24])
 def test_priorities_are_their_definition(method, size):
     q, k, v = inputs(size=size)
+    if isinstance(method, HashAttention): method = dataclasses.replace(method, maps=random_maps(size))
     got = method.priorities(q, method.build(k))
     assert got.shape == (2, 6, 3, 40) and got.dtype in (torch.float32, torch.float64)
     for b in range(2):
@@ -130,6 +161,7 @@ def test_index_bytes():
     assert [DoubleSparsity(channels=c).index_bytes(128) for c in (16, 3)] == [10, 3.5]
     assert [Adamas().index_bytes(d) for d in (64, 80, 128)] == [16, 32, 32]
     assert MagicPIG(10, 150).index_bytes(64) == 187.5
+    assert [HashAttention().index_bytes(d) for d in (64, 80, 128)] == [4, 4, 4]
 
 @pytest.mark.parametrize("size", [1, 2, 16, 24, 80])
 def test_hadamard_is_a_rotation(size):
@@ -161,7 +193,7 @@ def fresh(method, state, k):
     return new
 
 OPS = st.lists(st.tuples(st.sampled_from(["append", "append", "select", "crop", "reset", "copy"]), st.integers(0, 10**6)), min_size=1, max_size=14)
-KEEPERS = [Quest(page=1), Quest(page=5), Quest(page=16), DoubleSparsity(channels=3), Adamas(), MagicPIG(bits=3, tables=5)]
+KEEPERS = [Quest(page=1), Quest(page=5), Quest(page=16), DoubleSparsity(channels=3), Adamas(), HashAttention(maps=random_maps(8, 4), layer=0), MagicPIG(bits=3, tables=5)]
 
 @pytest.mark.parametrize("method", KEEPERS, **NAMES)
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -300,6 +332,123 @@ def test_the_estimate_is_unbiased_over_seeds():
     often[:, -1] = False
     assert often.sum() > 20 and z[often].abs().max() < stats.norm.isf(ALARM / 2)
 
+# learned signatures
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_signature_is_the_number_of_its_signs(dtype):
+    number = torch.tensor([0, 1, -1, -2, 2**31 - 1, -2**31, 0x55555555, -0x55555556] + torch.randint(-2**31, 2**31, (500,), generator=torch.Generator().manual_seed(0)).tolist())
+    sign = torch.tensor([[1.0 if int(n) >> j & 1 else -1.0 for j in range(32)] for n in number], dtype=dtype)
+    eye = torch.eye(32)
+    pairs = [x[None] for x in (torch.cat([eye, -eye], 1), torch.zeros(64), torch.cat([eye, -eye]), torch.zeros(32))]
+    got = signatures(sign[None, None] / 8, *pairs)
+    assert got.dtype == torch.int32 and torch.equal(got[0, 0].long(), number)
+
+def test_random_hyperplanes_are_networks_of_this_kind():
+    "Equal bits of the same hyperplanes for query and key count angles: a binomial law"
+    k = torch.nn.functional.normalize(torch.randn(1, 1, 3000, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64), dim=-1)
+    q, method = k[:, :, :1], HashAttention(maps=random_maps(16, 1, 1, planes=True), layer=0)
+    state = method.build(k)
+    drawn = torch.randn(16, 32, generator=torch.Generator().manual_seed(5)).half().double()
+    assert torch.equal(method.priorities(q, state)[0, 0, 0].double(), ((q @ drawn > 0) == (k @ drawn > 0)).sum(-1)[0, 0].double())
+    assert method.priorities(q, state)[0, 0, 0, 0] == 32
+
+def test_networks_are_loaded_once_and_copies_are_cheap():
+    assert hash_maps("pocket", 2)["k_w1"] is hash_maps("pocket", 2)["k_w1"] and hash_maps("pocket", 2)["k_w1"].shape == (2, 64, 64)
+    state = HashAttention(layer=2).build(POCKET[1])
+    other = copy.deepcopy(state)
+    assert vars(other).keys() == {"rows", "maps", "layer"} and torch.equal(other.rows, state.rows) and other.rows is not state.rows
+    assert state.rows.shape == (2, 2, 40, 1) and state.rows.dtype == torch.int32
+    with pytest.raises(OSError): HashAttention(maps="no/such.safetensors", layer=0).build(POCKET[1])
+
+def problem(seed, keys=400, queries=40):
+    "Keys with a pattern of six signs among loud channels, and queries that look for a pattern"
+    g = torch.Generator().manual_seed(seed)
+    pattern = torch.randint(0, 2, (keys, 6), generator=g) * 2.0 - 1
+    k = torch.cat([pattern * (1 + 0.1 * torch.randn(keys, 6, generator=g)), 3 * torch.randn(keys, 26, generator=g)], 1)
+    asked = pattern[torch.randint(keys, (queries,), generator=g)]
+    return (torch.cat([4 * asked, torch.zeros(queries, 26)], 1)[None], k[None], torch.full((queries,), keys - 1)), asked @ pattern.T == 6
+
+def test_training_finds_planted_signs(tmp_path):
+    losses, path = [], tmp_path / "planted.safetensors"
+    learnt = fit_maps([problem(s)[0] for s in range(8)], steps=250, share=(0.01, 0.02), progress=lambda step, loss: losses.append(loss))
+    save_file({f"0.{part}": x for part, x in learnt.items()}, path)
+    hits, total = {}, 0
+    for seed in range(100, 105):  # others than it was trained on
+        (q, k, _), right = problem(seed)
+        total += int(right.sum())
+        for name, maps in (("trained", str(path)), ("drawn", random_maps(32, 1, 1, planes=True))):
+            method = HashAttention(maps=maps, layer=0)
+            rank = method.priorities(q[None], method.build(k[None]))[0, 0].sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+            hits[name] = hits.get(name, 0) + int((right & (rank < right.sum(1, keepdim=True))).sum())
+    assert len(losses) == 250 and sum(losses[-20:]) < 0.7 * sum(losses[:20])
+    assert stats.binomtest(hits["trained"], total).proportion_ci(1 - 2 * ALARM, "exact").low > 0.8 > 0.3 > stats.binomtest(hits["drawn"], total).proportion_ci(1 - 2 * ALARM, "exact").high
+
+def test_training_is_fixed_by_its_seed():
+    g = torch.Generator().manual_seed(3)
+    examples = [(torch.randn(4, 6, 8, generator=g), torch.randn(2, 50, 8, generator=g), torch.tensor([9, 20, 30, 40, 45, 49])) for _ in range(3)]
+    one, same, other = (fit_maps(examples, steps=5, hidden=16, seed=s) for s in (1, 1, 2))
+    assert {part: tuple(x.shape) for part, x in one.items()} == dict(k_w1=(2, 8, 16), k_b1=(2, 16), k_w2=(2, 16, 32), k_b2=(2, 32), q_w1=(4, 8, 16), q_b1=(4, 16), q_w2=(4, 16, 32), q_b2=(4, 32))
+    assert all(torch.equal(one[x], same[x]) for x in PARTS) and not torch.equal(one["k_w1"], other["k_w1"])
+    assert not any(x.requires_grad for x in one.values()) and all(x.isfinite().all() for x in one.values())
+
+def test_training_sees_no_later_key():
+    "What stands behind a query's place has no part in what is learnt from it"
+    q, k, at = torch.randn(2, 6, 8), torch.randn(1, 60, 8), torch.tensor([9, 20, 30, 35, 38, 39])
+    later, losses = k.clone(), ([], [])
+    later[:, 40:] = 100 * torch.randn(1, 20, 8)
+    for x, found in zip((k, later), losses): fit_maps([(q, k[:, :40], at)] * 16 + [(q, x, at)], steps=20, hidden=16, progress=lambda step, loss: found.append(loss))
+    assert losses[0] == losses[1]
+
+@pytest.fixture(scope="module")
+def pocket_heads():
+    "What the pocket model asks at the end of prompts that it was not trained on: the examples of each layer"
+    from sparse_nb import pocket
+    from sparse_nb.tasks import TASKS, make
+    model, tokenizer = pocket.load()
+    return hash_examples(model, [tokenizer(make(task, length, seed=50_000, tokenizer=tokenizer).prompt, return_tensors="pt").input_ids[0] for task in TASKS for length in (700, 1500)], last=8, others=8)
+
+def test_examples_are_what_the_model_asks(pocket_heads):
+    assert list(pocket_heads) == list(range(6)) and {len(x) for x in pocket_heads.values()} == {14}
+    for q, k, at in pocket_heads[3]:
+        n = k.shape[1]
+        assert q.shape == (6, 16, 64) and k.shape == (2, n, 64) and at[-8:].tolist() == list(range(n - 8, n))
+        assert n // 8 <= at[0] and (at.diff() > 0).all()
+
+def test_the_shipped_networks_find_more_than_hyperplanes(pocket_heads, tmp_path):
+    "Recall of the heaviest 5 % of the keys, mean over all heads, prompt by prompt: Student's interval for each side of a level"
+    def recall(layer, example, maps):
+        q, k, at = (x[:, -8:][None] if x.ndim == 3 and len(x) == 6 else x for x in example)
+        found, top = (m.select(q, k[None], causal=True).dense(k.shape[1]) > 0 for m in (HashAttention(0.05, maps, layer), TopK(0.05)))
+        return float(((found & top).sum(-1) / top.sum(-1)).mean())
+    drawn = dict(load_file(random_maps(64, layers=6, planes=True)))
+    for layer, examples in pocket_heads.items(): drawn[f"{layer}.k_b1"] = -(torch.cat([k for _, k, _ in examples], 1).mean(1, keepdim=True) @ drawn[f"{layer}.k_w1"].float())[:, 0].half()  # of centred keys
+    save_file(drawn, tmp_path / "drawn.safetensors")
+    got = {maps: torch.tensor([[recall(layer, x, maps) for x in examples] for layer, examples in pocket_heads.items()]).double().mean(0) for maps in ("pocket", str(tmp_path / "drawn.safetensors"))}
+    shipped, planes = got.values()
+    def end(x, side): return float(x.mean() + side * stats.t.isf(ALARM, len(x) - 1) * x.std() / len(x)**0.5)
+    assert end(planes, 1) < 0.35 < end(shipped, -1), (planes.mean(), shipped.mean())
+
+def test_the_shipped_file_is_small_and_whole():
+    from sparse_nb import pocket
+    path = pocket.path() / "hash_attention.safetensors"
+    held = load_file(path)
+    assert path.stat().st_size < 2**20 and set(held) == {f"{layer}.{part}" for layer in range(6) for part in PARTS}
+    assert all(x.dtype == torch.float16 and x.isfinite().all() for x in held.values())
+
+def test_train_hash_makes_a_file_for_every_layer(tmp_path):
+    from sparse_nb.vattention import VAttention
+    from test_hf import IDS, build
+    model, told = build("llama"), []
+    learnt = train_hash(model, [IDS[0], IDS[0].flip(0)], steps=3, hidden=16, last=4, others=4, progress=lambda layer, step, loss: told.append((layer, step)))
+    save_file(learnt, tmp_path / "llama.safetensors")
+    assert told == [(layer, step) for layer in range(2) for step in range(3)]
+    with pytest.raises(ValueError, match="prompts must be long enough for 96 queries in the last 7/8 of each, got one of 40 tokens"): train_hash(model, [IDS[0]])
+    method, found = HashAttention(0.25, str(tmp_path / "llama.safetensors")), []
+    for decode in (lambda layer: HashAttention(0.25, method.maps, layer), method, VAttention(sinks=1, window=2, topk=0.25, base=8, predictor=method), lambda layer: VAttention(sinks=1, window=2, topk=0.25, base=8, predictor=HashAttention(maps=method.maps, layer=layer))):
+        with sparsify(model, decode=decode, stats=True, seed=1) as session: found.append((ids_of(model), session.stats()))
+    assert set(found[0][1].index.get_level_values("layer")) == {0, 1}
+    for i in (0, 2): assert torch.equal(found[i][0], found[i + 1][0]) and found[i][1].equals(found[i + 1][1])
+
 # settings and bad input
 
 @pytest.mark.parametrize("method", METHODS, **NAMES)
@@ -308,10 +457,11 @@ def test_json_round_trip(method):
     assert hash(method) == hash(Method.from_json(method.to_json()))
 
 def test_the_base_is_no_method():
-    assert "Predictor" not in Method.registry and {"Quest", "DoubleSparsity", "Adamas", "MagicPIG"} <= Method.registry.keys()
+    assert "Predictor" not in Method.registry and {"Quest", "DoubleSparsity", "Adamas", "HashAttention", "MagicPIG"} <= Method.registry.keys()
     with pytest.raises(ValueError, match="method must be one of"): Method.from_json('{"method": "Predictor"}')
 
 Q, K, V = inputs(dtype=torch.float32)
+POCKET = inputs(dtype=torch.float32, size=64)
 @pytest.mark.parametrize("call, error, message", [
     (lambda: Quest(0), ValueError, "budget must be at least 1 key, got 0"),
     (lambda: Quest(1.5), ValueError, r"budget must lie in \(0, 1\]"),
@@ -333,6 +483,19 @@ Q, K, V = inputs(dtype=torch.float32)
     (lambda: heavy_channels(Q, K, 17), ValueError, "channels must be at least 1 and at most 16, got 17"),
     (lambda: heavy_channels(Q, None, 3), TypeError, "k must be a torch.Tensor"),
     (lambda: Adamas(-3), ValueError, "budget must be at least 1 key, got -3"),
+    (lambda: HashAttention(0), ValueError, "budget must be at least 1 key, got 0"),
+    (lambda: HashAttention(maps=None), TypeError, "maps must be a str, got NoneType"),
+    (lambda: HashAttention().build(K), ValueError, "layer must be a number outside of a model, got None"),
+    (lambda: HashAttention(layer=-1), ValueError, "layer must be at least 0, got -1"),
+    (lambda: HashAttention(layer=1.0), TypeError, "layer must be an int, got float"),
+    (lambda: HashAttention(layer=6).new_state().append(*POCKET[1:]), ValueError, r"layer must be one of those in the file 'pocket', \[0, 1, 2, 3, 4, 5\], got 6"),
+    (lambda: HashAttention(layer=0).build(K), ValueError, r"maps 'pocket' do not fit k: x must have the heads and the head size of its networks, \[2, 64\], got \[2, 16\]"),
+    (lambda: HashAttention(layer=0).build(POCKET[1][:, :1]), ValueError, r"do not fit k: .* \[2, 64\], got \[1, 64\]"),
+    (lambda: HashAttention(layer=0).decode(POCKET[0][:, :4], *POCKET[1:]), ValueError, r"maps 'pocket' do not fit q: .* \[6, 64\], got \[4, 64\]"),
+    (lambda: HashAttention(maps=random_maps(), layer=0).decode(Q, K, V, state=Adamas().build(K)), TypeError, "state must be Hashes or None, got Codes"),
+    (lambda: fit_maps([]), ValueError, "examples must hold a prompt, got none"),
+    (lambda: fit_maps([(Q[0], K[0], torch.full((3,), 39))], steps=0), ValueError, "steps must be at least 1, got 0"),
+    (lambda: fit_maps([(Q[0], K[0], torch.full((3,), 39))], hidden=0.5), TypeError, "hidden must be an int, got float"),
     (lambda: MagicPIG(bits=0), ValueError, "bits must be at least 1 and at most 16, got 0"),
     (lambda: MagicPIG(bits=17), ValueError, "bits must be at least 1 and at most 16, got 17"),
     (lambda: MagicPIG(tables=1), ValueError, "tables must be at least 2, got 1"),
@@ -371,7 +534,7 @@ from test_hf import IDS, SMALL, build
 
 GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
 LEARN = [DoubleSparsity(0.25, channels=6), MagicPIG(bits=2, tables=6, sinks=2, window=4)]  # from the first step, which in assisted generation holds a draft
-USED = [Quest(0.25, page=4), Adamas(0.25), DoubleSparsity(0.25, channels=2, chosen=((0, 3), (5, 9))), *LEARN]
+USED = [Quest(0.25, page=4), Adamas(0.25), HashAttention(0.25, random_maps(16, 4), 0), DoubleSparsity(0.25, channels=2, chosen=((0, 3), (5, 9))), *LEARN]
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
@@ -425,7 +588,7 @@ def test_beams_are_followed(llama, method):
     with attention_override(llama, attend, mask="sdpa"): want = ids_of(llama, num_beams=4, max_new_tokens=10)
     with sparsify(llama, decode=method): assert torch.equal(ids_of(llama, num_beams=4, max_new_tokens=10), want)
 
-@pytest.mark.parametrize("method", USED[:3], **NAMES)
+@pytest.mark.parametrize("method", USED[:4], **NAMES)
 def test_a_padded_row_is_its_own_single_run(llama, method):
     "For indexes that learn nothing, and whole pages of padding"
     padded = torch.stack([IDS[0], torch.cat([IDS.new_zeros(8), IDS[0, :32]])])
@@ -450,5 +613,5 @@ def test_a_predictor_finds_what_position_cannot():
     q = q[:, :1].expand(1, 2, 1, 32)
     exact = attention(q, k, v)
     off = lambda method: float((method.decode(q, k, v) - exact).norm() / exact.norm())
-    for method in (TopK(0.1), Quest(0.1), DoubleSparsity(0.1), Adamas(0.1), MagicPIG()): assert off(method) < 0.05, method
+    for method in (TopK(0.1), Quest(0.1), DoubleSparsity(0.1), Adamas(0.1), HashAttention(0.1, random_maps(32, 2, 1, planes=True), 0), MagicPIG()): assert off(method) < 0.05, method
     assert off(Streaming(4, 0.1)) > 0.5

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md",
-          "scores.json"]
+          "scores.json", "hash_attention.safetensors"]
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,7 @@ def test_bad_requests(shipped, call, text):
 
 def test_files_agree():
     files = {p.name for p in pocket.path().iterdir()}
-    assert files == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "scores.json", "README.md"}
+    assert files == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "scores.json", "README.md", "hash_attention.safetensors"}
     shape, stored = pocket.config().to_dict(), json.loads((pocket.path() / "config.json").read_text())
     assert all(stored[k] == shape[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"))
     assert json.loads((pocket.path() / "tokenizer.json").read_text())["model"]["vocab"] == json.loads(TOKENIZER.backend_tokenizer.to_str())["model"]["vocab"]
