@@ -9,10 +9,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from sparse_nb import evaluate, hf, tasks
-from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform
-from sparse_nb.evaluate import accuracy, compare, prefill_rows, read_record, summary
+from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform, attention_scores
+from sparse_nb.evaluate import accuracy, compare, denominator_errors, forced_decode, pareto_methods, prefill_rows, promise_counts, read_record, record_vattention, summary
 from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.santa import Santa
+from sparse_nb.vattention import VAttention
 
 @pytest.fixture(scope="module")
 def tiny():
@@ -147,6 +148,82 @@ def test_a_record_reads_back(tmp_path):
     assert meta == dict(model="pocket") and parts["accuracy"].exact.tolist() == [True, False, True] and parts["accuracy"].seed.tolist() == [0, 1, 2]
     assert parts["values"]["variance"].tolist() == [0.25, 0.26] and parts["values"]["unique"].tolist() == [3.0, 2.5]
     with pytest.raises(OSError): read_record(tmp_path / "y.json")
+
+def test_denominator_errors_are_those_of_the_sum_over_drawn_keys():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 6, 1, 16), torch.randn(2, 2, 50, 16)
+    error, chosen = denominator_errors(Uniform(samples=10), q, k, times=7, seed=3)
+    terms = torch.exp(attention_scores(q.double(), k.double())).expand(-1, -1, 7, -1)
+    torch.testing.assert_close(error, (terms * chosen.dense(50)).sum(-1) / terms.sum(-1) - 1)
+    assert error.dtype == torch.float64 and len(error.unique()) == error.numel() and torch.equal(error, denominator_errors(Uniform(samples=10), q, k, times=7, seed=3)[0])
+    for bad, words in ((dict(times=0), "times: got 0"), (dict(q=q.expand(-1, -1, 2, -1)), "q: got 2 queries")):
+        with pytest.raises(ValueError, match=words): denominator_errors(**dict(method=Exact(), q=q, k=k, times=1) | bad)
+    with pytest.raises(TypeError, match="times"): denominator_errors(Exact(), q, k, times=1.5)
+
+def test_promise_counts_are_counts_of_denominator_errors():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 6, 1, 16), torch.randn(2, 2, 600, 16)
+    kept = dict(sinks=4, window=16, topk=8)
+    row, = [x for x in promise_counts(q, k, times=9, levels=(0.1, 0.2), seed=5, **kept) if (x["kind"], x["eps"], x["delta"]) == ("plain", 0.1, 0.2)]
+    error, chosen = denominator_errors(VAttention(eps=0.1, delta=0.2, plugin="plain", **kept), q, k, times=9, seed=5)
+    assert row["failures"] == (error.abs() > 0.1).sum(-1).flatten().tolist() and row["head"] == list(range(12)) and row["times"] == 9
+    assert row["density"] == pytest.approx(chosen.density(600).mean(-1).flatten().tolist(), rel=1e-3) and row["error"] == pytest.approx(error.abs().mean(-1).flatten().tolist(), rel=1e-3)
+
+def test_forced_decoding_is_decoding_one_token_after_another(tiny):
+    model, _ = tiny
+    torch.manual_seed(1)
+    ids, methods = torch.randint(32, 127, (2, 60)), {0: TopK(0.2), 1: Streaming(2, 10)}
+    at_once = forced_decode(model, ids, methods, read=20, every=15)
+    assert at_once.position.tolist() == [20, 20, 35, 35, 50, 50] and at_once.layer.tolist() == [0, 1] * 3
+    cache = hf.prefill(model, ids[:, :20])
+    for begin, end in ((20, 35), (35, 50), (50, 59)):
+        nats = []
+        with torch.no_grad(), hf.sparsify(model, decode=methods, setup="B", audit=True) as session:
+            for t in range(begin, end): nats.append(torch.nn.functional.cross_entropy(model(input_ids=ids[:, [t]], past_key_values=cache).logits[:, -1], ids[:, t + 1]).item())
+        rows, one = at_once[at_once.position == begin], session.stats().groupby("layer")[["density", "error"]].mean()
+        assert rows[["density", "error"]].to_numpy() == pytest.approx(one.to_numpy(), rel=1e-4) and rows.bits.tolist() == pytest.approx([sum(nats) / len(nats) / math.log(2)] * 2, rel=1e-4)
+    drawn = [forced_decode(model, ids, Uniform(0.2), read=20, every=15, seed=s).error.tolist() for s in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+@pytest.mark.parametrize("bad, error, words", [
+    (dict(read=0), ValueError, "read: got 0, allowed is 1 to 58"), (dict(read=59), ValueError, "read: got 59"), (dict(every=0), ValueError, "every: got 0"), (dict(every=1.5), TypeError, "every"),
+    (dict(method=3), TypeError, "method: got int"), (dict(method={7: Exact()}), ValueError, "there is no layer 7")])
+def test_forced_decoding_refuses_bad_input(tiny, bad, error, words):
+    with pytest.raises(error, match=words): forced_decode(**dict(model=tiny[0], ids=torch.full((1, 60), 65), method=Exact(), read=20) | bad)
+
+def test_a_record_of_vattention_in_small(tmp_path, monkeypatch):
+    whole = evaluate.setup_methods
+    monkeypatch.setattr(evaluate, "setup_methods", lambda *x: {name: m for name, m in whole(*x).items() if name in ("exact", "magicpig-8-75", "streaming-10")})
+    little = dict(prompts=1, device="cpu", length=1280, times=3, texts=1, every=400, captures=1, tasks=("multikey",), densities=(0.1,), pareto=(0.1,))
+    path = record_vattention(tmp_path / "x.json", **little, parts=("promise", "setups"))
+    before = path.read_text()
+    record_vattention(path, **little, parts=("pareto",))
+    meta, parts = read_record(path)
+    assert set(parts) == {"promise", "setups", "pareto"} and set(meta["methods"]) == {"setups", "pareto"} and {x.split()[0] for x in meta["seconds"]} == set(parts)
+    assert [row for row in json.loads(before)["rows"]] == json.loads(path.read_text())["rows"][:len(json.loads(before)["rows"])]
+    promise = parts["promise"]
+    assert (promise.groupby(["kept", "kind", "eps", "delta"])["head"].nunique() == 36).all() and promise.failures.between(0, 3).all()
+    assert promise.density.between(promise.kept.map(dict(usual=256, few=4 + 16 + 1 + 32)) / 1280, 1).all()  # what is kept, and with few of them the base sample too
+    assert set(parts["setups"].setup) == {"A", "B"} and set(parts["setups"].length) == {640}
+    pareto = parts["pareto"].set_index(["task", "method"])
+    names = list(pareto_methods(6, (0.1,)))
+    assert pareto.index.tolist() == [(task, name) for task in ("flat_words", "multikey", "frequent_words") for name in names] and len(names) == 1 + 4 + 4 + 3 + 2 * 4
+    for name in ("topk", "quest", "double_sparsity", "adamas", "hash_attention", "uniform"): assert pareto.xs(f"{name}-10", level="method").density.between(0.1, 0.103).all()
+    assert (pareto.error.dropna() > 0).all() and len(pareto.error.dropna()) == len(pareto) - 3
+    assert (pareto.error.xs("topk-10", level="method") < pareto.error.xs("quest-10", level="method")).all() and (pareto.error.xs("quest-10", level="method") < pareto.error.xs("uniform-10", level="method")).all()
+    said = meta["methods"]["pareto"]
+    assert [x["predictor"]["layer"] for x in said["vattention+hash_attention-10"]] == list(range(6)) and Method.from_json(json.dumps(said["quest-10"])) == pareto_methods(6, (0.1,))["quest-10"]
+    with pytest.raises(ValueError, match="were made with times = 3, got 4"): record_vattention(path, **little | dict(times=4), parts=("pareto",))
+    for bad, words in ((dict(parts=("speed",)), "parts: got 'speed', allowed are promise"), (dict(texts=10**6), "texts: got 1000000 of 1280 bytes, the held-out text has")):
+        with pytest.raises(ValueError, match=words): record_vattention(path, **little | bad)
+    assert read_record(path)[0] == meta
+
+def test_a_record_says_whether_an_answer_is_that_of_exact_attention(tmp_path):
+    rows = [dict(part="pareto", task="t", length=8, setup="A", method="exact", right="10", characters=0.5), dict(part="pareto", task="t", length=8, setup="A", method="x", right="11", characters=1.0, same="10", density=0.1, error=0.2)]
+    (tmp_path / "x.json").write_text(json.dumps(dict(meta={}, rows=rows)))
+    table = read_record(tmp_path / "x.json")[1]["pareto"]
+    assert table.exact.tolist() == [True, False, True, True] and table.same[2:].tolist() == [True, False] and table.same[:2].isna().all()
+    assert table.density.isna().tolist() == [True, True, False, False] and table.exact.dtype == bool and table.seed.tolist() == [0, 1, 0, 1]
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_answers_with_the_kernel_and_with_the_reference():
