@@ -21,7 +21,7 @@ import scipy.stats
 import torch
 
 from .attention import (
-    _GATHER, _TICKETS, Method, Selection, Stats, _masked_scores, _new_seed, _tickets, attention, check_inputs, fold_in, may_look, near, no_autocast,
+    _GATHER, _TICKETS, _TRITON, Method, Selection, Stats, _masked_scores, _new_seed, _tickets, attention, check_inputs, fold_in, may_look, near, no_autocast,
     philox, promote, stream_seeds, take_rows, visible_range, weighted_attention)
 from .metrics import relative_error, rows_read
 from .santa import _check_choice, _check_count, _check_flag, _cut, _radius
@@ -65,6 +65,7 @@ def _check_budget_of(eps, delta, bound, replacement, **reaches):
     return {name: 0 if x is None else x for name, x in reaches.items()}
 
 @lru_cache
+@torch.compiler.assume_constant_result
 def _levels(delta, vector):
     "ln(2 / delta), and the Gaussian quantile of a squared error."
     return math.log(2 / delta), gaussian_quantile(delta) if vector else NormalDist().inv_cdf(1 - delta / 2) ** 2
@@ -254,24 +255,29 @@ def _random_order(kept, seen, seeds):
         order.append(torch.where(kept_, i - n, _tickets(seeds_, n).masked_fill(~seen_, 2**63 - 1)).argsort(-1))
     return torch.cat(order).view(kept.shape)
 
-def _choose(q, k, s, state, first, end, seeds, scale):
-    "By the settings `s`: the order of reading [B, H, Q, N] from the first visible key, how many keys of it are kept, how many are the base sample, and for the oracle the largest score of the residual [B, H, Q]."
-    n, groups, oracle = k.shape[2], k.shape[1], s.predictor == "oracle"
-    join = lambda x, how: how(x.unflatten(1, (groups, -1))) if s.share else x
-    split = lambda x: x.repeat_interleave(q.shape[1] // groups, 1) if s.share else x
+def _keep(q, k, s, state, first, end, scale):
+    "By the settings `s`, which keys from the first visible one on are kept and which are visible [B, lists, Q, N], a list for each head or group; for the oracle also all scores [B, H, Q, N]."
+    n, oracle = k.shape[2], s.predictor == "oracle"
     scores = _masked_scores(q, k, 0, first, end, scale) if oracle else promote(s.predictor.priorities(q, state, scale=scale))
     scores = _cut(scores, first, end, n)[..., 0, :]
-    heavy, visible, i = join(scores, lambda x: (x.softmax(-1) if oracle else x).sum(2)), end - first, torch.arange(n, device=q.device)
+    heavy = (scores.softmax(-1) if oracle else scores).unflatten(1, (k.shape[1], -1)).sum(2) if s.share else scores
+    visible, i = end - first, torch.arange(n, device=q.device)
     (sinks, _), (window, _), (top, slots) = (_counted(x, visible, n) for x in (s.sinks, s.window, s.topk))
     middle = (i >= sinks[..., None]) & (i < (visible - window)[..., None])
     found = heavy.masked_fill(~middle, -math.inf).topk(slots).indices
     taken = (torch.arange(slots, device=q.device) < top[..., None]).expand(found.shape)
     seen = (i < visible[..., None]).expand(heavy.shape)
-    kept = seen & (~middle | torch.zeros_like(seen).scatter(-1, found, taken))
-    order = split(_random_order(kept, seen, join(seeds, lambda x: x[:, :, 0])))
+    return seen & (~middle | torch.zeros_like(seen).scatter(-1, found, taken)), seen, scores if oracle else None
+
+def _choose(q, k, s, state, first, end, seeds, scale):
+    "By the settings `s`: the order of reading [B, H, Q, N] from the first visible key, how many keys of it are kept, how many are the base sample, and for the oracle the largest score of the residual [B, H, Q]."
+    n, visible = k.shape[2], end - first
+    kept, seen, scores = _keep(q, k, s, state, first, end, scale)
+    split = lambda x: x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+    order = split(_random_order(kept, seen, seeds[:, ::q.shape[1] // kept.shape[1]]))
     kept, seen = split(kept), split(seen)
     count = kept.sum(-1)
-    return order, count, _base_count(s.base, visible - count, n)[0], scores.masked_fill(kept | ~seen, -math.inf).amax(-1) if oracle else None
+    return order, count, _base_count(s.base, visible - count, n)[0], None if scores is None else scores.masked_fill(kept | ~seen, -math.inf).amax(-1)
 
 def _longest(x, q, first, end):
     "Length [B, H, 1] of the longest row of `x` [B, G, N, D] that some query of the sequence sees; a cache can keep the running maximum."
@@ -346,6 +352,53 @@ def _read(q, k, v, s, state, seed, causal, scale, kv_start, kv_len):
     return selection, Promise(s.guarantee, s.eps, s.delta, s.bound, s.bound != "clt" and s.plugin == "upper", *found, None if s.guarantee == "denominator" else norm,
                               rows_read(selection, n) / visible, rows_read(selection, n, groups=groups) / visible)
 
+# %% ../nbs/20_vattention.ipynb #7d3e51b9
+def _why_not_kernels(s, q):
+    "Which setting or tensor has no kernel, or None: one query, a promise for the denominator, no key twice."
+    if s.guarantee != "denominator": return f"guarantee must be 'denominator' for backend='triton', got {s.guarantee!r}"
+    if s.replacement: return "replacement must be False for backend='triton', got True"
+    if q.shape[2] != 1: return f"q must have one query for backend='triton', got {q.shape[2]}"
+    if q.shape[3] > 256: return f"q must have a head size of at most 256 for backend='triton', got {q.shape[3]}"
+    if q.dtype == torch.float64: return "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"
+
+def _decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_len, stats):
+    "Output of the kernels, and on request `Stats`. Signatures are compared by kernels, other predictors choose in PyTorch."
+    from sparse_nb.kernels import vattention as kernels
+    n, groups, delta = k.shape[2], k.shape[1], s.delta * (1 - PLUGIN_SHARE) if s.plugin == "upper" else s.delta
+    lists, scale, seed = groups if s.share else q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, _new_seed(seed)
+    first, end = visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
+    if s.predictor != "oracle" and state is None:
+        state = s.predictor.new_state()
+        state.append(near(k, q), near(v, q))
+    log, square = _levels(delta, False)
+    settings = kernels.Settings(s.sinks, s.window, s.topk, s.base, BASE_LEAST, s.eps, log, square, math.log(2 / PLUGIN_SHARE / s.delta), s.bound, s.plugin, CLT_LEAST)
+    scores, given = None, {}
+    if hasattr(s.predictor, "query_networks"): given = dict(codes=state.rows, maps=s.predictor.query_networks(q.device))
+    else:
+        kept, seen, scores = (None if x is None else x[:, :, 0] for x in _keep(q, k, s, state, first, end, scale))
+        most, i = min(n, sum(_counted(x, end - first, n)[1] for x in (s.sinks, s.window, s.topk))), torch.arange(n, device=q.device)
+        place = torch.where(kept, kept.cumsum(-1) - 1, most)
+        rows = torch.zeros(*kept.shape[:2], most + 1, dtype=torch.int32, device=q.device).scatter_(-1, place, (first + i).int().expand(kept.shape))[..., :most]
+        words = torch.nn.functional.pad(kept, (0, -n % 32)).unflatten(-1, (-1, 32)).int() << torch.arange(32, device=q.device, dtype=torch.int32)
+        given = dict(kept=rows, mask=words.sum(-1, dtype=torch.int32))
+    if scores is not None:
+        kept, seen = (x.repeat_interleave(q.shape[1] // lists, 1) for x in (kept, seen))
+        given["ceiling"] = scores.masked_fill(kept | ~seen, -math.inf).amax(-1).float() / math.log(2)
+    elif s.bound != "clt": given["ceiling"] = (promote(q).double().norm(dim=-1) * _longest(k, q, first, end) * scale / math.log(2)).float()[..., 0]
+    found = kernels.decode(q, k, v, settings, lists=lists, seed=seed, scale=scale, kv_start=kv_start, kv_len=kv_len, **given)
+    if not stats: return found.out
+    over_heads = lambda x: x.repeat_interleave(q.shape[1] // lists, 1)[..., None]
+    visible = (end - first).expand(q.shape[:3])
+    base, extra, rest = (over_heads(x) for x in (found.base.sum(-1), found.extra.sum(-1), found.rest))
+    kept, read = visible - rest - base, visible - rest + extra
+    spread, size, asked, shift = found.facts[:, :, None].double().unbind(-1)
+    density = read / visible
+    if s.share: group = density[:, ::q.shape[1] // groups]
+    else: group = rows_read(kernels.selection(found, kept[..., 0][:, ::q.shape[1] // lists], q.shape[1]), n, groups=groups) / visible[:, ::q.shape[1] // groups]
+    promise = Promise(s.guarantee, s.eps, s.delta, s.bound, s.bound != "clt" and s.plugin == "upper", kept, base, rest, asked.long(), extra, extra == rest, shift * math.log(2), spread, size, None, density, group)
+    index_bytes = 0 if s.scores_all else int(s.predictor.index_bytes(q.shape[-1]) * n)
+    return found.out, Stats(visible if s.scores_all else read, read, index_bytes, density, read, promise)
+
 # %% ../nbs/20_vattention.ipynb #1816bd53
 def _check_part(name, x, least=0):
     "Raise TypeError unless `x` is an int or a float, ValueError unless it is at least `least` or in (0, 1]."
@@ -388,6 +441,10 @@ class VAttention(Method):
         "Only the oracle reads every visible key to choose."
         return self.predictor == "oracle"
 
+    def at_layer(self, layer):
+        "This method with a predictor for a layer, where the predictor has something to learn of each."
+        return replace(self, predictor=self.predictor.at_layer(layer)) if hasattr(self.predictor, "at_layer") else self
+
     def new_state(self):
         "The predictor's index; None for the oracle."
         return None if self.predictor == "oracle" else self.predictor.new_state()
@@ -404,11 +461,17 @@ class VAttention(Method):
         self._check_state(state, k)
         return _read(q, k, None, self, state, seed, causal, scale, kv_start, kv_len)[0]
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False, state=None):
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False, backend="auto", state=None):
         "`vattention_decode` with these settings."
         check_inputs(q, k, v, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
         _check_flag("return_stats", return_stats)
+        _check_choice("backend", backend, ("auto", "torch", "triton"))
         self._check_state(state, k)
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        why = "backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'" if learns else _why_not_kernels(self, q)
+        if backend == "triton" and why: raise (TypeError if "float64" in why else ValueError)(why)
+        if backend == "triton" or backend == "auto" and _TRITON and q.is_cuda and not why:
+            return _decode_by_kernels(q, k, v, self, state, seed, scale, kv_start, kv_len, return_stats)
         selection, promise = _read(q, k, v, self, state, seed, causal, scale, kv_start, kv_len)
         out = weighted_attention(q, k, v, selection, scale=scale)
         if not return_stats: return out
@@ -438,6 +501,7 @@ def vattention_decode(
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    backend: str = "auto",                # "torch", "triton" (one query on a GPU, the denominator's promise, no replacement) or "auto"
     state=None,                           # the predictor's index of the keys `k`; None builds it
     return_stats: bool = False,           # also return `Stats`?
 ):                                        # [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`
@@ -449,7 +513,7 @@ def vattention_decode(
     Raises as `attention_scores`, and TypeError or ValueError for bad settings and a `state` that does not fit.
     """
     settings = VAttention(eps, delta, sinks, window, topk, base, predictor, guarantee, bound, replacement, plugin, share)
-    return settings.decode(q, k, v, causal=causal, seed=seed, scale=scale, kv_start=kv_start, kv_len=kv_len, return_stats=return_stats, state=state)
+    return settings.decode(q, k, v, causal=causal, seed=seed, scale=scale, kv_start=kv_start, kv_len=kv_len, return_stats=return_stats, backend=backend, state=state)
 
 # %% ../nbs/20_vattention.ipynb #206fc503
 class Audit(NamedTuple):

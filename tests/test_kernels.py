@@ -17,14 +17,17 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import pytest
+import scipy.stats
 import torch
 
 triton = pytest.importorskip("triton")
 
-from sparse_nb.attention import Selection, _masked_scores, assert_close, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
+from sparse_nb.attention import Selection, _masked_scores, assert_close, attention, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
 from sparse_nb.bench import captured
+from sparse_nb import baselines, vattention
 from sparse_nb.kernels import gather, host
 from sparse_nb.kernels import santa as kernels
+from sparse_nb.kernels import vattention as steps
 from sparse_nb.kernels.santa import SCHEMES, decode
 from sparse_nb.santa import _cut, _largest_remainder, santa_decode, select_santa
 
@@ -662,3 +665,221 @@ if not INTERPRETED:
         # the budgets of the proportional scheme, for comparison only, may spill where a head has thousands of tiles
         allowed = lambda row: 512 if row["kernel"] == "budgets, proportional" and row["n"] > 131072 else 0
         assert not [row for row in rows if row["spills"] > allowed(row) or row["registers"] > 255 or row["shared"] > 99 * 1024]
+
+
+# vAttention
+
+def settings_of(s):
+    "What the kernels are told of a `VAttention`."
+    level, log_square = s.delta * (0.8 if s.plugin == "upper" else 1), vattention._levels
+    return steps.Settings(s.sinks, s.window, s.topk, s.base, 32, s.eps, *log_square(level, False), math.log(10 / s.delta), s.bound, s.plugin)
+
+
+def networks(H, D, M, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return tuple(torch.randn(*shape, device=DEVICE, generator=generator) for shape in ((H, D, M), (H, M), (H, M, 32), (H, 32)))
+
+
+def random_codes(B, G, N, seed=0): return torch.randint(-2**31, 2**31, (B, G, N, 1), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)).int()
+
+
+def agreement(p, codes, maps, lists):
+    "Equal bits of queries and keys, summed over the heads of a list [B, L, N], and whether a rounding error could change them [B, L]."
+    H, G = p.q.shape[1], codes.shape[1]
+    hidden = (torch.einsum("bhd,hdm->bhm", p.q[:, :, 0].double(), maps[0].double()) + maps[1]).relu()
+    out = torch.einsum("bhm,hmj->bhj", hidden, maps[2].double()) + maps[3]
+    bits = (codes[:, :, :, 0, None] >> torch.arange(32, device=DEVICE)) & 1
+    equal = (bits.repeat_interleave(H // G, 1) == (out > 0)[:, :, None]).sum(-1)
+    return equal.unflatten(1, (lists, -1)).sum(2), (out.abs().amin(-1) < 1e-3).unflatten(1, (lists, -1)).any(2)
+
+
+def kept_of(found, s, first, n):
+    "How many keys a list keeps, by the settings, of n visible ones."
+    count = lambda x: min(x, n) if isinstance(x, int) else math.ceil(n * x * (1 - 1e-12))
+    left = count(s.sinks)
+    right = max(n - count(s.window), left)
+    return left, right, min(count(s.topk), right - left)
+
+
+STEP = vattention.VAttention(0.2, 0.1, sinks=3, window=7, topk=0.05, base=0.1)
+
+@kernel
+@pytest.mark.parametrize("lists", ["group", "head"])
+@pytest.mark.parametrize("dtype, D, R, rtol, layout, ragged", sizes(
+    [(dtype, D, R, rtol, "plain", False) for dtype, rtol in ((BF16, 8e-3), (FP16, 2e-3), (FP32, 3e-6)) for D in (64, 80, 96, 128, 256) for R in (1, 3, 4, 8)]
+    + [(FP32, 64, 3, 3e-6, layout, True) for layout in LAYOUTS if layout != "one for all"],
+    [(BF16, 16, 3, 8e-3, "by position", False), (FP32, 24, 4, 3e-6, "plain", True)]), ids=str)
+def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, lists):
+    B, G, N = 2, sizes(2, 1), sizes(9000, 700)
+    p = problem(B, G, R, N, D, dtype, layout=layout, ragged=ragged)
+    H, L = G * R, G if lists == "group" else G * R
+    codes, maps = random_codes(B, G, N), networks(H, D, 48)
+    found = poisoned(lambda: steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=L, codes=codes, maps=maps, seed=5, **p.masks))
+    equal, close = agreement(p, codes, maps, L)
+    firsts, ends = (x[:, 0, 0] for x in visible_range(p.q, p.k, **p.masks))
+    kept = torch.zeros(B, L, dtype=torch.long, device=DEVICE)
+    for b in range(B):
+        first, n = int(firsts[b if len(firsts) > 1 else 0]), int((ends - firsts)[b if len(ends) > 1 else 0])
+        left, right, top = kept_of(found, STEP, first, n)
+        kept[b] = n - (right - left) + top
+        for g in range(L):
+            row = found.rows[b, g].long()
+            own, order = row[:int(kept[b, g])] - first, row[found.slots:found.slots + int(found.places[b, g])]
+            new = order[order >= 0] - first
+            base, extra = int(found.base[b, g].sum()), int(found.extra[b, g].sum())
+            assert len(new) == base + extra and len(torch.cat([own, new]).unique()) == len(own) + len(new) and 0 <= int(new.min()) and int(new.max()) < n
+            assert int(found.rest[b, g]) == n - len(own) - base and base >= math.ceil((n - len(own)) * 0.1) and extra >= min(int(found.rest[b, g]), int(found.facts[b, g * H // L:(g + 1) * H // L, 2].max()))
+            if close[b, g]: continue
+            score = equal[b, g, first:first + n] >> max(0, (32 * H // L - 1).bit_length() - 6)
+            middle = score[left:right].clamp(max=63).sort(descending=True, stable=True).indices[:top] + left
+            assert torch.equal(own, torch.cat([torch.arange(left, device=DEVICE), middle, torch.arange(right, n, device=DEVICE)]).sort().values)
+    chosen = steps.selection(found, kept, H)
+    assert found.out.dtype == dtype
+    visible = Problem(p.q, *(torch.where(x.isnan(), 0, x) for x in (p.k, p.v)))
+    assert_close(found.out, true_output(visible, chosen.index, chosen.weight), rtol=rtol)
+    # the budgets, from the same base sample
+    end = found.slots + found.places.max()
+    order = found.rows[:, :, found.slots:int(end)]
+    drawn = (order >= 0) & (torch.arange(order.shape[-1], device=DEVICE) < found.places[..., None])
+    heads = lambda x: x.repeat_interleave(H // L, 1)[:, :, None]
+    rank, base = drawn.cumsum(-1), found.base.sum(-1)
+    quarter = found.base[..., :found.base.shape[-1] // 4].sum(-1)
+    one, two = (drawn & (rank <= quarter[..., None])), drawn & (rank > quarter[..., None]) & (rank <= base[..., None])
+    slots = torch.arange(found.slots, device=DEVICE) < kept[..., None]
+    parts = [heads(torch.cat([x, y], -1)) for x, y in ((slots, one & False), (slots & False, one), (slots & False, two))]
+    index = heads(torch.cat([found.rows[:, :, :found.slots], order], -1)).long()
+    used = parts[0] | parts[1] | parts[2]
+    e, shift = vattention._terms(visible.q.double(), visible.k.double(), torch.where(used, index, 0), used, None)
+    n_s = heads(found.rest + base)
+    facts = vattention._facts(e[..., None], *parts, n_s, (e * (parts[1] | parts[2])).amax(-1), "upper", "clt", STEP.delta / 10, False)
+    deviation, size, asked, unit = found.facts[:, :, None].double().unbind(-1)
+    assert_close(unit * math.log(2), shift, rtol=max(rtol, 1e-4))
+    want = vattention._asked(STEP, facts, None, heads(found.rest))
+    if dtype == FP32:
+        assert_close(deviation, facts.spread.sqrt(), rtol=2e-3)
+        assert_close(size, facts.size, rtol=2e-3)
+        assert ((asked - want).abs() <= 2 + 5e-3 * want).all()
+    else: assert ((asked - want).abs() <= 4 + 0.1 * want).all()
+
+
+@kernel
+def test_vattention_draws_uniformly_and_keeps_its_promise():
+    B, N = sizes((4096, 600), (30, 400))
+    one, s = problem(1, 1, 2, N, 16, FP32, spread=0.5), vattention.VAttention(0.2, 0.2, sinks=2, window=4, topk=0.03, base=0.1)
+    p = Problem(*(x.expand(B, -1, -1, -1) for x in one[:3]))
+    codes, maps = random_codes(1, 1, N).expand(B, -1, -1, -1), networks(2, 16, 32)
+    found = poisoned(lambda: steps.decode(p.q, p.k, p.v, settings_of(s), lists=1, codes=codes, maps=maps, seed=9))
+    kept = int(kept_of(found, s, 0, N)[2]) + 6
+    chosen = steps.selection(found, torch.full((B, 1), kept, device=DEVICE), 2)
+    dense = torch.zeros(B, N, dtype=torch.double, device=DEVICE).scatter_add_(-1, chosen.index[:, 0, 0], chosen.weight[:, 0, 0].double())
+    assert_close(dense.sum(-1), torch.full((B,), float(N), device=DEVICE), rtol=1e-5)
+    # each key outside the kept ones is in the base sample as often as any other
+    base = (found.rows[:, 0, found.slots:] >= 0) & ((found.rows[:, 0, found.slots:] >= 0).cumsum(-1) <= found.base.sum(-1))
+    base &= torch.arange(N, device=DEVICE) < found.places
+    hits = torch.zeros(B, N + 1, device=DEVICE).scatter_add_(-1, torch.where(base, found.rows[:, 0, found.slots:], N).long(), torch.ones(B, N, device=DEVICE))[:, :N].sum(0)
+    others = (found.rows[0, 0, :kept, None] != torch.arange(N, device=DEVICE)).all(0)
+    share = base.sum(-1).double() / (N - kept)
+    z = (hits[others] - share.sum()) / (share * (1 - share)).sum().sqrt()
+    assert float(z.abs().max()) < NormalDist().inv_cdf(1 - ALARM / 2 / int(others.sum())) and not hits[~others].any()
+    # the estimate of the denominator is unbiased, and rarely off by more than promised
+    terms = torch.exp(_masked_scores(p.q[:1].double(), p.k[:1].double(), 0, *visible_range(p.q[:1], p.k[:1]), None)[0, :, 0])
+    assert not (found.extra.sum(-1) == found.rest).any()
+    D = dense @ terms.T
+    z = (D.mean(0) - terms.sum(-1)) * B**0.5 / D.std(0)
+    assert float(z.abs().max()) < NormalDist().inv_cdf(1 - ALARM / 4)
+    failed = ((D / terms.sum(-1) - 1).abs() > s.eps).sum(0)
+    assert all(scipy.stats.binom.sf(int(x) - 1, B, s.delta) > ALARM for x in failed)
+
+
+@kernel
+def test_vattention_streams_and_device_seeds():
+    p = problem(2, 2, 2, 150, 16, FP32)
+    codes, maps = random_codes(2, 2, 150), networks(4, 16, 32)
+    run = lambda seed, lists=2: steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=lists, codes=codes, maps=maps, seed=seed)
+    order = lambda x: x.rows[:, :, x.slots:x.slots + 20]
+    one = run(2**40 + 7)
+    assert torch.equal(one.out, run(2**40 + 7).out) and torch.equal(one.out, run(torch.tensor(2**40 + 7, device=DEVICE)).out)
+    assert not torch.equal(order(one), order(run(8))) and not torch.equal(order(one)[0], order(one)[1]) and not torch.equal(order(one)[:, 0], order(one)[:, 1])
+    rows, heads = torch.arange(2, device=DEVICE).view(-1, 1), torch.arange(4, device=DEVICE)
+    assert torch.equal(run(fold_in(2**40 + 7, rows, heads)).out, one.out)
+    assert torch.equal(order(run(fold_in(2**40 + 7, rows, heads), 4))[:, ::2], order(run(2**40 + 7, 4))[:, ::2])
+
+
+@kernel
+@pytest.mark.parametrize("predictor, share, bound, plugin", sizes(
+    [(x, share, *how) for x in ("oracle", baselines.Quest(page=8)) for share in (True, False) for how in (("clt", "upper"), ("clt", "plain"), ("bernstein", "upper"), ("hoeffding", "upper"))],
+    [("oracle", True, "clt", "upper"), ("oracle", False, "bernstein", "upper"), (baselines.Quest(page=8), True, "hoeffding", "upper"), (baselines.Quest(page=8), False, "clt", "plain")]), ids=str)
+def test_vattention_by_any_predictor(predictor, share, bound, plugin):
+    p = problem(2, 2, 3, sizes(3000, 150), 16, FP32, ragged=True)
+    k, v = (torch.where(x.isnan(), 0, x) for x in (p.k, p.v))
+    method = vattention.VAttention(0.2, 0.1, 4, 5, 0.06, 0.1, predictor, bound=bound, plugin=plugin, share=share)
+    (out, stats), (_, reference) = (method.decode(p.q, k, v, seed=3, **p.masks, return_stats=True, backend=x) for x in ("triton", "torch"))
+    mine, theirs = stats.certificate, reference.certificate
+    visible = (visible_range(p.q, k, **p.masks)[1] - visible_range(p.q, k, **p.masks)[0]).expand(mine.kept.shape)
+    assert torch.equal(mine.kept, theirs.kept) and mine.proven == theirs.proven and torch.equal(mine.kept + mine.base + mine.rest, visible)
+    assert ((mine.budget >= mine.asked) | (mine.budget == mine.rest)).all() and torch.equal(mine.exact, mine.budget == mine.rest)
+    assert torch.equal(stats.values_read, visible - mine.rest + mine.budget)
+    group = mine.density.unflatten(1, (2, -1))
+    assert (mine.group_density >= group.amax(2) - 1e-6).all() and (not share or torch.equal(mine.group_density, group[:, :, 0]))
+    if mine.exact.all(): assert_close(out, attention(p.q, k, v, **p.masks), rtol=1e-5)
+    assert torch.equal(out, method.decode(p.q, k, v, seed=3, **p.masks, backend="triton"))
+
+
+@kernel
+def test_vattention_of_few_keys_reads_all_and_spoilt_heads_show():
+    for N in (1, 2, 5, 33):
+        p = problem(1, 1, 2, N, 16, FP32)
+        out = steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=1, codes=random_codes(1, 1, N), maps=networks(2, 16, 32), seed=1).out
+        assert_close(out, true_output(p, torch.arange(N, device=DEVICE).expand(1, 2, 1, N), torch.ones(1, 2, 1, N, device=DEVICE)), rtol=1e-5)
+    p = problem(1, 2, 1, 300, 16, FP32)
+    p.k[:, 1, 0] = math.nan
+    out = steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=2, codes=random_codes(1, 2, 300), maps=networks(2, 16, 32), seed=1).out
+    assert out[0, 1].isnan().all() and not out[0, 0].isnan().any()
+
+
+@kernel
+def test_vattention_refuses_what_has_no_kernel():
+    p = problem(1, 2, 2, 100, 16, FP32)
+    decode_ = lambda q=p.q, lists=2, **kw: steps.decode(q, p.k, p.v, settings_of(STEP), lists=lists, **({"codes": random_codes(1, 2, 100), "maps": networks(4, 16, 32)} | kw))
+    with pytest.raises(ValueError, match="lists must be 4 or 2, for each head or for each group, got 1"): decode_(lists=1)
+    with pytest.raises(ValueError, match="codes or kept must be given, and not both"): decode_(codes=None)
+    with pytest.raises(ValueError, match="q must have one query, got 2"): decode_(q=torch.zeros(1, 4, 2, 16, device=DEVICE))
+    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32, got torch.float64"): decode_(q=p.q.double())
+    with pytest.raises(ValueError, match="q must have a head size of at most 256, got 300"): decode_(q=torch.zeros(1, 4, 1, 300, device=DEVICE))
+    for settings, error, message in ((dict(guarantee="output"), ValueError, "guarantee must be 'denominator' for backend='triton', got 'output'"), (dict(replacement=True), ValueError, "replacement must be False for backend='triton', got True")):
+        with pytest.raises(error, match=message): vattention.VAttention(**settings).decode(p.q, p.k, p.v, backend="triton")
+    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"): STEP.decode(*(x.double() for x in p[:3]), backend="triton")
+    with pytest.raises(ValueError, match="backend must be one of"): STEP.decode(*p[:3], backend="cuda")
+
+
+@kernel
+def test_vattention_compiles_into_one_graph():
+    p, seed = problem(1, 2, 2, 200, 16, FP32), torch.tensor(5, device=DEVICE)
+    codes, maps, settings, how = random_codes(1, 2, 200), networks(4, 16, 32), settings_of(STEP), dict(fullgraph=True, backend="inductor" if GPU else "eager")
+    call = lambda q, seed: steps.decode(q * 1, p.k, p.v, settings, lists=2, codes=codes, maps=maps, seed=seed).out
+    assert torch.equal(torch.compile(call, **how)(p.q, seed), call(p.q, seed))
+    for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(page=8), share=True)):
+        call = lambda q, seed: method.decode(q * 1, p.k, p.v, seed=seed, backend="triton")
+        assert_close(torch.compile(call, **how)(p.q, seed), call(p.q, seed), rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_vattention_in_a_graph():
+    p, seed = problem(2, 2, 4, 3000, 128, BF16), torch.tensor(0, device=DEVICE)
+    codes, maps, stop, settings = random_codes(2, 2, 3000), networks(8, 128, 64), torch.tensor([3000, 2500], device=DEVICE), settings_of(STEP)
+    call = lambda: steps.decode(p.q, p.k, p.v, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_len=stop).out
+    replay, out = captured(call)
+    for step in range(3):
+        seed.fill_(2**40 * step + 3)
+        stop.copy_(torch.tensor([3000 - 700 * step, 40 + step]))
+        out.fill_(math.nan)
+        replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, call())
+    host = [pinned(x) for x in (p.k, p.v)]
+    assert torch.equal(steps.decode(p.q, *host, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_len=stop).out, call())
+    for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, share=True), vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest())):
+        replay, out = captured(lambda: method.decode(p.q, p.k, p.v, seed=seed))
+        replay()
+        assert torch.equal(out, method.decode(p.q, p.k, p.v, seed=seed))

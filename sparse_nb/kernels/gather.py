@@ -81,7 +81,7 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, C, D: tl
     tl.store(out_ptr + (bh // H) * out_b + (bh % H) * out_h + o_d * out_d, out.to(out_ptr.dtype.element_ty), mask=m_d)
 
 # %% ../../kernels/gather.ipynb #5efaf74c
-_BLOCK, _WARPS, _STAGES, _PROGRAMS = 32, 4, 2, 4  # slots at once, for rows of up to 256 bytes; programs for each multiprocessor
+_BLOCK, _WARPS, _STAGES, _PROGRAMS = 32, 4, 3, 4  # slots at once, for rows of up to 256 bytes; programs for each multiprocessor
 
 def _slots(BD, itemsize): return max(16, min(_BLOCK, 2**13 // (BD * itemsize)))
 
