@@ -410,7 +410,7 @@ class Hashes(State):
 
 @dataclass(frozen=True)
 class HashAttention(Predictor):
-    """Equal bits of learned signatures (HashAttention, Desai et al. 2025). Each layer has networks of its own.
+    """Equal bits of learned signatures (HashAttention, Desai et al. 2024). Each layer has networks of its own.
 
     Raises TypeError or ValueError for settings that can never work.
     """

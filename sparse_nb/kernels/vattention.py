@@ -564,10 +564,10 @@ def record_launches(
         replay, result = bench.captured(call)
         result.fill_(float("nan"))
         replay()
-        error = check(result)
+        error = {} if check is None else dict(error=float(f"{check(result):.3g}"))
         times = bench.quartiles(bench.cold_times(replay, protocol, device="cuda", buffer=buffer))
-        rows.append(row | times._asdict() | dict(error=float(f"{error:.3g}")))
-        say(f"{row}: {times.median_us:.1f} us, error {error:.2g}, {time.perf_counter() - began:.0f} s")
+        rows.append(row | times._asdict() | error)
+        say(f"{row | error}: {times.median_us:.1f} us, {time.perf_counter() - began:.0f} s")
     with torch.no_grad():
         for n in lengths:
             torch.cuda.empty_cache()
@@ -601,9 +601,9 @@ def record_launches(
                 if not worst < 0.01: raise bench.Refused(f"differs from the reference by {worst:.3g} of it")
                 return worst
             row = dict(method="vattention", n=n, density=round(share, 4), kept=kept, base=round(base), extra=round(extra))
-            nbytes = (40960 * H, 4 * n * G, n * G, 4 * G * D * (kept + base), 0, 4 * G * D * extra, 0)  # what a launch has to read
+            nbytes = (sum(x.nbytes for x in given["maps"]), 4 * n * G, n * G, 4 * G * D * (kept + base), 0, 4 * G * D * extra, 0)  # what a launch has to read
             for j, name in enumerate(names):
-                note(lambda: _run(q, k, v, s, G, *(given[x] for x in ("codes", "maps")), seed=7, launches=j + 1).out, close if name == "merge" else lambda result: 0.0, **row, launch=name, memory="device", nbytes=int(nbytes[j]))
+                note(lambda: _run(q, k, v, s, G, *(given[x] for x in ("codes", "maps")), seed=7, launches=j + 1).out, close if name == "merge" else None, **row, launch=name, memory="device", nbytes=int(nbytes[j]))
             if n == 131072:
                 host = [torch.empty(n, 1, G, D, dtype=x.dtype, pin_memory=True).permute(1, 2, 0, 3).copy_(x) for x in (k, v)]
                 note(lambda: _run(q, *host, s, G, given["codes"], given["maps"], seed=7).out, close, **row, launch="merge", memory="host", nbytes=int(sum(nbytes)))
