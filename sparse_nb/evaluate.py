@@ -457,9 +457,9 @@ def vattention_of(
     density: float,      # one of `VATTENTION_SETTINGS`
     predictor="oracle",  # of heavy keys
 ): # a `VAttention`
-    "vAttention that reads about this share of long contexts on the pocket model. Raises KeyError for another density."
+    "vAttention that reads about this share of long contexts on the pocket model, with a choice of its own for each head, as in the paper. Raises KeyError for another density."
     from sparse_nb.vattention import VAttention
-    return VAttention(**(dict(delta=0.1, sinks=4, window=16, predictor=predictor) | VATTENTION_SETTINGS[density]))
+    return VAttention(**(dict(delta=0.1, sinks=4, window=16, predictor=predictor, share=False) | VATTENTION_SETTINGS[density]))
 
 def _name(name, density): return f"{name}-{100 * density:g}"
 
@@ -470,7 +470,7 @@ def vattention_methods(
     from sparse_nb.vattention import VAttention
     found = {"exact": Exact()}
     for d in densities: found |= {_name("topk", d): TopK(d), _name("vattention", d): vattention_of(d)}
-    return found | {"output-10": VAttention(delta=0.1, sinks=4, window=16, **OUTPUT_SETTINGS)}
+    return found | {"output-10": VAttention(delta=0.1, sinks=4, window=16, share=False, **OUTPUT_SETTINGS)}
 
 def _predictors(density, layers):
     "Methods that guess the heavy keys, for all layers or for each"
@@ -517,7 +517,7 @@ def promise_counts(
     for kind, settings in PROMISE_KINDS.items():
         for eps in levels:
             for delta in levels:
-                error, chosen = denominator_errors(VAttention(eps=eps, delta=delta, **settings, **kept), q, k, times=times, seed=seed)
+                error, chosen = denominator_errors(VAttention(eps=eps, delta=delta, share=False, **settings, **kept), q, k, times=times, seed=seed)
                 digits = lambda x: [float(f"{y:.4g}") for y in x.double().mean(-1).flatten().tolist()]
                 found.append(dict(kind=kind, eps=eps, delta=delta, times=times, head=list(range(error.shape[0] * error.shape[1])), failures=(error.abs() > eps).sum(-1).flatten().tolist(),
                                   density=digits(chosen.budget / k.shape[2]), error=digits(error.abs())))

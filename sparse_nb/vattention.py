@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from statistics import NormalDist
 from typing import ClassVar, NamedTuple
 
@@ -50,7 +50,7 @@ def _numbers(device, **given):
     "Tensors of float64 on one device. Raise TypeError for anything but numbers, ValueError for negative ones (on the CPU)."
     for name, x in given.items():
         if isinstance(x, bool) or not isinstance(x, (int, float, torch.Tensor)): raise TypeError(f"{name} must be a tensor or a number, got {type(x).__name__}")
-        x = given[name] = torch.as_tensor(x, device=device).double()
+        x = given[name] = x.to(device).double() if isinstance(x, torch.Tensor) else torch.full((), x, dtype=torch.float64, device=device)
         if may_look(x) and (x < 0).any(): raise ValueError(f"{name} must not be negative, got {float(x.min())}")
     return given.values()
 
@@ -69,6 +69,13 @@ def _check_budget_of(eps, delta, bound, replacement, **reaches):
 def _levels(delta, vector):
     "ln(2 / delta), and the Gaussian quantile of a squared error."
     return math.log(2 / delta), gaussian_quantile(delta) if vector else NormalDist().inv_cdf(1 - delta / 2) ** 2
+
+@cache
+@torch.compiler.assume_constant_result
+def _grid(delta, device):
+    "Shares of eps to try, and `_levels` of the shares of `delta`, for denominator and numerator [5, tried], float64. Copied to a device once: a CUDA graph captures no copy from the host."
+    levels = [zip(*(_levels(share * delta, vector) for share in shares)) for vector, shares in ((False, _DELTA_SHARES), (True, [1 - x for x in _DELTA_SHARES]))]
+    with torch.inference_mode(False): return torch.tensor([_EPS_SHARES, *itertools.chain(*levels)], dtype=torch.float64, device=device)
 
 def _draws(variance, reach, radius, n, level, bound, replacement, vector):
     "Draws, in fractions, after which the mean is within `radius` of that of all n numbers or vectors. `level` is that of `_levels`."
@@ -150,11 +157,10 @@ def budget_output(
     reaches = _check_budget_of(eps, delta, bound, replacement, width=width, reach=reach)
     sigma, D, trace, norm, n_s, width, reach = _numbers(getattr(sigma, "device", None), sigma=sigma, D=D, trace=trace, norm=norm, n_s=n_s, **reaches)
     axes = torch.broadcast_shapes(*(x.shape for x in (sigma, D, trace, norm, n_s, width, reach)))
-    grid = lambda x: torch.tensor(x, dtype=torch.float64, device=sigma.device).view(-1, *[1] * len(axes))
-    levels = [[grid(x) for x in zip(*(_levels(share * delta, vector) for share in shares))] for vector, shares in ((False, _DELTA_SHARES), (True, [1 - x for x in _DELTA_SHARES]))]
-    part = grid(_EPS_SHARES)[:, None] * eps / (1 + eps)
-    below = _draws(sigma**2, width, part * D / n_s, n_s, levels[0], bound, replacement, False)
-    above = _draws(trace, reach, (eps - part * (1 + eps)) * norm / n_s, n_s, levels[1], bound, replacement, True)
+    shares, *levels = _grid(delta, sigma.device).view(5, -1, *[1] * len(axes))
+    part = shares[:, None] * eps / (1 + eps)
+    below = _draws(sigma**2, width, part * D / n_s, n_s, levels[:2], bound, replacement, False)
+    above = _draws(trace, reach, (eps - part * (1 + eps)) * norm / n_s, n_s, levels[2:], bound, replacement, True)
     return _whole(torch.maximum(below, above).nan_to_num(math.inf, math.inf).amin((0, 1)).expand(axes), n_s)
 
 # %% ../nbs/20_vattention.ipynb #ae42d1c3
@@ -420,7 +426,7 @@ class VAttention(Method):
     bound: str = "clt"             # "clt", "hoeffding" or "bernstein"
     replacement: bool = False      # may a key be drawn twice?
     plugin: str = "upper"          # "upper": bounds from the base sample; "plain": its estimates, as in the paper
-    share: bool = False            # one choice of keys for all heads of a group?
+    share: bool = True             # one choice of keys for all heads of a group?
     random: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -495,7 +501,7 @@ def vattention_decode(
     bound: str = "clt",                   # "clt"; "hoeffding" or "bernstein" hold for any number of draws and ask for more of them
     replacement: bool = False,            # may a key be drawn twice?
     plugin: str = "upper",                # "upper": bounds from the base sample; "plain": its estimates, as in the paper
-    share: bool = False,                  # one choice of keys for all heads of a group?
+    share: bool = True,                   # one choice of keys for all heads of a group?
     seed=None,                            # int in [0, 2**63), integer tensor without axes, or [B, H] (see `stream_seeds`); None draws one from torch's default generator
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5

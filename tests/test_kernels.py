@@ -701,7 +701,7 @@ def kept_of(found, s, first, n):
     return left, right, min(count(s.topk), right - left)
 
 
-STEP = vattention.VAttention(0.2, 0.1, sinks=3, window=7, topk=0.05, base=0.1)
+STEP = vattention.VAttention(0.2, 0.1, sinks=3, window=7, topk=0.05, base=0.1, share=False)
 
 @kernel
 @pytest.mark.parametrize("lists", ["group", "head"])
@@ -730,8 +730,7 @@ def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, l
             assert len(new) == base + extra and len(torch.cat([own, new]).unique()) == len(own) + len(new) and 0 <= int(new.min()) and int(new.max()) < n
             assert int(found.rest[b, g]) == n - len(own) - base and base >= math.ceil((n - len(own)) * 0.1) and extra >= min(int(found.rest[b, g]), int(found.facts[b, g * H // L:(g + 1) * H // L, 2].max()))
             if close[b, g]: continue
-            score = equal[b, g, first:first + n] >> max(0, (32 * H // L - 1).bit_length() - 6)
-            middle = score[left:right].clamp(max=63).sort(descending=True, stable=True).indices[:top] + left
+            middle = equal[b, g, first + left:first + right].sort(descending=True, stable=True).indices[:top] + left
             assert torch.equal(own, torch.cat([torch.arange(left, device=DEVICE), middle, torch.arange(right, n, device=DEVICE)]).sort().values)
     chosen = steps.selection(found, kept, H)
     assert found.out.dtype == dtype
@@ -758,6 +757,28 @@ def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, l
     assert_close(deviation, facts.spread.sqrt(), rtol=2e-3)
     assert_close(size, facts.size, rtol=2e-3)
     assert ((asked - want).abs() <= 2 + 5e-3 * want).all()
+
+
+@kernel
+@pytest.mark.parametrize("like, topk", [(False, 0.1), (True, 0.5)])
+def test_vattention_keeps_as_many_where_the_guess_is_wrong(like, topk):
+    N, s = 2100, vattention.VAttention(0.2, 0.1, sinks=3, window=7, topk=topk, base=0.1)
+    p, maps = problem(1, 1, 1, N, 64, FP32), networks(1, 64, 48)
+    zeros = torch.zeros(1, 1, N, 1, dtype=torch.int32, device=DEVICE)
+    own = agreement(p, zeros, maps, 1)[0][0, 0, 0]  # bits of the query that are 0
+    hidden = (torch.einsum("bhd,hdm->bhm", p.q[:, :, 0].double(), maps[0].double()) + maps[1]).relu()
+    code = ((torch.einsum("bhm,hmj->bhj", hidden, maps[2].double()) + maps[3] > 0).long() << torch.arange(32, device=DEVICE)).sum()
+    assert 32 - own == int(code).bit_count()
+    seen = 3 + torch.arange(steps._GUESS, device=DEVICE) * (N - 10) // steps._GUESS  # what the guess is made from: all like the query, or its opposite
+    codes = random_codes(1, 1, N)
+    codes[0, 0, seen, 0] = (code if like else ~code).to(torch.int32)
+    found = poisoned(lambda: steps.decode(p.q, p.k, p.v, settings_of(s), lists=1, codes=codes, maps=maps, seed=5))
+    top = math.ceil(N * topk)
+    score = agreement(p, codes, maps, 1)[0][0, 0]
+    guess = 32 if like else 0
+    bins = (score[3:-7] - guess + steps._BINS // 2 - 1).clamp(0, steps._BINS - 1)
+    want = torch.cat([torch.arange(3, device=DEVICE), bins.sort(descending=True, stable=True).indices[:top] + 3, torch.arange(N - 7, N, device=DEVICE)]).sort().values
+    assert torch.equal(found.rows[0, 0, :top + 10].long(), want) and 0 < int((bins == (0 if like else steps._BINS - 1)).sum()) != top
 
 
 @kernel
@@ -856,9 +877,24 @@ def test_vattention_compiles_into_one_graph():
     codes, maps, settings, how = random_codes(1, 2, 200), networks(4, 16, 32), settings_of(STEP), dict(fullgraph=True, backend="inductor" if GPU else "eager")
     call = lambda q, seed: steps.decode(q * 1, p.k, p.v, settings, lists=2, codes=codes, maps=maps, seed=seed).out
     assert torch.equal(torch.compile(call, **how)(p.q, seed), call(p.q, seed))
-    for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(page=8), share=True)):
+    for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(page=8))):
         call = lambda q, seed: method.decode(q * 1, p.k, p.v, seed=seed, backend="triton")
         assert_close(torch.compile(call, **how)(p.q, seed), call(p.q, seed), rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("bound", vattention.BOUNDS)
+def test_budgets_in_a_graph(bound):
+    sigma, D, trace, norm, reach = torch.rand(5, 8, 12, dtype=torch.float64, device=DEVICE) * torch.tensor([1, 900, 1, 900, 9], device=DEVICE)[:, None, None]
+    call = lambda: torch.stack([vattention.budget_output(sigma, D, trace, norm, 5000, 0.3, 0.1, bound, width=reach, reach=reach), vattention.budget_denominator(sigma, D, 5000, 0.3, 0.1, bound, width=reach),
+                                vattention.budget_numerator(trace, norm, 5000, 0.3, 0.1, bound, reach=reach)])
+    replay, out = captured(call)
+    sigma *= 0.5
+    out.fill_(-1)
+    replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, call())
 
 
 @pytest.mark.gpu
@@ -877,7 +913,7 @@ def test_vattention_in_a_graph():
         assert torch.equal(out, call())
     host = [pinned(x) for x in (p.k, p.v)]
     assert torch.equal(steps.decode(p.q, *host, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_len=stop).out, call())
-    for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, share=True), vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest())):
+    for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1), vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(), share=False)):
         replay, out = captured(lambda: method.decode(p.q, p.k, p.v, seed=seed))
         replay()
         assert torch.equal(out, method.decode(p.q, p.k, p.v, seed=seed))

@@ -4,6 +4,7 @@ Probabilities are exact where the terms are 0 and 1 (hypergeometric). Statistica
 sampler gives in all but one of 1 / ALARM seeds, and there are fewer than 40 of them.
 """
 import dataclasses
+import inspect
 import itertools
 import math
 
@@ -12,6 +13,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_nb.attention import Method, Selection, State, TopK, Uniform, assert_close, attention, attention_scores, attention_weights, fold_in, weighted_attention
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
@@ -157,6 +159,29 @@ def test_budget_of_the_output_is_enough_for_both_and_batched():
     assert budget_output(1.0, 1.0, 1.0, 0.0, 77, 0.2, 0.1).item() == 77
 
 
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_budget_of_the_output_compiles_and_copies_nothing_from_the_host(bound):
+    numbers = [torch.rand(3, 4, dtype=torch.float64) * x for x in (1, 900, 1, 900, 9)]
+    call = lambda sigma, D, trace, norm, reach: budget_output(sigma, D, trace, norm, 5000, 0.3, 0.1, bound, width=reach, reach=reach)
+    want = call(*numbers)
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(*numbers), want) and 1 < want.double().mean() < 5000
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Watch(): torch.tensor([1.0, 2.0])
+    assert "aten::lift_fresh" in made  # so a list of numbers becomes a tensor; a CUDA graph does not capture the copy to the device
+    made.clear()
+    with Watch(): assert torch.equal(call(*numbers), want)
+    assert made and "aten::lift_fresh" not in made
+    with torch.inference_mode(): budget_output(1.0, 1.0, 1.0, 1.0, 9, 0.3, 0.07)
+    grad = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    budget_output(grad, 1.0, grad, 1.0, 9, 0.3, 0.07)  # what was kept in inference mode is an ordinary tensor
+
+
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(10, 300), share=st.floats(0.0, 1.0), count=st.integers(4, 60), delta=st.floats(0.001, 0.5))
 def test_bounds_on_a_mean_fail_at_most_as_promised(n, share, count, delta):
@@ -194,10 +219,23 @@ def test_parts_do_not_overlap_and_weights_add_up(kw, share):
 
 
 def test_kept_keys_are_the_heaviest_between_sinks_and_window():
-    chosen = VAttention(eps=0.3, delta=0.2, **SMALL).select(q, k, seed=1)
-    scores = attention_scores(q, k)[..., 4:294]
-    want = scores.topk(10).indices + 4
-    assert torch.equal(chosen.index[..., :20].sort(-1).values, torch.cat([torch.arange(4).expand(2, 6, 3, 4), want, torch.arange(294, 300).expand(2, 6, 3, 6)], -1).sort(-1).values)
+    weights = attention_weights(q, k)
+    group = weights.unflatten(1, (2, 3)).sum(2).repeat_interleave(3, 1)
+    for share, heavy in ((False, weights), (True, group)):
+        chosen = VAttention(eps=0.3, delta=0.2, share=share, **SMALL).select(q, k, seed=1)
+        want = heavy[..., 4:294].topk(10).indices + 4
+        assert torch.equal(chosen.index[..., :20].sort(-1).values, torch.cat([torch.arange(4).expand(2, 6, 3, 4), want, torch.arange(294, 300).expand(2, 6, 3, 6)], -1).sort(-1).values)
+
+
+def test_heads_of_a_group_choose_together_unless_told_otherwise():
+    signature = inspect.signature(vattention_decode).parameters
+    assert all(signature[x.name].default == x.default for x in dataclasses.fields(VAttention))
+    found = {share: decode(share=share, eps=0.4, delta=0.4, return_stats=True) for share in (True, False)}
+    assert VAttention().share and torch.equal(found[True][0], decode(eps=0.4, delta=0.4))
+    shared, own = (found[share][1].certificate for share in (True, False))
+    heads = lambda x: x.unflatten(1, (2, 3))
+    assert torch.equal(heads(shared.budget), heads(shared.asked).amax(2, keepdim=True).expand(-1, -1, 3, -1)) and torch.equal(own.budget, own.asked) and (own.budget < own.rest).any()
+    assert torch.allclose(shared.group_density, shared.density[:, ::3]) and (own.group_density > heads(own.density).amax(2)).any()
 
 
 def test_everything_read_is_exact():
@@ -238,7 +276,7 @@ def test_dtypes():
 def test_replacement_repeats_keys_and_is_unbiased():
     few = dict(eps=0.5, delta=0.5, plugin="plain", replacement=True)
     many = q[:1, :, :1].expand(-1, -1, 1500, -1)
-    chosen = VAttention(**SMALL, **few).select(many, k[:1], seed=2)
+    chosen = VAttention(share=False, **SMALL, **few).select(many, k[:1], seed=2)
     assert (rows_read(chosen, 300) < chosen.budget).any()
     share = attention_weights(many, k[:1])
     check_mean((share.gather(-1, chosen.index) * chosen.weight).sum(-1) - 1)
@@ -250,7 +288,7 @@ def check_mean(errors):
     assert float(z.abs().max()) < scipy.stats.norm.isf(ALARM / z.numel() / 2)
 
 
-@pytest.mark.parametrize("kw", [dict(plugin="plain"), dict(), dict(share=True, plugin="plain"), dict(predictor=Guess(), plugin="plain"), dict(bound="hoeffding")])
+@pytest.mark.parametrize("kw", [dict(share=False, plugin="plain"), dict(share=False), dict(plugin="plain"), dict(predictor=Guess(), plugin="plain"), dict(share=False, bound="hoeffding")])
 def test_denominator_and_numerator_are_unbiased(kw):
     many = q[:1, :, :1].expand(-1, -1, 1500, -1)
     chosen = VAttention(**(dict(eps=0.5, delta=0.5) | SMALL | kw)).select(many, k[:1], seed=8)
@@ -267,12 +305,12 @@ def test_promise_is_kept(bound, guarantee):
     "Residual with rare heavy keys: the pooled rate's lower end at ALARM is not above delta."
     eps, delta, times = 0.3, 0.2, 400
     many = q[:1, :, :1].expand(-1, -1, times, -1) * 2
-    out, stats = vattention_decode(many, k[:1], v[:1] + 2, eps=eps, delta=delta, bound=bound, guarantee=guarantee, seed=6, sinks=0, window=2, topk=4, base=24, return_stats=True)
+    out, stats = vattention_decode(many, k[:1], v[:1] + 2, eps=eps, delta=delta, bound=bound, guarantee=guarantee, share=False, seed=6, sinks=0, window=2, topk=4, base=24, return_stats=True)
     p, scores = stats.certificate, attention_scores(many[:, :, :1], k[:1])
     assert isinstance(p, Promise) and p.proven == (bound != "clt") and (p.norm is None) == (guarantee == "denominator")
     D = torch.exp(scores - p.shift[..., None]).sum(-1)
     assert clopper_pearson(int((p.D > D * (1 + 1e-9)).sum()), p.D.numel(), 1 - ALARM).low <= 0.2 * delta / 2
-    chosen = _read(many, k[:1], v[:1] + 2, VAttention(eps, delta, 0, 2, 4, 24, bound=bound, guarantee=guarantee), None, 6, False, None, None, None)[0]
+    chosen = _read(many, k[:1], v[:1] + 2, VAttention(eps, delta, 0, 2, 4, 24, bound=bound, guarantee=guarantee, share=False), None, 6, False, None, None, None)[0]
     assert_close(out, weighted_attention(many, k[:1], v[:1] + 2, chosen), 1e-15)
     ratio, exact = (attention_weights(many, k[:1]).gather(-1, chosen.index) * chosen.weight).sum(-1), attention(many, k[:1], v[:1] + 2)
     wrong = {"denominator": (ratio - 1).abs(), "numerator": relative_error(out * ratio[..., None], exact), "output": relative_error(out, exact)}[guarantee] > eps
@@ -311,7 +349,7 @@ def test_predictor_state_and_bytes():
 
 
 def test_json():
-    for method in (VAttention(), VAttention(0.1, 0.2, 0, 0.5, 7, 0.1, guarantee="output", bound="bernstein", replacement=True, plugin="plain", share=True)):
+    for method in (VAttention(), VAttention(0.1, 0.2, 0, 0.5, 7, 0.1, guarantee="output", bound="bernstein", replacement=True, plugin="plain", share=False)):
         assert Method.from_json(method.to_json()) == method and hash(method) == hash(Method.from_json(method.to_json()))
     assert VAttention.random and Method.registry["VAttention"] is VAttention
 
@@ -372,7 +410,7 @@ def test_generation():
     method = VAttention(eps=0.9, delta=0.5, sinks=2, window=4, topk=2, base=4, plugin="plain", bound="bernstein")
     with sparsify(model, decode=method, audit=True) as session: got = ids_of(model)
     assert torch.equal(got, step_by_step(model, method, IDS, 6)) and session.stats().error.min() > 1e-5 and session.stats().density.max() <= 1
-    indexed = VAttention(eps=0.9, delta=0.5, sinks=2, window=4, topk=2, base=4, plugin="plain", bound="bernstein", predictor=Guess())
+    indexed = VAttention(eps=0.9, delta=0.5, sinks=2, window=4, topk=4, base=4, plugin="plain", bound="bernstein", predictor=Guess())
     with sparsify(model, decode=indexed): got = ids_of(model)
     assert torch.equal(got, step_by_step(model, indexed, IDS, 6))
 

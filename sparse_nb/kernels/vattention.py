@@ -52,9 +52,8 @@ def _parts(start_ptr, len_ptr, b, N, sinks, sinks_share, window, window_share, t
 
 # %% ../../kernels/vattention.ipynb #f36047ab
 @triton.jit
-def _code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, hist_ptr, arrived_ptr, q_b, q_h, q_d, H, LR,
-                 D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):
-    "The 32 bits of one query; the counters of its list are set to zero"
+def _code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, q_b, q_h, q_d, H, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):
+    "The 32 bits of one query"
     if PDL: gdc_launch_dependents()
     bh = tl.program_id(0)
     i_b, i_h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -64,82 +63,109 @@ def _code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, hist_ptr, arri
     w_1 = tl.load(w1_ptr + i_h * D * M + o_d[:, None] * M + o_m[None, :], mask=m_d[:, None] & m_m[None, :], other=0.)
     w_2 = tl.load(w2_ptr + i_h * M * 32 + o_m[:, None] * 32 + o_j[None, :], mask=m_m[:, None], other=0.)
     b_1, b_2 = tl.load(b1_ptr + i_h * M + o_m, mask=m_m, other=0.), tl.load(b2_ptr + i_h * 32 + o_j)
-    if bh % LR == 0:
-        tl.store(hist_ptr + bh // LR * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
-        tl.store(arrived_ptr + bh // LR, 0)
     hidden = tl.maximum(tl.sum(b_q[:, None] * w_1.to(tl.float32), 0) + b_1.to(tl.float32), 0.)
     out = tl.sum(hidden[:, None] * w_2.to(tl.float32), 0) + b_2.to(tl.float32)
     tl.store(code_ptr + bh, tl.sum((out > 0).to(tl.int32) << o_j, 0))
 
-# %% ../../kernels/vattention.ipynb #a78816cd
+# %% ../../kernels/vattention.ipynb #5b7d10e2
 @triton.jit
-def _count_kernel(code_ptr, key_ptr, bin_ptr, tail_ptr, hist_ptr, arrived_ptr, least_ptr, place_ptr, start_ptr, len_ptr, key_b, key_g, key_n, N, T, L, R, LR: tl.constexpr,
-                  sinks, sinks_share, window, window_share, top, top_share, PLANES: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
-    "Scores of a tile of keys in bins, and how many keys each bin has; the last tile of a list says which are kept"
+def _score(x, plane_ptr, LR: tl.constexpr, PLANES: tl.constexpr):
+    "Equal bits of each key and the LR queries of a list"
+    LAST: tl.constexpr = 2 ** (PLANES - 1) - 1
+    differ = (LR - LAST) * _bits_set(x ^ tl.load(plane_ptr + PLANES - 1))
+    for p in tl.static_range(PLANES - 1): differ += (1 << p) * _bits_set(x ^ tl.load(plane_ptr + p))
+    return 32 * LR - differ
+
+@triton.jit
+def _guess_kernel(code_ptr, key_ptr, plane_ptr, hist_ptr, start_ptr, len_ptr, key_b, key_g, key_n, N, L, R, sinks, sinks_share, window, window_share, top, top_share,
+                  LR: tl.constexpr, PLANES: tl.constexpr, BS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):
+    "What the queries of a list need of a key, and the lowest score of `BINS` around the threshold of BS keys; the counters are set to zero"
     if PDL: gdc_launch_dependents()
-    t, bl = tl.program_id(0), tl.program_id(1)
+    bl = tl.program_id(0)
     i_b, i_l = bl // L, bl % L
     first, n, left, right, top = _parts(start_ptr, len_ptr, i_b, N, sinks, sinks_share, window, window_share, top, top_share)
-    o_i, o_bin, o_j = t * BN + tl.arange(0, BN), tl.arange(0, BINS), tl.arange(0, 32)
-    x = tl.load(key_ptr + i_b.to(tl.int64) * key_b + (i_l * LR // R).to(tl.int64) * key_g + (first + o_i).to(tl.int64) * key_n, mask=o_i < n, other=0)
+    o_s, o_j, middle, p_plane = tl.arange(0, BS), tl.arange(0, 32), right - left, plane_ptr + bl * (PLANES + 1)
+    some = first + left + (o_s.to(tl.int64) * middle // BS).to(tl.int32)
+    x = tl.load(key_ptr + i_b.to(tl.int64) * key_b + (i_l * LR // R).to(tl.int64) * key_g + some.to(tl.int64) * key_n, mask=(o_s >= 0) & (middle > 0), other=0)
+    tl.store(hist_ptr + bl * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
     if PDL: gdc_wait()
     ones = tl.zeros([32], tl.int32)                                                                        # heads with bit j
     for r in tl.static_range(LR): ones += (tl.load(code_ptr + bl * LR + r) >> o_j) & 1
     LAST: tl.constexpr = 2 ** (PLANES - 1) - 1
-    heavy = ones > LAST                                                                                    # ones as a sum of 1, 2, 4, .. and a last number
-    bits = ones - tl.where(heavy, LR - LAST, 0)
-    differ = (LR - LAST) * _bits_set(x ^ tl.sum(heavy.to(tl.int32) << o_j, 0))
-    for p in tl.static_range(PLANES - 1): differ += (1 << p) * _bits_set(x ^ tl.sum(((bits >> p) & 1) << o_j, 0))
-    bin = tl.minimum((32 * LR - differ) >> SHIFT, BINS - 1)
-    middle = (o_i >= left) & (o_i < right)
-    tl.store(bin_ptr + bl.to(tl.int64) * (T * BN) + o_i, tl.where(middle, bin + 1, tl.where(o_i < n, 127, 0)).to(tl.uint8))
-    count = tl.histogram(bin, BINS, mask=middle)
+    heavy = (ones > LAST).to(tl.int32)                                                                     # ones as a sum of 1, 2, 4, .. and a last number
+    bits = ones - heavy * (LR - LAST)
+    for p in tl.static_range(PLANES - 1): tl.store(p_plane + p, tl.sum(((bits >> p) & 1) << o_j, 0))
+    tl.store(p_plane + PLANES - 1, tl.sum(heavy << o_j, 0))
+    tl.debug_barrier()
+    score, want, least = _score(x, p_plane, LR, PLANES), tl.cdiv(top.to(tl.int64) * BS, tl.maximum(middle, 1)), bl * 0
+    for p in tl.static_range(PLANES + 5):
+        more = least + (1 << (PLANES + 4 - p))
+        least = tl.where(tl.sum((score >= more).to(tl.int32), 0) >= want, more, least)
+    tl.store(p_plane + PLANES, least - (BINS // 2 - 1))
+
+# %% ../../kernels/vattention.ipynb #a78816cd
+@triton.jit
+def _count_kernel(key_ptr, plane_ptr, bin_ptr, tail_ptr, hist_ptr, start_ptr, len_ptr, key_b, key_g, key_n, N, T, L, R, sinks, sinks_share, window, window_share, top, top_share,
+                  LR: tl.constexpr, PLANES: tl.constexpr, BINS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+    "Scores of a tile of keys in bins, and how many keys each bin has"
+    if PDL: gdc_launch_dependents()
+    t, bl = tl.program_id(0), tl.program_id(1)
+    i_b, i_l = bl // L, bl % L
+    first, n, left, right, top = _parts(start_ptr, len_ptr, i_b, N, sinks, sinks_share, window, window_share, top, top_share)
+    o_i, o_bin, p_plane = t * BN + tl.arange(0, BN), tl.arange(0, BINS), plane_ptr + bl * (PLANES + 1)
+    x = tl.load(key_ptr + i_b.to(tl.int64) * key_b + (i_l * LR // R).to(tl.int64) * key_g + (first + o_i).to(tl.int64) * key_n, mask=o_i < n, other=0)
+    if PDL: gdc_wait()
+    bin = tl.minimum(tl.maximum(_score(x, p_plane, LR, PLANES) - tl.load(p_plane + PLANES), 0), BINS - 1)
+    byte = bin + 1
+    if (t * BN < left) | ((t + 1) * BN > right):
+        middle = (o_i >= left) & (o_i < right)
+        bin, byte = tl.where(middle, bin, 0), tl.where(middle, byte, tl.where(o_i < n, 127, 0))            # nobody asks how many are in bin 0
+    tl.store(bin_ptr + bl.to(tl.int64) * (T * BN) + o_i, byte.to(tl.uint8))
+    four, count = tl.sum(tl.reshape(1 << 4 * bin, [BN // 8, 8]), 1), tl.zeros([BINS], tl.int32)            # 8 counters of 4 bits
+    for p in tl.static_range(4):                                                                           # of 16 bits, those of bins p and p + 4
+        wide = tl.sum((four >> (4 * p)) & 0x000F000F, 0)
+        count += tl.where(o_bin % 4 == p, (wide >> (o_bin // 4 * 16)) & 0xFFFF, 0)
     tl.store(tail_ptr + (bl * BINS + o_bin) * T + t, tl.sum(count, 0) - tl.cumsum(count, 0) + count)      # keys of the tile in this bin or a higher one
     tl.atomic_add(hist_ptr + bl * BINS + o_bin, count, mask=count > 0, sem="relaxed")
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + bl, 1, sem="acq_rel") == T - 1:                                          # the last program of the list says what is kept
-        count = tl.load(hist_ptr + bl * BINS + o_bin, cache_modifier=".cg")
-        tail = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-        least = tl.where(top > 0, tl.max(tl.where(tail >= top, o_bin, 0), 0), BINS)                        # the bin in which the last kept key is
-        ties = top - tl.sum(tl.where(o_bin > least, count, 0), 0)                                          # so many of its keys are kept, the first ones
-        o_t = tl.arange(0, BT)
-        p_t, m_t, begin = tail_ptr + bl * BINS * T + o_t, o_t < T, o_t * BN
-        above = tl.load(p_t + (least + 1) * T, mask=m_t & (least + 1 < BINS), other=0, cache_modifier=".cg")
-        equal = tl.load(p_t + least * T, mask=m_t & (least < BINS), other=0, cache_modifier=".cg") - above
-        both = tl.cumsum(above.to(tl.int64) << 32 | equal.to(tl.int64), 0) - (above.to(tl.int64) << 32 | equal.to(tl.int64))
-        equal = (both & 0xFFFFFFFF).to(tl.int32)
-        place = (both >> 32).to(tl.int32) + tl.minimum(begin, left) + tl.maximum(tl.minimum(begin, n) - right, 0)
-        tl.store(place_ptr + (bl * T + o_t) * 2, place, mask=m_t)
-        tl.store(place_ptr + (bl * T + o_t) * 2 + 1, equal, mask=m_t)
-        tl.store(least_ptr + bl * 2, tl.where(top > 0, least + 1, 126))
-        tl.store(least_ptr + bl * 2 + 1, ties)
 
 # %% ../../kernels/vattention.ipynb #56adfee1
 @triton.jit
-def _keep_kernel(bin_ptr, least_ptr, place_ptr, row_ptr, mask_ptr, start_ptr, len_ptr, N, T, L, W, S, BN: tl.constexpr, PDL: tl.constexpr):
+def _keep_kernel(bin_ptr, tail_ptr, hist_ptr, row_ptr, mask_ptr, start_ptr, len_ptr, N, T, L, W, S, sinks, sinks_share, window, window_share, top, top_share,
+                 BINS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     "The kept keys of a tile, in a list and in a mask of bits"
     if PDL: gdc_launch_dependents()
     t, bl = tl.program_id(0), tl.program_id(1)
-    first, n = _visible(start_ptr, len_ptr, bl // L, N)
-    o_n = tl.arange(0, BN // 4)                                                                            # four keys in a word
+    first, n, left, right, top = _parts(start_ptr, len_ptr, bl // L, N, sinks, sinks_share, window, window_share, top, top_share)
+    o_bin, o_t, o_n = tl.arange(0, BINS), tl.arange(0, BT), tl.max_contiguous(tl.arange(0, BN // 4), 1)     # four keys in a word; one word a thread
     if PDL: gdc_wait()
-    least, ties = tl.load(least_ptr + bl * 2), tl.load(least_ptr + bl * 2 + 1)
-    place, rank = tl.load(place_ptr + (bl * T + t) * 2), tl.load(place_ptr + (bl * T + t) * 2 + 1)
+    count = tl.load(hist_ptr + bl * BINS + o_bin)
+    least = tl.where(top > 0, tl.max(tl.where(tl.sum(count, 0) - tl.cumsum(count, 0) + count >= top, o_bin, 0), 0), BINS)  # the bin in which the last kept key is
+    ties = top - tl.sum(tl.where(o_bin > least, count, 0), 0)                                              # so many of its keys are kept, the first ones
+    begin, p_tail = t * BN, tail_ptr + (bl * BINS + least) * T + o_t
+    higher = tl.sum(tl.load(p_tail + T, mask=(o_t < t) & (least + 1 < BINS), other=0), 0)                  # keys of the tiles before
+    rank = tl.sum(tl.load(p_tail, mask=(o_t < t) & (least < BINS), other=0), 0)
+    rank = tl.where(least > 0, rank, tl.maximum(tl.minimum(begin, right) - left, 0)) - higher              # bin 0 is not counted
+    place, least = higher + tl.minimum(rank, ties) + tl.minimum(begin, left) + tl.maximum(tl.minimum(begin, n) - right, 0), tl.where(top > 0, least + 1, 126)
     b_x = tl.load(bin_ptr + bl.to(tl.int64) * (T * BN // 4) + t * (BN // 4) + o_n)
-    above = (b_x + (127 - least) * 0x01010101) & -0x7F7F7F80                                               # the high bit of a byte: its bin is above `least`
-    tie = ((b_x + (128 - least) * 0x01010101) & -0x7F7F7F80) ^ above
-    own = (_bits_set(tie) << 16) | _bits_set(above)
-    both = tl.cumsum(own, 0) - own
-    rank += both >> 16
-    place += (both & 0xFFFF) + tl.minimum(rank, ties)
-    bits, key, p_row = tl.zeros([BN // 4], tl.int32), first + t * BN + 4 * o_n, row_ptr + bl.to(tl.int64) * S
+    keep = (b_x + (127 - least) * 0x01010101) & -0x7F7F7F80                                                # the high bit of a byte: its bin is above `least`
+    tie = ((b_x + (128 - least) * 0x01010101) & -0x7F7F7F80) ^ keep
+    if rank + tl.sum(_bits_set(tie), 0) <= ties: keep |= tie
+    elif rank < ties:                                                                                      # in one tile some of them are kept
+        before = rank + tl.cumsum(_bits_set(tie), 0) - _bits_set(tie)
+        for j in tl.static_range(4):
+            one = (tie >> (8 * j + 7)) & 1
+            keep |= tl.where(before < ties, one << (8 * j + 7), 0)
+            before += one
+    place += tl.cumsum(_bits_set(keep), 0) - _bits_set(keep)
+    key, p_row = first + t * BN + 4 * o_n, row_ptr + bl.to(tl.int64) * S
     for j in tl.static_range(4):
-        tied = (tie >> (8 * j + 7)) & 1
-        keep = ((above >> (8 * j + 7)) & 1) | (tied & (rank < ties).to(tl.int32))
-        tl.store(p_row + place, key + j, mask=keep != 0)
-        place, rank, bits = place + keep, rank + tied, bits | (keep << j)
+        one = (keep >> (8 * j + 7)) & 1
+        tl.store(p_row + place, key + j, mask=one != 0)
+        place += one
+    bits = ((((keep >> 7) & 0x01010101) * 0x01020408) >> 24) & 15                                          # the four high bits side by side
     o_w = t * (BN // 32) + tl.arange(0, BN // 32)
-    tl.store(mask_ptr + bl.to(tl.int64) * W + o_w, tl.sum(tl.reshape(bits << 4 * (o_n & 7), [BN // 32, 8]), 1), mask=o_w < W)
+    tl.store(mask_ptr + bl.to(tl.int64) * W + o_w, tl.sum(tl.reshape(bits << 4 * (tl.arange(0, BN // 4) & 7), [BN // 32, 8]), 1), mask=o_w < W)
+
 
 # %% ../../kernels/vattention.ipynb #3d97059a
 @triton.jit
@@ -429,40 +455,36 @@ def _pair(x): return (x, 0) if isinstance(x, int) else (0, math.floor(x * (1 - 1
 
 def _most(x, n): return min(x, n) if isinstance(x, int) else min(n, math.ceil(n * x * (1 - 1e-12)))
 
-_BINS, _TILE, _PLACES = 64, 4096, 128  # of the histogram; keys in a tile; places drawn at once
-
-def _shape(N, BD, itemsize):
-    "Rows at once, stages and programs a multiprocessor of the launches that read rows"
-    block, stages, programs = (64, 2, 4) if N <= 2**17 else (128, 2, 2)
-    return max(16, min(block, 2**15 // (BD * itemsize))), stages, programs
+_BINS, _GUESS = 8, 1024                   # of the histogram; keys that the guess is made from
+_LOOK, _SAMPLE = (128, 2, 2), (64, 2, 4)  # rows at once, stages and programs a multiprocessor of the launches that read rows
 
 def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches):
     "Fill in the kept keys by equal bits of signatures"
     B, H, _, D = q.shape
     G, N = codes.shape[1:3]
     LR, M, device = H // L, maps[0].shape[2], q.device
-    PDL = q.is_cuda and _device(device.index)[1]
-    BN = _TILE if N > 2**17 else 2048 if N > 2**15 else 1024
-    T, SHIFT = triton.cdiv(N, BN), max(0, (32 * LR - 1).bit_length() - (_BINS.bit_length() - 1))
+    PDL, PLANES = q.is_cuda and _device(device.index)[1], LR.bit_length()
+    BN = 4096 if N > 2**17 else 2048 if N > 2**15 else 1024
+    T = triton.cdiv(N, BN)
     new = functools.partial(torch.empty, device=device, dtype=torch.int32)
-    code, hist, tails, place, arrived, least, bins = new(B, H), new(B * L, _BINS), new(B * L, _BINS, T), new(B * L, T, 2), new(B * L), new(B * L, 2), new(B * L, T * BN // 4)
+    code, planes, hist, tails, bins = new(B, H), new(B * L, PLANES + 1), new(B * L, _BINS), new(B * L, _BINS, T), new(B * L, T * BN // 4)
     middle, more = (*_pair(s.sinks), *_pair(s.window), *_pair(s.topk)), dict(launch_pdl=True) if PDL else {}
-    _code_kernel[B * H,](q, *maps, code, hist, arrived, q.stride(0), q.stride(1), q.stride(3), H, LR, D=D, M=M, BD=max(16, triton.next_power_of_2(D)), BM=max(16, triton.next_power_of_2(M)), BINS=_BINS, PDL=PDL, num_warps=8)
-    if launches > 1:
-        _count_kernel[T, B * L](code, codes, bins.view(torch.uint8), tails, hist, arrived, least, place, kv_start, kv_len, *codes.stride()[:3], N, T, L, H // G, LR, *middle,
-                                PLANES=LR.bit_length(), SHIFT=SHIFT, BINS=_BINS, BT=triton.next_power_of_2(T), BN=BN, PDL=PDL, num_warps=4, **more)
-    if launches > 2: _keep_kernel[T, B * L](bins, least, place, rows, mask, kv_start, kv_len, N, T, L, mask.shape[2], rows.shape[2], BN=BN, PDL=PDL, num_warps=4, **more)
+    _code_kernel[B * H,](q, *maps, code, q.stride(0), q.stride(1), q.stride(3), H, D=D, M=M, BD=max(16, triton.next_power_of_2(D)), BM=max(16, triton.next_power_of_2(M)), PDL=PDL, num_warps=8)
+    if launches > 1: _guess_kernel[B * L,](code, codes, planes, hist, kv_start, kv_len, *codes.stride()[:3], N, L, H // G, *middle, LR=LR, PLANES=PLANES, BS=_GUESS, BINS=_BINS, PDL=PDL, num_warps=4, **more)
+    if launches > 2: _count_kernel[T, B * L](codes, planes, bins.view(torch.uint8), tails, hist, kv_start, kv_len, *codes.stride()[:3], N, T, L, H // G, *middle, LR=LR, PLANES=PLANES, BINS=_BINS, BN=BN, PDL=PDL, num_warps=4, **more)
+    if launches > 3: _keep_kernel[T, B * L](bins, tails, hist, rows, mask, kv_start, kv_len, N, T, L, mask.shape[2], rows.shape[2], *middle, BINS=_BINS, BT=triton.next_power_of_2(T), BN=BN, PDL=PDL, num_warps=4, **more)
 
-def _run(q, k, v, s, L, codes=None, maps=(), kept=None, mask=None, ceiling=None, seed=0, scale=None, kv_start=None, kv_len=None, launches=7):
+def _run(q, k, v, s, L, codes=None, maps=(), kept=None, mask=None, ceiling=None, seed=0, scale=None, kv_start=None, kv_len=None, launches=8):
     "Launch the kernels, or the first of them"
     B, H, _, D = q.shape
     G, N = k.shape[1:3]
     LR, BD, device = H // L, max(16, triton.next_power_of_2(D)), q.device
-    BR, (BN, stages, programs) = max(16, triton.next_power_of_2(LR)), _shape(N, BD, q.element_size())
     sms, PDL = _device(device.index) if q.is_cuda else (2, False)
     K, W = min(N, sum(_most(x, N) for x in (s.sinks, s.window, s.topk))), triton.cdiv(N, 32)
-    parts = lambda n: max(1, min(256, programs * sms // (B * L), triton.cdiv(n, 2 * BN)))
-    CP, CE = max(4, parts(K)), parts(N)
+    fit = lambda rows, stages, programs: (max(16, min(rows, 2**15 // (BD * q.element_size()))), stages, programs)
+    parts = lambda n, rows, stages, programs: max(1, min(256, programs * sms // (B * L), triton.cdiv(n, 2 * rows)))
+    look, sample = fit(*_LOOK), fit(*_SAMPLE)
+    CP, CE = max(4, parts(K, *look)), parts(N, *sample)
     C, S = CP + CE, K + N
     integers, floats = (functools.partial(torch.empty, device=device, dtype=x) for x in (torch.int32, torch.float32))
     rows, count, stop, facts = integers(B, L, S), integers(B, L, C), integers(B, L, 2), floats(B, H, 4)
@@ -474,14 +496,14 @@ def _run(q, k, v, s, L, codes=None, maps=(), kept=None, mask=None, ceiling=None,
     seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
     strides, where = (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride()), (N, L, H // G, W, S, K, C, CP)
     middle, base, scale = (*_pair(s.sinks), *_pair(s.window), *_pair(s.topk)), _pair(s.base), (D**-0.5 if scale is None else scale) * _LOG2E
-    shape = dict(LR=LR, D=D, BR=BR, BN=BN, BD=BD, BC=_PLACES, SEEDS=seed_ptr is not None and seed_ptr.ndim == 2, LEAST=s.least, STAGES=stages, PDL=PDL, num_warps=4)
+    settings = lambda rows, stages, programs, places: dict(BN=rows, STAGES=stages, BC=max(128, min(512, triton.next_power_of_2(places))), LR=LR, D=D, BR=max(16, triton.next_power_of_2(LR)), BD=BD, LEAST=s.least, SEEDS=seed_ptr is not None and seed_ptr.ndim == 2, PDL=PDL, num_warps=4)
     more, first = dict(launch_pdl=True) if PDL else {}, dict(launch_pdl=True) if PDL and kept is None else {}
-    if launches > 3: _look_kernel[B * L, CP](q, k, v, rows, mask, m, l, most, e, e2, o, count, kv_start, kv_len, seed_ptr, seed, scale, *strides, *where, *middle, *base, **shape, **first)
-    if launches > 4:
+    if launches > 4: _look_kernel[B * L, CP](q, k, v, rows, mask, m, l, most, e, e2, o, count, kv_start, kv_len, seed_ptr, seed, scale, *strides, *where, *middle, *base, **settings(*look, triton.cdiv(_most(s.base, N), CP)), **first)
+    if launches > 5:
         _budget_kernel[B * L,](m, l, most, e, e2, count, ceiling, stop, facts, kv_start, kv_len, N, L, C, CP, *middle, s.eps, s.log, s.square, s.plug, CLT_LEAST=s.clt_least, BOUND=s.bound, PLUGIN=s.plugin,
                                LR=LR, BQ=triton.next_power_of_2(LR), BP=triton.next_power_of_2(CP), PDL=PDL, num_warps=4, **more)
-    if launches > 5: _sample_kernel[B * L, CE](q, k, v, rows, mask, m, l, o, count, stop, kv_start, kv_len, seed_ptr, seed, scale, *strides, *where, CE, *middle, *base, **shape, **more)
-    if launches > 6:
+    if launches > 6: _sample_kernel[B * L, CE](q, k, v, rows, mask, m, l, o, count, stop, kv_start, kv_len, seed_ptr, seed, scale, *strides, *where, CE, *middle, *base, **settings(*sample, 1), **more)
+    if launches > 7:
         BW = min(BD, 32)
         _merge_kernel[B * H, triton.cdiv(D, BW)](m, l, o, stop, count, out, *out.stride()[:2], out.stride(3), H, LR, C, CE, D=D, BP=triton.next_power_of_2(C), BE=triton.next_power_of_2(CE), BD=BW, PDL=PDL, num_warps=4, **more)
     return Found(out, rows, stop[..., 0], stop[..., 1], count[..., :CP], count[..., CP:], facts, K)
@@ -552,6 +574,7 @@ def record_launches(
     *,
     lengths=(131072, 524288, 1048576),    # numbers of keys
     density: float = 0.1,                 # share of them that is read
+    host=(0.05, 0.1, 0.2, 0.4),           # shares, with the first number of keys in host memory
     say=print,                            # told what happens, line by line
 ):
     "Time a decoding step launch by launch, and the dense kernels of PyTorch and FlashInfer, on this machine's GPU, and write the record. Raises ValueError without a CUDA device."
@@ -559,7 +582,7 @@ def record_launches(
     if not torch.cuda.is_available(): raise ValueError("record_launches: there is no CUDA device here, and times of anything else are not recorded")
     began, protocol, rows = time.perf_counter(), bench.Protocol(), []
     buffer = torch.zeros(int(protocol.buffer_mb * 1e6 / 4), device="cuda")
-    names = "code", "count", "keep", "look", "budget", "sample", "merge"
+    names = "code", "guess", "count", "keep", "look", "budget", "sample", "merge"
     def note(call, check, **row):
         replay, result = bench.captured(call)
         result.fill_(float("nan"))
@@ -581,13 +604,16 @@ def record_launches(
             generator, M = torch.Generator("cuda").manual_seed(0), 64
             normal = lambda *shape: (torch.randn(*shape, device="cuda", generator=generator) / 10).half()
             given = dict(lists=G, codes=torch.randint(-2**31, 2**31, (1, G, n, 1), device="cuda", generator=generator).int(), maps=(normal(H, D, M), normal(H, M), normal(H, M, 32), normal(H, 32)), seed=7)
-            topk = density / 2
-            for _ in range(3):
-                s = Settings(128, 128, topk, 0.025, 32, eps=0.1, log=math.log(2 / 0.08), square=1.7506860712521692**2, plug=math.log(1 / 0.01))
-                found, kept = decode(q, k, v, s, **given), 256 + math.ceil(n * topk * (1 - 1e-12))
-                base, extra = (x.sum(-1).float().mean().item() for x in (found.base, found.extra))
-                share, topk = (kept + base + extra) / n, max(0.001, density - (256 + base + extra) / n)
-            def close(result):
+            def settings(density):
+                "Settings that read this share of the keys, what they find, how many they keep, and the share"
+                topk, base = density / 2, density / 4
+                for _ in range(3):
+                    s = Settings(128, 128, topk, base, 32, eps=0.1, log=math.log(2 / 0.08), square=1.7506860712521692**2, plug=math.log(1 / 0.01))
+                    found, kept = decode(q, k, v, s, **given), 256 + math.ceil(n * topk * (1 - 1e-12))
+                    drawn, extra = (x.sum(-1).float().mean().item() for x in (found.base, found.extra))
+                    share, topk = (kept + drawn + extra) / n, max(0.001, density - (256 + drawn + extra) / n)
+                return s, found, kept, dict(method="vattention", n=n, density=round(share, 4), kept=kept, base=round(drawn), extra=round(extra))
+            def close(result, found, kept):
                 worst = 0
                 for g in range(0, G, 3):
                     own = Found(*(None if x is None else x if isinstance(x, int) else x[:, g:g + 1] for x in found))
@@ -600,22 +626,24 @@ def record_launches(
                     worst = max(worst, float((result[0, g * H // G:(g + 1) * H // G, 0].double() - want).norm() / want.norm()))
                 if not worst < 0.01: raise bench.Refused(f"differs from the reference by {worst:.3g} of it")
                 return worst
-            row = dict(method="vattention", n=n, density=round(share, 4), kept=kept, base=round(base), extra=round(extra))
-            nbytes = (sum(x.nbytes for x in given["maps"]), 4 * n * G, n * G, 4 * G * D * (kept + base), 0, 4 * G * D * extra, 0)  # what a launch has to read
+            s, found, kept, row = settings(density)
+            nbytes = (sum(x.nbytes for x in given["maps"]), 4 * _GUESS * G, 4 * n * G, n * G, 4 * G * D * (kept + row["base"]), 0, 4 * G * D * row["extra"], 0)  # what a launch has to read
             for j, name in enumerate(names):
-                note(lambda: _run(q, k, v, s, G, *(given[x] for x in ("codes", "maps")), seed=7, launches=j + 1).out, close if name == "merge" else None, **row, launch=name, memory="device", nbytes=int(nbytes[j]))
-            if n == 131072:
-                host = [torch.empty(n, 1, G, D, dtype=x.dtype, pin_memory=True).permute(1, 2, 0, 3).copy_(x) for x in (k, v)]
-                note(lambda: _run(q, *host, s, G, given["codes"], given["maps"], seed=7).out, close, **row, launch="merge", memory="host", nbytes=int(sum(nbytes)))
+                note(lambda: _run(q, k, v, s, G, *(given[x] for x in ("codes", "maps")), seed=7, launches=j + 1).out, (lambda x: close(x, found, kept)) if name == "merge" else None, **row, launch=name, memory="device", nbytes=int(nbytes[j]))
+            if n == lengths[0]:
+                far = [torch.empty(n, 1, G, D, dtype=x.dtype, pin_memory=True).permute(1, 2, 0, 3).copy_(x) for x in (k, v)]
+                for share in host:
+                    s, found, kept, row = settings(share)
+                    note(lambda: _run(q, *far, s, G, given["codes"], given["maps"], seed=7).out, lambda x: close(x, found, kept), **row, launch="merge", memory="host", nbytes=4 * G * D * (kept + row["base"] + row["extra"]))
                 both = torch.empty(2, n, 1, G, D, dtype=k.dtype, device="cuda").permute(0, 2, 3, 1, 4)
                 def bring():
-                    for to, x in zip(both, host): to.permute(2, 0, 1, 3).copy_(x.permute(2, 0, 1, 3), non_blocking=True)
+                    for to, x in zip(both, far): to.permute(2, 0, 1, 3).copy_(x.permute(2, 0, 1, 3), non_blocking=True)
                     return both
                 def same(result):
                     if not torch.equal(result, torch.stack([k, v])): raise bench.Refused("the rows differ")
                     return 0.0
                 note(bring, same, method="copy", n=n, memory="host", nbytes=2 * k.nbytes)
-                del host, both
+                del far, both
     meta = dict(gpu=torch.cuda.get_device_name(), driver=bench._driver(), torch=torch.__version__, triton=triton.__version__, flashinfer=bench._version("flashinfer-python"), date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
                 command="python -m sparse_nb.kernels.vattention record --out FILE", density=density, dtype="bfloat16", inputs="Gaussian, random signatures", eps=0.1, delta=0.1, l2="cold", mode="graph", runs=protocol.runs, **bench.bandwidth())
     Path(out).parent.mkdir(parents=True, exist_ok=True)
