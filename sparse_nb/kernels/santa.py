@@ -441,7 +441,7 @@ def decode(
 def compiled_usage(
     kernel,          # a Triton kernel
     constants: dict, # values of arguments known to the compiler, None for absent ones; names that the kernel lacks are left out
-    types: dict,     # types of pointers, float32 if not named; the last strides of q, k, v and out are taken to be 1
+    types: dict,     # types of pointers, float32 if not named, and of numbers, int32 if not named; the last strides of q, k, v and out are taken to be 1
     capability: int, # of the GPU to compile for: 80, 90, 100, ...
     warps: int,      # of a program
 ) -> dict:           # registers (a thread), spills (bytes a thread), shared (bytes a program)
@@ -450,7 +450,7 @@ def compiled_usage(
     from triton.compiler import ASTSource
     last = {f"{x}_d": 1 for x in ("q", "k", "v", "out")}
     constants = {name: x for name, x in (constants | last).items() if name in kernel.arg_names}
-    kind = lambda name: "*" + types.get(name, "fp32") if name.endswith("_ptr") else {"scale": "fp32", "seed": "i64"}.get(name, "i32")
+    kind = lambda name: "*" + types.get(name, "fp32") if name.endswith("_ptr") else types.get(name, {"scale": "fp32", "seed": "i64"}.get(name, "i32"))
     signature = {name: "constexpr" if name in constants else kind(name) for name in kernel.arg_names}
     even = re.compile(r".*_ptr|[qkv]_[bhgn]|out_[bh]|N")
     hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants and even.fullmatch(name)}

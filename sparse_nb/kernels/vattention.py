@@ -481,7 +481,7 @@ def _run(q, k, v, s, L, codes=None, maps=(), kept=None, mask=None, ceiling=None,
     LR, BD, device = H // L, max(16, triton.next_power_of_2(D)), q.device
     sms, PDL = _device(device.index) if q.is_cuda else (2, False)
     K, W = min(N, sum(_most(x, N) for x in (s.sinks, s.window, s.topk))), triton.cdiv(N, 32)
-    fit = lambda rows, stages, programs: (max(16, min(rows, 2**15 // (BD * q.element_size()))), stages, programs)
+    fit = lambda rows, stages, programs: (max(16, min(rows, 2**22 // (BD * BD * q.element_size()))), stages, programs)   # of larger heads fewer rows fit into the registers
     parts = lambda n, rows, stages, programs: max(1, min(256, programs * sms // (B * L), triton.cdiv(n, 2 * rows)))
     look, sample = fit(*_LOOK), fit(*_SAMPLE)
     CP, CE = max(4, parts(K, *look)), parts(N, *sample)
