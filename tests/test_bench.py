@@ -323,3 +323,9 @@ def test_readme_says_what_the_record_says():
     rows = read_record(ROOT / "kernels/results/nvidia_h200_decode.json")["rows"]
     found = {row["n"]: row["ratio_to_fastest_dense"] for row in rows if (row["method"], row["mode"], row["H"], row["B"], row["samples"]) == ("santa_systematic", "graph", 32, 1, 128)}
     assert list(said.groups()) == [f"{found[n]:.2f}" for n in (8192, 32768, 131072, 1048576)]
+    said = re.search(r"([\d.]+) times as fast as it at 131k keys, ([\d.]+) at 524k and ([\d.]+) at 1M; .* ([\d.]+) times as fast as a copy", (ROOT / "README.md").read_text())
+    rows = json.loads((ROOT / "kernels/results/nvidia_h200_vattention.json").read_text())["rows"]
+    dense = {n: min(row["median_us"] for row in rows if row["n"] == n and "variant" in row) for n in (131072, 524288, 1048576)}
+    step = {(row["memory"], row["n"]): row["median_us"] for row in rows if row.get("launch") == "merge" and row["density"] == 0.1}
+    copy = next(row["median_us"] for row in rows if row["method"] == "copy")
+    assert list(said.groups()) == [f"{x:.2f}" for x in (*(dense[n] / step["device", n] for n in dense), copy / step["host", 131072])]
