@@ -6,8 +6,8 @@
 __all__ = ['SHAPES', 'LENGTHS', 'BATCHES', 'FIELDS', 'LLAMA', 'dense_bytes', 'santa_bytes', 'flash_bytes', 'Protocol',
            'cold_times', 'Quartiles', 'quartiles', 'Shape', 'exact_moments', 'Case', 'Refused', 'check_dense',
            'check_sampled', 'Contender', 'build_flashinfer', 'contenders', 'captured', 'add_ratios', 'measure',
-           'bandwidth', 'write_record', 'read_record', 'records', 'bench_decode', 'plot_latency', 'plot_ratio',
-           'plot_roofline', 'token_times', 'generate_ways', 'bench_generate']
+           'bandwidth', 'write_record', 'read_record', 'records', 'Recorder', 'bench_decode', 'plot_latency',
+           'plot_ratio', 'plot_roofline', 'token_times', 'generate_ways', 'bench_generate']
 
 # %% ../nbs/80_bench.ipynb #de853d5c
 import json
@@ -455,6 +455,87 @@ def records(
     "All records of one bench, by GPU."
     found = [read_record(path) for path in sorted(Path(folder or _results()).glob(f"*_{bench}.json"))]
     return {record["meta"]["gpu"]: record for record in found}
+
+# %% ../nbs/80_bench.ipynb #f0b7a914
+class Recorder:
+    "Rows of a record of this machine's GPU. Raises ValueError without a CUDA device."
+    device = "cuda"
+
+    def __init__(
+        self,
+        name: str,             # whose record it is, for the message
+        say: Callable = print, # told what happens, line by line
+    ):
+        if self.device == "cuda" and not torch.cuda.is_available(): raise ValueError(f"{name}: there is no CUDA device here, and times of anything else are not recorded")
+        self.say, self.protocol, self.rows, self.began = say, Protocol(), [], time.perf_counter()
+        self.buffer = torch.zeros(int(self.protocol.buffer_mb * 1e6 / 4), device=self.device)
+
+    def note(
+        self,
+        call: Callable,                # returns the tensor that it fills
+        check: Callable | None = None, # gets that tensor, returns its error or raises `Refused`, which leaves the row out
+        **row,                         # what the row says beside its times
+    ):
+        "Check a call and time it."
+        if self.device == "cuda": replay, out = captured(call)
+        else:
+            out = call()
+            replay = lambda: out.copy_(call())
+        out.fill_(math.nan)
+        replay()
+        try: error = check(out) if check else None
+        except Refused as why: return self.say(f"{row}: not timed, {why}")
+        times = quartiles(cold_times(replay, self.protocol, device=self.device, buffer=self.buffer))
+        if error is not None: row["error"] = float(f"{error:.3g}")
+        self.rows.append(row | times._asdict())
+        self.say(f"{row}: {times.median_us:.1f} us, {time.perf_counter() - self.began:.0f} s")
+
+    def dense(
+        self,
+        case: Case,
+        **row,
+    ):
+        "Time the dense kernels of PyTorch and FlashInfer; one that this machine cannot run is left out."
+        for name in ("sdpa_cudnn", "sdpa_flash", "flashinfer_tc"):
+            try:
+                for variant, call in contenders()[name].build(case).items(): self.note(call, lambda out: check_dense(out, case), method=name, variant=variant, n=case.n, nbytes=2 * case.k.nbytes, **row)
+            except Exception as error: self.say(f"{name}: {type(error).__name__}: {str(error)[:100]}")
+
+    def far(
+        self,
+        *tensors: torch.Tensor, # [B, G, N, D]
+    ) -> list:                  # copies in pinned host memory, the token outermost
+        "Where `sparse_nb.cache.offload` keeps keys and values."
+        return [torch.empty(x.permute(2, 0, 1, 3).shape, dtype=x.dtype, pin_memory=self.device == "cuda").permute(1, 2, 0, 3).copy_(x) for x in tensors]
+
+    def copy(
+        self,
+        near: list, # tensors of one shape on the GPU
+        far: list,  # `far` of them
+        **row,
+    ):
+        "Time bringing tensors from host memory."
+        both = torch.empty(len(near), *near[0].permute(2, 0, 1, 3).shape, dtype=near[0].dtype, device=self.device).permute(0, 2, 3, 1, 4)
+        def bring():
+            for to, x in zip(both, far): to.permute(2, 0, 1, 3).copy_(x.permute(2, 0, 1, 3), non_blocking=True)
+            return both
+        def same(out):
+            if not torch.equal(out, torch.stack(near)): raise Refused("the rows differ")
+            return 0.0
+        self.note(bring, same, method="copy", n=near[0].shape[2], nbytes=both.nbytes, **row)
+
+    def write(
+        self,
+        out,     # file ending in .json
+        module,  # whose command wrote it
+        **meta,  # what else `meta` says
+    ):
+        "Write the record."
+        meta = dict(gpu=torch.cuda.get_device_name() if self.device == "cuda" else self.device, driver=_driver(), torch=torch.__version__, triton=_version("triton"), flashinfer=_version("flashinfer-python"), date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+                    command=f"python -m {module} record --out FILE", dtype="bfloat16", **meta)
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        write_record(Path(out), meta, self.rows)
+        self.say(f"{out}: {len(self.rows)} rows, {time.perf_counter() - self.began:.0f} s")
 
 # %% ../nbs/80_bench.ipynb #6b7f01c7
 def bench_decode(

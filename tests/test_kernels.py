@@ -7,6 +7,7 @@ What is held against float64: the drawn key's interval of running sums must hold
 rounds away, and the output must be the mean of the drawn rows. Statistical checks use fixed seeds; each accepts a correct kernel
 in all but one of 1 / ALARM seeds.
 """
+import json
 import math
 import os
 import re
@@ -23,8 +24,8 @@ import torch
 triton = pytest.importorskip("triton")
 
 from sparse_nb.attention import Selection, _masked_scores, assert_close, attention, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
-from sparse_nb.bench import captured
-from sparse_nb import baselines, vattention
+from sparse_nb import baselines, bench, vattention
+from sparse_nb.bench import Protocol, captured
 from sparse_nb.kernels import gather, host
 from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels import vattention as steps
@@ -614,6 +615,22 @@ def test_bad_input(change, error, message):
 def test_estimate_is_not_for_flash():
     p = problem(1, 1, 2, 30, 64, FP32)
     with pytest.raises(ValueError, match="estimate must be None for scheme='flash'"): decode(*p[:3], scheme="flash", estimate=p.q)
+
+
+if INTERPRETED:
+    @pytest.mark.parametrize("record, settings, rows", [
+        (gather.record_gather, dict(lengths=(96,)), {"attend"}),
+        (steps.record_launches, dict(lengths=(600,), density=0.6, host=(0.6,)), {"vattention", "copy"})], ids=["gather", "launches"])
+    def test_recorders_run(record, settings, rows, tmp_path, monkeypatch):
+        monkeypatch.setattr(bench.Recorder, "device", "cpu")
+        monkeypatch.setattr(bench, "SHAPES", bench.SHAPES | {"llama3": bench.Shape(1, 1, 16)})
+        monkeypatch.setattr(bench, "Protocol", lambda: Protocol(warmup=1, runs=1, buffer_mb=0))
+        monkeypatch.setattr(bench, "bandwidth", lambda: dict(copy_gb_s=1.0, read_gb_s=1.0))
+        said = []
+        record(tmp_path / "toy.json", **settings, say=said.append)
+        made = json.loads((tmp_path / "toy.json").read_text())
+        assert rows == {row["method"] for row in made["rows"] if not row["method"].startswith("sdpa")} and not [line for line in said if "not timed" in line], said
+        assert all(row["error"] < 0.01 for row in made["rows"] if "error" in row) and made["meta"]["gpu"] == "cpu" and "record --out FILE" in made["meta"]["command"]
 
 
 if not INTERPRETED:

@@ -145,57 +145,31 @@ def record_gather(
     "Time attention over a random list of rows, and the dense kernels of PyTorch and FlashInfer, on this machine's GPU, and write the record. Raises ValueError without a CUDA device."
     from sparse_nb import bench
     from sparse_nb.attention import Selection, weighted_attention
-    if not torch.cuda.is_available(): raise ValueError("record_gather: there is no CUDA device here, and times of anything else are not recorded")
-    began, protocol, rows = time.perf_counter(), bench.Protocol(), []
-    buffer = torch.zeros(int(protocol.buffer_mb * 1e6 / 4), device="cuda")
-    def note(call, check, nbytes, **row):
-        replay, result = bench.captured(call)
-        result.fill_(float("nan"))
-        replay()
-        error = check(result)
-        times = bench.quartiles(bench.cold_times(replay, protocol, device="cuda", buffer=buffer))
-        rows.append(row | dict(bytes=nbytes, **times._asdict(), error=float(f"{error:.3g}")))
-        say(f"{row}: {times.median_us:.1f} us, {nbytes / times.median_us / 1000:.0f} GB/s, {time.perf_counter() - began:.0f} s")
+    recorder = bench.Recorder("record_gather", say)
     with torch.no_grad():
         for n in lengths:
             torch.cuda.empty_cache()
-            case = bench.Case(bench.SHAPES["llama3"], n, 1)
+            case = bench.Case(bench.SHAPES["llama3"], n, 1, device=recorder.device)
             q, k, v, (H, G, D) = case.q, case.k, case.v, case.shape
-            for name in ("sdpa_cudnn", "sdpa_flash", "flashinfer_tc"):
-                try:
-                    for variant, call in bench.contenders()[name].build(case).items():
-                        note(call, lambda result: bench.check_dense(result, case), 2 * k.nbytes, method=name, variant=variant, n=n, lists="all", memory="device")
-                except Exception as error: say(f"{name}: {type(error).__name__}: {str(error)[:100]}")
-            count, generator = round(density * n), torch.Generator("cuda").manual_seed(0)
+            recorder.dense(case, lists="all", memory="device")
+            count, generator = round(density * n), torch.Generator(recorder.device).manual_seed(0)
             for lists in (G, H):
-                index = torch.rand(1, lists, 1, n, device="cuda", generator=generator).topk(count, -1).indices
-                whole, weight = index.repeat_interleave(H // lists, 1), torch.rand(1, H, 1, count, device="cuda", generator=generator) + 0.5
+                index = torch.rand(1, lists, 1, n, device=recorder.device, generator=generator).topk(count, -1).indices
+                whole, weight = index.repeat_interleave(H // lists, 1), torch.rand(1, H, 1, count, device=recorder.device, generator=generator) + 0.5
                 want = weighted_attention(q, k, v, Selection(whole, weight), backend="torch").double()
                 def close(result):
                     error = float((result.double() - want).norm() / want.norm())
                     if not error < 0.01: raise bench.Refused(f"differs from the reference by {error:.3g} of it")
                     return error
-                nbytes = 2 * lists * count * D * k.element_size()
-                note(lambda: attend(q, k, v, index, weight), close, nbytes, method="attend", n=n, lists="a group" if lists == G else "a head", memory="device")
+                row = dict(method="attend", n=n, lists="a group" if lists == G else "a head", nbytes=2 * lists * count * D * k.element_size())
+                recorder.note(lambda: attend(q, k, v, index, weight), close, **row, memory="device")
                 if n == 131072:
-                    host = [torch.empty(n, 1, G, D, dtype=x.dtype, pin_memory=True).permute(1, 2, 0, 3).copy_(x) for x in (k, v)]
-                    note(lambda: attend(q, *host, index, weight), close, nbytes, method="attend", n=n, lists="a group" if lists == G else "a head", memory="host")
-                    if lists == G:
-                        both = torch.empty(2, n, 1, G, D, dtype=k.dtype, device="cuda").permute(0, 2, 3, 1, 4)
-                        def bring():
-                            for to, x in zip(both, host): to.permute(2, 0, 1, 3).copy_(x.permute(2, 0, 1, 3), non_blocking=True)
-                            return both
-                        def same(result):
-                            if not torch.equal(result, torch.stack([k, v])): raise bench.Refused("the rows differ")
-                            return 0.0
-                        note(bring, same, 2 * k.nbytes, method="copy", n=n, lists="all", memory="host")
-                    del host
+                    far = recorder.far(k, v)
+                    recorder.note(lambda: attend(q, *far, index, weight), close, **row, memory="host")
+                    if lists == G: recorder.copy([k, v], far, lists="all", memory="host")
+                    del far
                 del index, whole, weight
-    meta = dict(gpu=torch.cuda.get_device_name(), driver=bench._driver(), torch=torch.__version__, triton=triton.__version__, flashinfer=bench._version("flashinfer-python"), date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-                command="python -m sparse_nb.kernels.gather record --out FILE", density=density, dtype="bfloat16", inputs="Gaussian", l2="cold", mode="graph", runs=protocol.runs, **bench.bandwidth())
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    bench.write_record(Path(out), meta, rows)
-    say(f"{out}: {len(rows)} rows, {time.perf_counter() - began:.0f} s")
+    recorder.write(out, "sparse_nb.kernels.gather", density=density, inputs="Gaussian", l2="cold", mode="graph", runs=recorder.protocol.runs, **bench.bandwidth())
 
 # %% ../../kernels/gather.ipynb #c3d4919f
 #| eval: false

@@ -59,10 +59,8 @@ def record_rows(
 ):
     "Time copies and gathers of bfloat16 rows from this machine's host memory (one sequence, Llama-3 heads) and write the record. Raises ValueError without a CUDA device."
     from sparse_nb import bench
-    if not torch.cuda.is_available(): raise ValueError("record_rows: there is no CUDA device here, and times of anything else are not recorded")
-    began, shape, found = time.perf_counter(), bench.SHAPES["llama3"], []
-    x = torch.empty(keys, 1, shape.G, shape.D, dtype=torch.bfloat16, pin_memory=True).permute(1, 2, 0, 3)
-    x.copy_(torch.randn(1, shape.G, keys, shape.D, dtype=torch.bfloat16, device="cuda"))
+    recorder, shape = bench.Recorder("record_rows", say), bench.SHAPES["llama3"]
+    (x,) = recorder.far(torch.randn(1, shape.G, keys, shape.D, dtype=torch.bfloat16, device="cuda"))
     generator = torch.Generator("cuda").manual_seed(0)
 
     def note(what, call, nbytes, check, **row):
@@ -76,7 +74,7 @@ def record_rows(
             times.append(1000 * start.elapsed_time(end))
         check(result)
         times = bench.quartiles(times[3:])
-        found.append(dict(what=what, **row, bytes=nbytes, **times._asdict(), checked=True))
+        recorder.rows.append(dict(what=what, **row, bytes=nbytes, **times._asdict(), checked=True))
         say(f"{what} {row or ''}: {times.median_us:.0f} us, {nbytes / times.median_us / 1000:.1f} GB/s")
 
     def same(result, want):
@@ -89,11 +87,7 @@ def record_rows(
         for order, index in {"random": random, "sorted": random.sort(-1).values, "neighbours": torch.arange(keys - count, keys, device="cuda").expand(1, shape.G, -1).contiguous()}.items():
             want = x.gather(2, index.cpu()[..., None].expand(-1, -1, -1, shape.D))
             note("rows", lambda: rows(x, index), want.nbytes, lambda result: same(result, want), density=density, order=order)
-    meta = dict(gpu=torch.cuda.get_device_name(), driver=bench._driver(), torch=torch.__version__, triton=triton.__version__, date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-                command="python -m sparse_nb.kernels.host record --out FILE", keys=keys, runs=runs, dtype="bfloat16", mode="eager")
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    bench.write_record(Path(out), meta, found)
-    say(f"{out}: {len(found)} rows, {time.perf_counter() - began:.0f} s")
+    recorder.write(out, "sparse_nb.kernels.host", keys=keys, runs=runs, mode="eager")
 
 # %% ../../kernels/host.ipynb #c9fe72c4
 #| eval: false

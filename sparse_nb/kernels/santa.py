@@ -506,31 +506,13 @@ def record_steps(
     from sparse_nb import bench
     from sparse_nb.attention import fold_in
     from sparse_nb.santa import bernoulli_scores, santa_decode
-    if not torch.cuda.is_available(): raise ValueError("record_steps: there is no CUDA device here, and times of anything else are not recorded")
-    began, protocol, rows = time.perf_counter(), bench.Protocol(), []
-    buffer = torch.zeros(int(protocol.buffer_mb * 1e6 / 4), device="cuda")
-
-    def timed(call, check=lambda out: None):
-        replay, result = bench.captured(call)
-        replay()
-        torch.cuda.synchronize()
-        error = check(result)
-        times = bench.quartiles(bench.cold_times(replay, protocol, device="cuda", buffer=buffer))
-        check(result)  # of the last replay
-        return dict(times._asdict(), error=error)
-
-    def note(row, call, check=lambda out: None, settings=None):
-        what = ", ".join(f"{x}" for x in row.values())
-        try: times = timed(call, check)
-        except bench.Refused as why: return say(f"{what}: not timed, {why}")
-        rows.append(row | times | (dict(settings=settings) if settings else {}))
-        say(f"{what}: {times['median_us']:.1f} us, {time.perf_counter() - began:.0f} s")
+    recorder = bench.Recorder("record_steps", say)
 
     def profile(replay):
         "Median duration of each kernel over ten cold runs."
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
             for _ in range(10):
-                buffer.add_(1)
+                recorder.buffer.add_(1)
                 replay()
             torch.cuda.synchronize()
         found = {}
@@ -552,10 +534,10 @@ def record_steps(
             reference = santa_decode(q, k, v, samples=samples, seed=seed, backend="torch")
             run = lambda settings: _run(q, k, v, samples, "systematic", 128, seed, None, None, None, **settings)[0]
             check = lambda result: bench.check_sampled(result, case, samples, reference)
-            for step, settings in steps.items(): note(dict(what="step", step=step, **size), lambda: run(settings), check, settings)
+            for step, settings in steps.items(): recorder.note(lambda: run(settings), check, what="step", step=step, **size, settings=settings)
             for overlap in (False, True):
                 replay, _ = bench.captured(lambda: run(shipped | dict(overlap=overlap)))
-                rows += [dict(what="profile", overlap=overlap, kernel=name, median_us=t, **size) for name, t in profile(replay).items()]
+                recorder.rows += [dict(what="profile", overlap=overlap, kernel=name, median_us=t, **size) for name, t in profile(replay).items()]
             if B > 1: continue
             features = k.transpose(-1, -2).contiguous().transpose(-1, -2)                           # [B, G, N, D], the tokens side by side
             unit = torch.eye(case.shape.D, device=q.device, dtype=q.dtype).expand(B, case.shape.G, -1, -1)
@@ -571,8 +553,7 @@ def record_steps(
                     error = float((result.double() - reference).norm() / reference.norm())
                     if not error <= 0.5: raise bench.Refused(f"differs from the reference by {error:.3g} of it")
                     return error
-                note(dict(what="bernoulli", features=count, share=round(share, 4), **size),
-                     lambda: _run(q, features, v, samples, "systematic", 128, seed, None, None, None, estimate=estimate)[0], close)
+                recorder.note(lambda: _run(q, features, v, samples, "systematic", 128, seed, None, None, None, estimate=estimate)[0], close, what="bernoulli", features=count, share=round(share, 4), **size)
             del features, unit
         n = 32768
         for B in (1, 8, 32):
@@ -582,12 +563,8 @@ def record_steps(
             for layout, keys in (("rows", cache), ("features", cache.view(B, 8, 128, n).transpose(-1, -2))):
                 def written(result):
                     if not torch.equal(result[:, :, n - 7], new): raise bench.Refused("the token is not there")
-                note(dict(what="append", layout=layout, n=n, B=B), lambda: keys.index_copy_(2, at, new[:, :, None]), written)
-    meta = dict(gpu=torch.cuda.get_device_name(), driver=bench._driver(), torch=torch.__version__, triton=triton.__version__, date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-                command="python -m sparse_nb.kernels.santa record --out FILE", samples=samples, seed=seed, dtype="bfloat16", inputs="Gaussian", l2="cold", mode="graph", runs=protocol.runs, **bench.bandwidth())
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    bench.write_record(Path(out), meta, rows)
-    say(f"{out}: {len(rows)} rows, {time.perf_counter() - began:.0f} s")
+                recorder.note(lambda: keys.index_copy_(2, at, new[:, :, None]), written, what="append", layout=layout, n=n, B=B)
+    recorder.write(out, "sparse_nb.kernels.santa", samples=samples, seed=seed, inputs="Gaussian", l2="cold", mode="graph", runs=recorder.protocol.runs, **bench.bandwidth())
 
 # %% ../../kernels/santa.ipynb #3902b678
 #| eval: false

@@ -579,31 +579,16 @@ def record_launches(
 ):
     "Time a decoding step launch by launch, and the dense kernels of PyTorch and FlashInfer, on this machine's GPU, and write the record. Raises ValueError without a CUDA device."
     from sparse_nb import bench
-    if not torch.cuda.is_available(): raise ValueError("record_launches: there is no CUDA device here, and times of anything else are not recorded")
-    began, protocol, rows = time.perf_counter(), bench.Protocol(), []
-    buffer = torch.zeros(int(protocol.buffer_mb * 1e6 / 4), device="cuda")
-    names = "code", "guess", "count", "keep", "look", "budget", "sample", "merge"
-    def note(call, check, **row):
-        replay, result = bench.captured(call)
-        result.fill_(float("nan"))
-        replay()
-        error = {} if check is None else dict(error=float(f"{check(result):.3g}"))
-        times = bench.quartiles(bench.cold_times(replay, protocol, device="cuda", buffer=buffer))
-        rows.append(row | times._asdict() | error)
-        say(f"{row | error}: {times.median_us:.1f} us, {time.perf_counter() - began:.0f} s")
+    recorder, names = bench.Recorder("record_launches", say), ("code", "guess", "count", "keep", "look", "budget", "sample", "merge")
     with torch.no_grad():
         for n in lengths:
             torch.cuda.empty_cache()
-            case = bench.Case(bench.SHAPES["llama3"], n, 1)
+            case = bench.Case(bench.SHAPES["llama3"], n, 1, device=recorder.device)
             q, k, v, (H, G, D) = case.q, case.k, case.v, case.shape
-            for name in ("sdpa_cudnn", "sdpa_flash", "flashinfer_tc"):
-                try:
-                    for variant, call in bench.contenders()[name].build(case).items():
-                        note(call, lambda result: bench.check_dense(result, case), method=name, variant=variant, n=n, memory="device", nbytes=2 * k.nbytes)
-                except Exception as error: say(f"{name}: {type(error).__name__}: {str(error)[:100]}")
-            generator, M = torch.Generator("cuda").manual_seed(0), 64
-            normal = lambda *shape: (torch.randn(*shape, device="cuda", generator=generator) / 10).half()
-            given = dict(lists=G, codes=torch.randint(-2**31, 2**31, (1, G, n, 1), device="cuda", generator=generator).int(), maps=(normal(H, D, M), normal(H, M), normal(H, M, 32), normal(H, 32)), seed=7)
+            recorder.dense(case, memory="device")
+            generator, M = torch.Generator(recorder.device).manual_seed(0), 64
+            normal = lambda *shape: (torch.randn(*shape, device=recorder.device, generator=generator) / 10).half()
+            given = dict(lists=G, codes=torch.randint(-2**31, 2**31, (1, G, n, 1), device=recorder.device, generator=generator).int(), maps=(normal(H, D, M), normal(H, M), normal(H, M, 32), normal(H, 32)), seed=7)
             def settings(density):
                 "Settings that read this share of the keys, what they find, how many they keep, and the share"
                 topk, base = density / 2, density / 4
@@ -617,7 +602,7 @@ def record_launches(
                 worst = 0
                 for g in range(0, G, 3):
                     own = Found(*(None if x is None else x if isinstance(x, int) else x[:, g:g + 1] for x in found))
-                    read = selection(own, torch.full((1, 1), kept, device="cuda"), 1)
+                    read = selection(own, torch.full((1, 1), kept, device=recorder.device), 1)
                     i = read.weight[0, 0, 0].nonzero().squeeze(-1)
                     row, weight = read.index[0, 0, 0, i], read.weight[0, 0, 0, i].double()
                     if len(row.unique()) < len(row): raise bench.Refused("a row was read twice")
@@ -629,26 +614,15 @@ def record_launches(
             s, found, kept, row = settings(density)
             nbytes = (sum(x.nbytes for x in given["maps"]), 4 * _GUESS * G, 4 * n * G, n * G, 4 * G * D * (kept + row["base"]), 0, 4 * G * D * row["extra"], 0)  # what a launch has to read
             for j, name in enumerate(names):
-                note(lambda: _run(q, k, v, s, G, *(given[x] for x in ("codes", "maps")), seed=7, launches=j + 1).out, (lambda x: close(x, found, kept)) if name == "merge" else None, **row, launch=name, memory="device", nbytes=int(nbytes[j]))
+                recorder.note(lambda: _run(q, k, v, s, G, *(given[x] for x in ("codes", "maps")), seed=7, launches=j + 1).out, (lambda x: close(x, found, kept)) if name == "merge" else None, **row, launch=name, memory="device", nbytes=int(nbytes[j]))
             if n == lengths[0]:
-                far = [torch.empty(n, 1, G, D, dtype=x.dtype, pin_memory=True).permute(1, 2, 0, 3).copy_(x) for x in (k, v)]
+                far = recorder.far(k, v)
                 for share in host:
                     s, found, kept, row = settings(share)
-                    note(lambda: _run(q, *far, s, G, given["codes"], given["maps"], seed=7).out, lambda x: close(x, found, kept), **row, launch="merge", memory="host", nbytes=4 * G * D * (kept + row["base"] + row["extra"]))
-                both = torch.empty(2, n, 1, G, D, dtype=k.dtype, device="cuda").permute(0, 2, 3, 1, 4)
-                def bring():
-                    for to, x in zip(both, far): to.permute(2, 0, 1, 3).copy_(x.permute(2, 0, 1, 3), non_blocking=True)
-                    return both
-                def same(result):
-                    if not torch.equal(result, torch.stack([k, v])): raise bench.Refused("the rows differ")
-                    return 0.0
-                note(bring, same, method="copy", n=n, memory="host", nbytes=2 * k.nbytes)
-                del far, both
-    meta = dict(gpu=torch.cuda.get_device_name(), driver=bench._driver(), torch=torch.__version__, triton=triton.__version__, flashinfer=bench._version("flashinfer-python"), date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-                command="python -m sparse_nb.kernels.vattention record --out FILE", density=density, dtype="bfloat16", inputs="Gaussian, random signatures", eps=0.1, delta=0.1, l2="cold", mode="graph", runs=protocol.runs, **bench.bandwidth())
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    bench.write_record(Path(out), meta, rows)
-    say(f"{out}: {len(rows)} rows, {time.perf_counter() - began:.0f} s")
+                    recorder.note(lambda: _run(q, *far, s, G, given["codes"], given["maps"], seed=7).out, lambda x: close(x, found, kept), **row, launch="merge", memory="host", nbytes=4 * G * D * (kept + row["base"] + row["extra"]))
+                recorder.copy([k, v], far, memory="host")
+                del far
+    recorder.write(out, "sparse_nb.kernels.vattention", density=density, inputs="Gaussian, random signatures", eps=0.1, delta=0.1, l2="cold", mode="graph", runs=recorder.protocol.runs, **bench.bandwidth())
 
 # %% ../../kernels/vattention.ipynb #90cce51a
 #| eval: false
