@@ -41,6 +41,20 @@ def may_look(
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 # %% ../nbs/00_attention.ipynb #85adb7af
+def _check_count(name, x, low=1, high=math.inf):
+    "Raise TypeError unless `x` is an int, ValueError unless it lies in [low, high]."
+    if isinstance(x, bool) or not isinstance(x, int): raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+    if not low <= x <= high: raise ValueError(f"{name} must be at least {low}{f' and at most {high}' if high < math.inf else ''}, got {x}")
+
+def _check_flag(name, x):
+    "Raise TypeError unless `x` is a bool."
+    if not isinstance(x, bool): raise TypeError(f"{name} must be a bool, got {type(x).__name__}")
+
+def _check_choice(name, x, allowed):
+    "Raise TypeError unless `x` is a string, ValueError unless it is one of those allowed."
+    if not isinstance(x, str): raise TypeError(f"{name} must be a string, got {type(x).__name__}")
+    if x not in allowed: raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {x!r}")
+
 def check_integer(
     name: str, # of the argument, for the message
     x,         # int in [0, 2**63), or int32 or int64 tensor of such numbers
@@ -106,7 +120,7 @@ def check_inputs(
     heads, groups, queries, keys = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     if v is not None and v.shape != k.shape: raise ValueError(f"v must have the shape of k, {list(k.shape)}, got {list(v.shape)}")
     if heads % groups: raise ValueError(f"q must have a multiple of the heads of k, {groups}, got {heads}")
-    if not isinstance(causal, bool): raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    _check_flag("causal", causal)
     if causal and queries > keys: raise ValueError(f"q must not have more positions than k, {keys}, when causal, got {queries}")
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)): raise TypeError(f"scale must be a number, got {type(scale).__name__}")

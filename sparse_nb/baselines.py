@@ -18,15 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from .attention import (
-    Method, Selection, State, Stats, _check_scores, _selection, budget_counts, check_budget, check_inputs, fold_in, near,
+    Method, Selection, State, Stats, _check_count, _check_scores, _selection, budget_counts, check_budget, check_inputs, fold_in, near,
     no_autocast, philox, promote, take_rows, visible_range, weighted_attention)
 
 # %% ../nbs/60_baselines.ipynb #f2e83bde
-def _check_setting(name, x, low, high=math.inf):
-    "Raise TypeError unless `x` is an int, ValueError unless it lies in [low, high]."
-    if isinstance(x, bool) or not isinstance(x, int): raise TypeError(f"{name} must be an int, got {type(x).__name__}")
-    if not low <= x <= high: raise ValueError(f"{name} must be at least {low}{f' and at most {high}' if high < math.inf else ''}, got {x}")
-
 def _shown(k, kv_start, kv_len):
     "Which keys of each sequence its last query may see [B, N]."
     first, end = (x[:, 0, -1:] for x in visible_range(k, k, kv_start=kv_start, kv_len=kv_len))
@@ -205,7 +200,7 @@ class Quest(Predictor):
 
     def __post_init__(self):
         check_budget(self.budget)
-        _check_setting("page", self.page, 1)
+        _check_count("page", self.page, 1)
 
     def new_state(self):
         "`Pages`."
@@ -258,7 +253,7 @@ def heavy_channels(
 ) -> tuple: # a row of `channels` numbers for each group, rising
     "The channels that weigh most in the products of queries and keys, by the mean of |q_d k_d|: the offline calibration of Double Sparsity. Raises as `check_inputs`, and for more channels than there are."
     check_inputs(q, k)
-    _check_setting("channels", channels, 1, q.shape[3])
+    _check_count("channels", channels, 1, q.shape[3])
     weight = promote(q).abs().unflatten(1, (k.shape[1], -1)).mean((0, 2, 3)) * promote(k).abs().mean((0, 2))  # [G, D]
     return tuple(map(tuple, weight.topk(channels).indices.sort(-1).values.tolist()))
 
@@ -272,11 +267,11 @@ class DoubleSparsity(Predictor):
 
     def __post_init__(self):
         check_budget(self.budget)
-        _check_setting("channels", self.channels, 1)
+        _check_count("channels", self.channels, 1)
         if self.chosen is None: return
         if not isinstance(self.chosen, (list, tuple)) or not self.chosen or not all(isinstance(x, (list, tuple)) for x in self.chosen): raise TypeError(f"chosen must be a row of channel numbers for each group or None, got {self.chosen!r}")
         for row in self.chosen:
-            for x in row: _check_setting("chosen", x, 0)
+            for x in row: _check_count("chosen", x, 0)
             if len(set(row)) != self.channels or len(row) != self.channels: raise ValueError(f"chosen must name {self.channels} different channels for each group, got {row!r}")
         object.__setattr__(self, "chosen", tuple(map(tuple, self.chosen)))
 
@@ -421,7 +416,7 @@ class HashAttention(Predictor):
     def __post_init__(self):
         check_budget(self.budget)
         if not isinstance(self.maps, str): raise TypeError(f"maps must be a str, got {type(self.maps).__name__}")
-        if self.layer is not None: _check_setting("layer", self.layer, 0)
+        if self.layer is not None: _check_count("layer", self.layer, 0)
 
     def at_layer(self, layer):
         "This method with the networks of a layer, if it has none yet."
@@ -468,7 +463,7 @@ def fit_maps(
 ) -> dict:                 # as from `hash_maps`
     "Train the networks of a layer: cross-entropy of a softmax over the visible keys, whose logits are products of signs that begin as a soft tanh and harden. ValueError for no examples."
     if not examples: raise ValueError("examples must hold a prompt, got none")
-    for name, x in (("hidden", hidden), ("steps", steps), ("queries", queries)): _check_setting(name, x, 1)
+    for name, x in (("hidden", hidden), ("steps", steps), ("queries", queries)): _check_count(name, x, 1)
     g, few = torch.Generator().manual_seed(seed), examples[:16]
     q, k, _ = few[0]
     heads, groups, factor = len(q), len(k), q.shape[2]**-0.5 if scale is None else scale
@@ -594,7 +589,7 @@ class MagicPIG(Predictor):
     seed: int = 0    # of the hyperplanes, which stay as long as the index
 
     def __post_init__(self):
-        for name, low, high in (("bits", 1, 16), ("tables", 2, math.inf), ("sinks", 0, math.inf), ("window", 1, math.inf), ("seed", 0, 2**63 - 1)): _check_setting(name, getattr(self, name), low, high)
+        for name, low, high in (("bits", 1, 16), ("tables", 2, math.inf), ("sinks", 0, math.inf), ("window", 1, math.inf), ("seed", 0, 2**63 - 1)): _check_count(name, getattr(self, name), low, high)
 
     def new_state(self):
         "`Signatures`."

@@ -15,25 +15,11 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from .attention import (
-    _GATHER, _TRITON, Method, Selection, State, Stats, _exponentials, _masked_scores, _new_seed, attention, check_inputs, fold_in, may_look,
+    _GATHER, _TRITON, Method, Selection, State, Stats, _check_choice, _check_count, _check_flag, _exponentials, _masked_scores, _new_seed, attention, check_inputs, fold_in, may_look,
     near, philox, promote, stream_seeds, take_rows, visible_range)
 
 # %% ../nbs/10_santa.ipynb #a32b3760
 SCHEMES = ("iid", "stratified", "systematic", "proportional", "flash")
-
-def _check_count(name, x):
-    "Raise TypeError unless `x` is an int, ValueError unless it is at least 1."
-    if isinstance(x, bool) or not isinstance(x, int): raise TypeError(f"{name} must be an int, got {type(x).__name__}")
-    if x < 1: raise ValueError(f"{name} must be at least 1, got {x}")
-
-def _check_flag(name, x):
-    "Raise TypeError unless `x` is a bool."
-    if not isinstance(x, bool): raise TypeError(f"{name} must be a bool, got {type(x).__name__}")
-
-def _check_choice(name, x, allowed):
-    "Raise TypeError unless `x` is a string, ValueError unless it is one of those allowed."
-    if not isinstance(x, str): raise TypeError(f"{name} must be a string, got {type(x).__name__}")
-    if x not in allowed: raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {x!r}")
 
 def _check_sampler(samples, scheme, tile, allowed=SCHEMES):
     "The settings that every sampling function shares."

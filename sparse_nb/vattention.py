@@ -21,10 +21,10 @@ import scipy.stats
 import torch
 
 from .attention import (
-    _GATHER, _TICKETS, _TRITON, Method, Selection, Stats, _masked_scores, _new_seed, _tickets, attention, check_inputs, fold_in, may_look, near, no_autocast,
+    _GATHER, _TICKETS, _TRITON, Method, Selection, Stats, _check_choice, _check_count, _check_flag, _masked_scores, _new_seed, _tickets, attention, check_inputs, fold_in, may_look, near, no_autocast,
     philox, promote, stream_seeds, take_rows, visible_range, weighted_attention)
 from .metrics import relative_error, rows_read
-from .santa import _check_choice, _check_count, _check_flag, _cut, _radius
+from .santa import _cut, _radius
 
 # %% ../nbs/20_vattention.ipynb #8c46570a
 BOUNDS = "clt", "hoeffding", "bernstein"
