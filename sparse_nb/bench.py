@@ -476,16 +476,18 @@ class Recorder:
         check: Callable | None = None, # gets that tensor, returns its error or raises `Refused`, which leaves the row out
         **row,                         # what the row says beside its times
     ):
-        "Check a call and time it."
+        "Check a call, time it, and check what the last replay wrote."
         if self.device == "cuda": replay, out = captured(call)
         else:
             out = call()
             replay = lambda: out.copy_(call())
         out.fill_(math.nan)
         replay()
-        try: error = check(out) if check else None
-        except Refused as why: return self.say(f"{row}: not timed, {why}")
-        times = quartiles(cold_times(replay, self.protocol, device=self.device, buffer=self.buffer))
+        try:
+            if check: check(out)
+            times = quartiles(cold_times(replay, self.protocol, device=self.device, buffer=self.buffer))
+            error = check(out) if check else None  # of the last replay
+        except Refused as why: return self.say(f"{row}: not recorded, {why}")
         if error is not None: row["error"] = float(f"{error:.3g}")
         self.rows.append(row | times._asdict())
         self.say(f"{row}: {times.median_us:.1f} us, {time.perf_counter() - self.began:.0f} s")

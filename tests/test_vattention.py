@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparse_nb.attention import Method, Selection, State, TopK, Uniform, assert_close, attention, attention_scores, attention_weights, fold_in, weighted_attention
+from sparse_nb.attention import Method, Selection, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, weighted_attention
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb.vattention import (
     BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, _kl_bound, _read, audit, budget_denominator, budget_numerator, budget_output, gaussian_quantile, search, vattention_decode)
@@ -402,7 +402,7 @@ def test_generation():
     pytest.importorskip("transformers")
     from sparse_nb.hf import sparsify
     from test_hf import build
-    from test_sparsify import GREEDY, IDS, ids_of, step_by_step
+    from test_sparsify import IDS, ids_of, step_by_step
     model = build("llama")
     with sparsify(model, decode=VAttention()): assert torch.equal(ids_of(model), ids_of(model))  # 40 keys: exact
     plain = ids_of(model)

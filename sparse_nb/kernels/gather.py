@@ -7,8 +7,6 @@ __all__ = ['attend', 'record_gather']
 
 # %% ../../kernels/gather.ipynb #ec050655
 import argparse
-import time
-from pathlib import Path
 
 import torch
 import triton

@@ -7,8 +7,6 @@ __all__ = ['rows', 'record_rows']
 
 # %% ../../kernels/host.ipynb #290fa47d
 import argparse
-import time
-from pathlib import Path
 
 import torch
 import triton

@@ -11,7 +11,6 @@ import functools
 import re
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import torch

@@ -9,8 +9,6 @@ __all__ = ['Settings', 'Found', 'decode', 'selection', 'record_launches']
 import argparse
 import functools
 import math
-import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
