@@ -675,7 +675,7 @@ if not INTERPRETED:
             BD = triton.next_power_of_2(D)
             base = dict(LR=LR, PLANES=LR.bit_length(), D=D, BD=BD, M=64, BM=64, BR=16, BQ=LR, BS=steps._GUESS, BINS=steps._BINS, LEAST=32, CLT_LEAST=32, BOUND="clt", PLUGIN="upper", SEEDS=False, PDL=capability >= 90, key_n=1,
                         start_ptr=None, len_ptr=None, seed_ptr=None, ceiling_ptr=None)
-            rows = lambda setting: dict(BN=min(setting[0], 2**22 // BD**2 // (4 if kind == "fp32" else 2)), STAGES=setting[1], BC=512 if setting is steps._LOOK else 128)
+            rows = lambda setting: dict(BN=min(setting[0], 2**22 // BD**2 // (4 if kind == "fp32" else 2)), STAGES=setting[1], BC=1024 if setting is steps._LOOK else 128)
             for kernel_, constants, warps in ((steps._code_kernel, {}, 8), (steps._guess_kernel, {}, 4), (steps._count_kernel, dict(BN=4096), 4), (steps._keep_kernel, dict(BN=4096, BT=256), 4), (steps._look_kernel, rows(steps._LOOK), 4),
                                               (steps._budget_kernel, dict(BP=64), 4), (steps._sample_kernel, rows(steps._SAMPLE), 4), (steps._merge_kernel, dict(BP=128, BE=64, BD=32), 4)):
                 own = types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")} | (dict(bin_ptr="u8") if kernel_ is steps._count_kernel else {})

@@ -67,14 +67,6 @@ def _code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, q_b, q_h, q_d,
 
 # %% ../../kernels/vattention.ipynb #5b7d10e2
 @triton.jit
-def _score(x, plane_ptr, LR: tl.constexpr, PLANES: tl.constexpr):
-    "Equal bits of each key and the LR queries of a list"
-    LAST: tl.constexpr = 2 ** (PLANES - 1) - 1
-    differ = (LR - LAST) * _bits_set(x ^ tl.load(plane_ptr + PLANES - 1))
-    for p in tl.static_range(PLANES - 1): differ += (1 << p) * _bits_set(x ^ tl.load(plane_ptr + p))
-    return 32 * LR - differ
-
-@triton.jit
 def _guess_kernel(code_ptr, key_ptr, plane_ptr, hist_ptr, start_ptr, len_ptr, key_b, key_g, key_n, N, L, R, sinks, sinks_share, window, window_share, top, top_share,
                   LR: tl.constexpr, PLANES: tl.constexpr, BS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):
     "What the queries of a list need of a key, and the lowest score of `BINS` around the threshold of BS keys; the counters are set to zero"
@@ -92,10 +84,14 @@ def _guess_kernel(code_ptr, key_ptr, plane_ptr, hist_ptr, start_ptr, len_ptr, ke
     LAST: tl.constexpr = 2 ** (PLANES - 1) - 1
     heavy = (ones > LAST).to(tl.int32)                                                                     # ones as a sum of 1, 2, 4, .. and a last number
     bits = ones - heavy * (LR - LAST)
-    for p in tl.static_range(PLANES - 1): tl.store(p_plane + p, tl.sum(((bits >> p) & 1) << o_j, 0))
-    tl.store(p_plane + PLANES - 1, tl.sum(heavy << o_j, 0))
-    tl.debug_barrier()
-    score, want, least = _score(x, p_plane, LR, PLANES), tl.cdiv(top.to(tl.int64) * BS, tl.maximum(middle, 1)), bl * 0
+    word = tl.sum(heavy << o_j, 0)
+    tl.store(p_plane + PLANES - 1, word)
+    differ = (LR - LAST) * _bits_set(x ^ word)
+    for p in tl.static_range(PLANES - 1):
+        word = tl.sum(((bits >> p) & 1) << o_j, 0)
+        tl.store(p_plane + p, word)
+        differ += (1 << p) * _bits_set(x ^ word)
+    score, want, least = 32 * LR - differ, tl.cdiv(top.to(tl.int64) * BS, tl.maximum(middle, 1)), bl * 0
     for p in tl.static_range(PLANES + 5):
         more = least + (1 << (PLANES + 4 - p))
         least = tl.where(tl.sum((score >= more).to(tl.int32), 0) >= want, more, least)
@@ -113,13 +109,16 @@ def _count_kernel(key_ptr, plane_ptr, bin_ptr, tail_ptr, hist_ptr, start_ptr, le
     o_i, o_bin, p_plane = t * BN + tl.arange(0, BN), tl.arange(0, BINS), plane_ptr + bl * (PLANES + 1)
     x = tl.load(key_ptr + i_b.to(tl.int64) * key_b + (i_l * LR // R).to(tl.int64) * key_g + (first + o_i).to(tl.int64) * key_n, mask=o_i < n, other=0)
     if PDL: gdc_wait()
-    bin = tl.minimum(tl.maximum(_score(x, p_plane, LR, PLANES) - tl.load(p_plane + PLANES), 0), BINS - 1)
+    LAST: tl.constexpr = 2 ** (PLANES - 1) - 1
+    differ = (LR - LAST) * _bits_set(x ^ tl.load(p_plane + PLANES - 1))
+    for p in tl.static_range(PLANES - 1): differ += (1 << p) * _bits_set(x ^ tl.load(p_plane + p))
+    bin = tl.minimum(tl.maximum(32 * LR - differ - tl.load(p_plane + PLANES), 0), BINS - 1)
     byte = bin + 1
     if (t * BN < left) | ((t + 1) * BN > right):
         middle = (o_i >= left) & (o_i < right)
         bin, byte = tl.where(middle, bin, 0), tl.where(middle, byte, tl.where(o_i < n, 127, 0))            # nobody asks how many are in bin 0
-    tl.store(bin_ptr + bl.to(tl.int64) * (T * BN) + o_i, byte.to(tl.uint8))
-    four, count = tl.sum(tl.reshape(1 << 4 * bin, [BN // 8, 8]), 1), tl.zeros([BINS], tl.int32)            # 8 counters of 4 bits
+    tl.store(bin_ptr + bl.to(tl.int64) * (T * BN) + t * BN + tl.max_contiguous(tl.arange(0, BN), 4), byte.to(tl.uint8))
+    four, count = tl.sum(tl.reshape(1 << 4 * bin, [BN // 512, 512]), 0), tl.zeros([BINS], tl.int32)        # 8 counters of 4 bits
     for p in tl.static_range(4):                                                                           # of 16 bits, those of bins p and p + 4
         wide = tl.sum((four >> (4 * p)) & 0x000F000F, 0)
         count += tl.where(o_bin % 4 == p, (wide >> (o_bin // 4 * 16)) & 0xFFFF, 0)
@@ -128,13 +127,19 @@ def _count_kernel(key_ptr, plane_ptr, bin_ptr, tail_ptr, hist_ptr, start_ptr, le
 
 # %% ../../kernels/vattention.ipynb #56adfee1
 @triton.jit
+def _above(x, least):
+    "For the keys of each row, four in a word, a bit that says whether their bin is above `least`"
+    high = (((x + (127 - least) * 0x01010101) >> 7) & 0x01010101) * 0x01020408 >> 24 & 15                  # the high bits of four bytes, side by side
+    return tl.sum(high << (4 * tl.arange(0, 8))[None, :], 1)
+
+@triton.jit
 def _keep_kernel(bin_ptr, tail_ptr, hist_ptr, row_ptr, mask_ptr, start_ptr, len_ptr, N, T, L, W, S, sinks, sinks_share, window, window_share, top, top_share,
                  BINS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     "The kept keys of a tile, in a list and in a mask of bits"
     if PDL: gdc_launch_dependents()
     t, bl = tl.program_id(0), tl.program_id(1)
     first, n, left, right, top = _parts(start_ptr, len_ptr, bl // L, N, sinks, sinks_share, window, window_share, top, top_share)
-    o_bin, o_t, o_n = tl.arange(0, BINS), tl.arange(0, BT), tl.max_contiguous(tl.arange(0, BN // 4), 1)     # four keys in a word; one word a thread
+    o_bin, o_t, o_w, o_j = tl.arange(0, BINS), tl.arange(0, BT), tl.arange(0, BN // 32), tl.arange(0, 8)
     if PDL: gdc_wait()
     count = tl.load(hist_ptr + bl * BINS + o_bin)
     least = tl.where(top > 0, tl.max(tl.where(tl.sum(count, 0) - tl.cumsum(count, 0) + count >= top, o_bin, 0), 0), BINS)  # the bin in which the last kept key is
@@ -144,26 +149,22 @@ def _keep_kernel(bin_ptr, tail_ptr, hist_ptr, row_ptr, mask_ptr, start_ptr, len_
     rank = tl.sum(tl.load(p_tail, mask=(o_t < t) & (least < BINS), other=0), 0)
     rank = tl.where(least > 0, rank, tl.maximum(tl.minimum(begin, right) - left, 0)) - higher              # bin 0 is not counted
     place, least = higher + tl.minimum(rank, ties) + tl.minimum(begin, left) + tl.maximum(tl.minimum(begin, n) - right, 0), tl.where(top > 0, least + 1, 126)
-    b_x = tl.load(bin_ptr + bl.to(tl.int64) * (T * BN // 4) + t * (BN // 4) + o_n)
-    keep = (b_x + (127 - least) * 0x01010101) & -0x7F7F7F80                                                # the high bit of a byte: its bin is above `least`
-    tie = ((b_x + (128 - least) * 0x01010101) & -0x7F7F7F80) ^ keep
+    b_x = tl.load(bin_ptr + bl.to(tl.int64) * (T * BN // 4) + t * (BN // 4) + o_w[:, None] * 8 + o_j[None, :])  # 32 keys a row
+    keep, tie = _above(b_x, least), _above(b_x, least - 1)
+    tie ^= keep
     if rank + tl.sum(_bits_set(tie), 0) <= ties: keep |= tie
     elif rank < ties:                                                                                      # in one tile some of them are kept
+        o_k = tl.arange(0, 32)
         before = rank + tl.cumsum(_bits_set(tie), 0) - _bits_set(tie)
-        for j in tl.static_range(4):
-            one = (tie >> (8 * j + 7)) & 1
-            keep |= tl.where(before < ties, one << (8 * j + 7), 0)
-            before += one
+        own = before[:, None] + _bits_set(tie[:, None] & ((1 << o_k) - 1)[None, :])
+        keep |= tl.sum(tl.where(own < ties, tie[:, None] & (1 << o_k)[None, :], 0), 1)
+    tl.store(mask_ptr + bl.to(tl.int64) * W + t * (BN // 32) + o_w, keep, mask=t * (BN // 32) + o_w < W)
     place += tl.cumsum(_bits_set(keep), 0) - _bits_set(keep)
-    key, p_row = first + t * BN + 4 * o_n, row_ptr + bl.to(tl.int64) * S
-    for j in tl.static_range(4):
-        one = (keep >> (8 * j + 7)) & 1
-        tl.store(p_row + place, key + j, mask=one != 0)
-        place += one
-    bits = ((((keep >> 7) & 0x01010101) * 0x01020408) >> 24) & 15                                          # the four high bits side by side
-    o_w = t * (BN // 32) + tl.arange(0, BN // 32)
-    tl.store(mask_ptr + bl.to(tl.int64) * W + o_w, tl.sum(tl.reshape(bits << 4 * (tl.arange(0, BN // 4) & 7), [BN // 32, 8]), 1), mask=o_w < W)
-
+    key, p_row = first + t * BN + 32 * o_w, row_ptr + bl.to(tl.int64) * S
+    for _ in range(tl.max(_bits_set(keep), 0)):                                                            # the first key of every row, then the second ones, ..
+        low = keep & -keep
+        tl.store(p_row + place, key + _bits_set(low - 1), mask=keep != 0)
+        place, keep = place + 1, keep ^ low
 
 # %% ../../kernels/vattention.ipynb #3d97059a
 @triton.jit
@@ -199,15 +200,20 @@ def _shuffled(j, n, own):
 
 # %% ../../kernels/vattention.ipynb #9903c626
 @triton.jit
-def _draw(row_ptr, mask_ptr, begin, stop, first, n, own, BC: tl.constexpr):
-    "Write the keys at places [begin, stop) of the random order, or -1 for one that is kept anyway; returns how many are not"
+def _place(j, begin, step, BN: tl.constexpr):
+    "Place of the j-th draw of a program whose tiles of BN places begin at `begin` and are every step-th one"
+    return begin + j // BN * (BN * step) + j % BN
+
+@triton.jit
+def _draw(row_ptr, mask_ptr, i, begin, count, step, first, n, own, BC: tl.constexpr, BN: tl.constexpr):
+    "Write the keys at so many places of the random order, or -1 for one that is kept anyway; returns how many are not. `i`: the first BC of them"
     drawn = 0
-    for at in range(begin, stop, BC):
+    for at in range(0, count, BC):
         o_j = at + tl.arange(0, BC)
-        m_j = o_j < stop
-        i = _shuffled(tl.where(m_j, o_j, 0), n, own)
+        m_j, place = o_j < count, _place(o_j, begin, step, BN)
+        if at > 0: i = _shuffled(tl.where(m_j, place, 0), n, own)
         kept = (tl.load(mask_ptr + (i >> 5), mask=m_j, other=0) >> (i & 31)) & 1
-        tl.store(row_ptr + o_j, tl.where(kept == 0, first + i, -1), mask=m_j)
+        tl.store(row_ptr + place, tl.where(kept == 0, first + i, -1), mask=m_j)
         drawn += tl.sum((m_j & (kept == 0)).to(tl.int32), 0)
     tl.debug_barrier()
     return drawn
@@ -229,9 +235,9 @@ def _base_places(n, rest, count, share, LEAST: tl.constexpr):
 
 # %% ../../kernels/vattention.ipynb #20ac559a
 @triton.jit
-def _rows(q_ptr, k_ptr, v_ptr, drawn_ptr, drawn, kept_ptr, kept, scale, q_h, q_d, k_n, k_d, v_n, v_d,
+def _rows(q_ptr, k_ptr, v_ptr, drawn_ptr, drawn, step, kept_ptr, kept, scale, q_h, q_d, k_n, k_d, v_n, v_d,
           LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr):
-    "Partial softmax (m, l, o) of two lists of rows; of the first one also the largest score, and sum and sum of squares of the terms"
+    "Partial softmax (m, l, o) of two lists of rows, of the first one every step-th tile, and of these also the largest score, and sum and sum of squares of the terms"
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_r, m_d = o_r < LR, o_d < D
     b_q = tl.load(q_ptr + o_r[:, None] * q_h + o_d[None, :] * q_d, mask=m_r[:, None] & m_d[None, :], other=0.)
@@ -240,7 +246,7 @@ def _rows(q_ptr, k_ptr, v_ptr, drawn_ptr, drawn, kept_ptr, kept, scale, q_h, q_d
     for at in tl.range(0, drawn + kept, BN, num_stages=STAGES):
         o_s = at + o_n
         m_1 = o_s < drawn
-        row = tl.load(tl.where(m_1, drawn_ptr + o_s, kept_ptr + (o_s - drawn)), mask=o_s < drawn + kept, other=-1)
+        row = tl.load(tl.where(m_1, drawn_ptr + at * step + o_n, kept_ptr + (o_s - drawn)), mask=o_s < drawn + kept, other=-1)
         m_n = row >= 0
         m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
         row = row.to(tl.int64)
@@ -274,7 +280,7 @@ def _put(m_ptr, l_ptr, o_ptr, m, l, acc, bh, c, C, LR: tl.constexpr, D: tl.const
 @triton.jit
 def _slice(n, i, parts):
     "Part i of n things in `parts` nearly equal parts"
-    return (i.to(tl.int64) * n // parts).to(tl.int32), ((i + 1).to(tl.int64) * n // parts).to(tl.int32)
+    return n // parts * i + n % parts * i // parts, n // parts * (i + 1) + n % parts * (i + 1) // parts
 
 @triton.jit(do_not_specialize=["seed"])
 def _look_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
@@ -295,12 +301,14 @@ def _look_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr,
     if i_c < C_1: begin, stop = _slice(quarter, i_c, C_1)
     else: begin, stop = _slice(places - quarter, i_c - C_1, CP - C_1)
     if i_c >= C_1: begin, stop = quarter + begin, quarter + stop
+    o_j = begin + tl.arange(0, BC)
+    i = _shuffled(tl.where(o_j < stop, o_j, 0), tl.maximum(n, 1), own)
     if PDL: gdc_wait()
-    drawn = _draw(p_row + K, mask_ptr + bl.to(tl.int64) * W, begin, stop, first, n, own, BC)
+    drawn = _draw(p_row + K, mask_ptr + bl.to(tl.int64) * W, i, begin, stop - begin, 1, first, n, own, BC, BN)
     i_h, i_g = (i_l * LR).to(tl.int64), (i_l * LR // R).to(tl.int64)
     p_q, p_k, p_v = q_ptr + i_b.to(tl.int64) * q_b + i_h * q_h, k_ptr + i_b.to(tl.int64) * k_b + i_g * k_g, v_ptr + i_b.to(tl.int64) * v_b + i_g * v_g
     at, end = _slice(kept, i_c, CP)
-    m, l, acc, most, e, e2 = _rows(p_q, p_k, p_v, p_row + K + begin, stop - begin, p_row + at, end - at, scale, q_h, q_d, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD, True, STAGES)
+    m, l, acc, most, e, e2 = _rows(p_q, p_k, p_v, p_row + K + begin, stop - begin, 1, p_row + at, end - at, scale, q_h, q_d, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD, True, STAGES)
     bh, o_r = bl.to(tl.int64) * LR, tl.arange(0, BR)
     _put(m_ptr, l_ptr, o_ptr, m, l, acc, bh, i_c, C, LR, D, BR, BD)
     tl.store(most_ptr + (bh + o_r) * C + i_c, most, mask=o_r < LR)
@@ -315,7 +323,7 @@ def _kl_bounds(mean, log, other, log_other):
     x, y = tl.minimum(tl.where(mean == mean, mean, 0.), 1.), tl.minimum(tl.where(other == other, other, 0.), 1.)
     u = tl.minimum(x + log + tl.sqrt(log * log + 2 * x * log), 1.)
     w = tl.maximum(y - tl.sqrt(2 * y * log_other), y * tl.exp(-1 - log_other / tl.maximum(y, 1e-30)))
-    for _ in range(8):
+    for _ in range(4):
         far = tl.where(x > 0, x * tl.log(x / u), 0.) + (1 - x) * tl.log((1 - x) / (1 - u)) - log
         u = tl.where((u < 1) & (x < u) & (far > 0), tl.maximum(u - far * u * (1 - u) / (u - x), x), u)
         far = y * tl.log(y / w) + tl.where(y < 1, (1 - y) * tl.log((1 - y) / (1 - w)), 0.) - log_other
@@ -396,11 +404,14 @@ def _sample_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, o_ptr, 
     done, p_row = _base_places(n, right - left - top, base, base_share, LEAST), row_ptr + bl.to(tl.int64) * S + K
     i_h, i_g, bh = (i_l * LR).to(tl.int64), (i_l * LR // R).to(tl.int64), bl.to(tl.int64) * LR
     p_q = q_ptr + i_b.to(tl.int64) * q_b + i_h * q_h
+    begin = done + i_c * BN
+    place = _place(tl.arange(0, BC), begin, CE, BN)
+    i = _shuffled(tl.where(place < n, place, 0), tl.maximum(n, 1), own)
     if PDL: gdc_wait()
-    begin, stop = _slice(tl.maximum(tl.load(stop_ptr + bl * 2) - done, 0), i_c, CE)
-    begin, stop = done + begin, done + stop
-    drawn = _draw(p_row, mask_ptr + bl.to(tl.int64) * W, begin, stop, first, n, own, BC)
-    m, l, acc, most, e, e2 = _rows(p_q, k_ptr + i_b.to(tl.int64) * k_b + i_g * k_g, v_ptr + i_b.to(tl.int64) * v_b + i_g * v_g, p_row + begin, stop - begin, p_row, 0,
+    places = tl.maximum(tl.load(stop_ptr + bl * 2) - done, 0)
+    count = places // (CE * BN) * BN + tl.minimum(tl.maximum(places % (CE * BN) - i_c * BN, 0), BN)
+    drawn = _draw(p_row, mask_ptr + bl.to(tl.int64) * W, i, begin, count, CE, first, n, own, BC, BN)
+    m, l, acc, most, e, e2 = _rows(p_q, k_ptr + i_b.to(tl.int64) * k_b + i_g * k_g, v_ptr + i_b.to(tl.int64) * v_b + i_g * v_g, p_row + begin, count, CE, p_row, 0,
                                    scale, q_h, q_d, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD, False, STAGES)
     tl.store(count_ptr + bl * C + CP + i_c, drawn)
     _put(m_ptr, l_ptr, o_ptr, m, l, acc, bh, CP + i_c, C, LR, D, BR, BD)
@@ -482,7 +493,7 @@ def _run(q, k, v, s, L, codes=None, maps=(), kept=None, mask=None, ceiling=None,
     fit = lambda rows, stages, programs: (max(16, min(rows, 2**22 // (BD * BD * q.element_size()))), stages, programs)   # of larger heads fewer rows fit into the registers
     parts = lambda n, rows, stages, programs: max(1, min(256, programs * sms // (B * L), triton.cdiv(n, 2 * rows)))
     look, sample = fit(*_LOOK), fit(*_SAMPLE)
-    CP, CE = max(4, parts(K, *look)), parts(N, *sample)
+    CP, CE = max(4, parts(K + _most(s.base, N), *look) // 4 * 4), parts(N, *sample)                                       # a quarter of CP has the first quarter of the base sample
     C, S = CP + CE, K + N
     integers, floats = (functools.partial(torch.empty, device=device, dtype=x) for x in (torch.int32, torch.float32))
     rows, count, stop, facts = integers(B, L, S), integers(B, L, C), integers(B, L, 2), floats(B, H, 4)
@@ -494,7 +505,7 @@ def _run(q, k, v, s, L, codes=None, maps=(), kept=None, mask=None, ceiling=None,
     seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
     strides, where = (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride()), (N, L, H // G, W, S, K, C, CP)
     middle, base, scale = (*_pair(s.sinks), *_pair(s.window), *_pair(s.topk)), _pair(s.base), (D**-0.5 if scale is None else scale) * _LOG2E
-    settings = lambda rows, stages, programs, places: dict(BN=rows, STAGES=stages, BC=max(128, min(512, triton.next_power_of_2(places))), LR=LR, D=D, BR=max(16, triton.next_power_of_2(LR)), BD=BD, LEAST=s.least, SEEDS=seed_ptr is not None and seed_ptr.ndim == 2, PDL=PDL, num_warps=4)
+    settings = lambda rows, stages, programs, places: dict(BN=rows, STAGES=stages, BC=max(128, min(1024, triton.next_power_of_2(places))), LR=LR, D=D, BR=max(16, triton.next_power_of_2(LR)), BD=BD, LEAST=s.least, SEEDS=seed_ptr is not None and seed_ptr.ndim == 2, PDL=PDL, num_warps=4)
     more, first = dict(launch_pdl=True) if PDL else {}, dict(launch_pdl=True) if PDL and kept is None else {}
     if launches > 4: _look_kernel[B * L, CP](q, k, v, rows, mask, m, l, most, e, e2, o, count, kv_start, kv_len, seed_ptr, seed, scale, *strides, *where, *middle, *base, **settings(*look, triton.cdiv(_most(s.base, N), CP)), **first)
     if launches > 5:
