@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['assert_close', 'may_look', 'check_integer', 'check_seed', 'check_inputs', 'visible_range', 'promote', 'near',
            'no_autocast', 'attention_scores', 'attention_weights', 'SoftmaxState', 'merge_states', 'partial_attention',
-           'attention', 'Selection', 'take_rows', 'weighted_state', 'weighted_attention', 'check_budget',
-           'budget_counts', 'select_sinks_window', 'select_topk', 'check_mass', 'select_topp', 'philox_words', 'philox',
-           'fold_in', 'stream_seeds', 'select_uniform', 'Stats', 'Method', 'Exact', 'Streaming', 'TopK', 'TopP',
-           'Uniform', 'State']
+           'attention', 'Selection', 'take_rows', 'weighted_state', 'weighted_attention', 'kernel_device',
+           'check_budget', 'budget_counts', 'select_sinks_window', 'select_topk', 'check_mass', 'select_topp',
+           'philox_words', 'philox', 'fold_in', 'stream_seeds', 'select_uniform', 'Stats', 'Method', 'Exact',
+           'Streaming', 'TopK', 'TopP', 'Uniform', 'State']
 
 # %% ../nbs/00_attention.ipynb #dd840827
 import importlib.util
 import json
 import math
+import os
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
@@ -417,6 +419,18 @@ def weighted_attention(
         if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
         return attend(q, k, v, selection.index, selection.weight, scale=scale)
     return weighted_state(q, k, v, selection, scale=scale).output().to(q.dtype)
+
+# %% ../nbs/00_attention.ipynb #f40b18cc
+def kernel_device() -> str: # "cuda" or "cpu"
+    """Where the kernels of a notebook run: on the GPU, or on the CPU in Triton's interpreter, which is turned on for whatever imports Triton after this.
+
+    A program sets TRITON_INTERPRET=1 before Python starts instead.
+    """
+    if torch.cuda.is_available(): return "cuda"
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in [x for x in sys.modules if x.partition(".")[0] == "triton" or x.startswith("sparse_nb.kernels")]:
+        if not name.startswith("triton._C"): del sys.modules[name]  # compiled code cannot be loaded twice
+    return "cpu"
 
 # %% ../nbs/00_attention.ipynb #7d5a029a
 def check_budget(
