@@ -22,6 +22,7 @@ import scipy.stats
 import torch
 
 triton = pytest.importorskip("triton")
+tl = triton.language
 
 from sparse_nb.attention import Selection, _masked_scores, assert_close, attention, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
 from sparse_nb import baselines, bench, vattention
@@ -812,6 +813,23 @@ def test_vattention_keeps_as_many_where_the_guess_is_wrong(like, topk):
     bins = (score[3:-7] - guess + steps._BINS // 2 - 1).clamp(0, steps._BINS - 1)
     want = torch.cat([torch.arange(3, device=DEVICE), bins.sort(descending=True, stable=True).indices[:top] + 3, torch.arange(N - 7, N, device=DEVICE)]).sort().values
     assert torch.equal(found.rows[0, 0, :top + 10].long(), want) and 0 < int((bins == (0 if like else steps._BINS - 1)).sum()) != top
+
+
+kl_bounds = steps._kl_bounds
+
+@triton.jit
+def _lower_bounds(mean_ptr, log_ptr, out_ptr, BN: tl.constexpr):
+    o = tl.arange(0, BN)
+    mean, log = tl.load(mean_ptr + o), tl.load(log_ptr + o)
+    tl.store(out_ptr + o, kl_bounds(mean, log, mean, log)[1])
+
+@kernel
+@pytest.mark.parametrize("draws", [24, 1000, 100000])
+def test_vattention_bounds_of_tiny_means_stay_below_them(draws):
+    log = torch.full((64,), math.log(100) / draws, device=DEVICE)
+    mean, lower = log / torch.linspace(80, 105, 64, device=DEVICE), torch.empty_like(log)  # exp(-log / mean) leaves float32
+    _lower_bounds[1,](mean, log, lower, BN=64)
+    assert (lower >= 0).all() and (lower < 1e-3 * mean).all()
 
 
 @kernel

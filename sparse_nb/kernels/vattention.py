@@ -102,6 +102,7 @@ def _guess_kernel(code_ptr, key_ptr, plane_ptr, hist_ptr, start_ptr, len_ptr, ke
 def _count_kernel(key_ptr, plane_ptr, bin_ptr, tail_ptr, hist_ptr, start_ptr, len_ptr, key_b, key_g, key_n, N, T, L, R, sinks, sinks_share, window, window_share, top, top_share,
                   LR: tl.constexpr, PLANES: tl.constexpr, BINS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     "Scores of a tile of keys in bins, and how many keys each bin has"
+    tl.static_assert(BN // 512 <= 15)                                                                      # what 4 bits can count
     if PDL: gdc_launch_dependents()
     t, bl = tl.program_id(0), tl.program_id(1)
     i_b, i_l = bl // L, bl % L
@@ -319,15 +320,15 @@ def _look_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr,
 # %% ../../kernels/vattention.ipynb #be3b04f4
 @triton.jit
 def _kl_bounds(mean, log, other, log_other):
-    "The largest u with kl(mean, u) <= log and the smallest with kl(other, u) <= log_other, by Newton's method from outside"
+    "A little more than the largest u with kl(mean, u) <= log, and a little less than the smallest with kl(other, u) <= log_other: three steps of Newton's method from outside"
     x, y = tl.minimum(tl.where(mean == mean, mean, 0.), 1.), tl.minimum(tl.where(other == other, other, 0.), 1.)
-    u = tl.minimum(x + log + tl.sqrt(log * log + 2 * x * log), 1.)
-    w = tl.maximum(y - tl.sqrt(2 * y * log_other), y * tl.exp(-1 - log_other / tl.maximum(y, 1e-30)))
-    for _ in range(4):
+    u = tl.minimum(tl.minimum(x + log + tl.sqrt(log * log + 2 * x * log), x + tl.sqrt(log / 2)), 1.)
+    w = tl.maximum(y - tl.sqrt(tl.minimum(2 * y, 0.5) * log_other), y * tl.exp(-1 - log_other / tl.maximum(y, 1e-30)))
+    for _ in range(3):
         far = tl.where(x > 0, x * tl.log(x / u), 0.) + (1 - x) * tl.log((1 - x) / (1 - u)) - log
         u = tl.where((u < 1) & (x < u) & (far > 0), tl.maximum(u - far * u * (1 - u) / (u - x), x), u)
         far = y * tl.log(y / w) + tl.where(y < 1, (1 - y) * tl.log((1 - y) / (1 - w)), 0.) - log_other
-        w = tl.where((w > 0) & (w < y) & (far > 0), tl.minimum(w + far * w * (1 - w) / (y - w), y), w)
+        w = tl.where((w > 0) & (w < y) & (far > 0) & (far < float("inf")), tl.minimum(w + far * w * (1 - w) / (y - w), y), w)
     return u, w
 
 @triton.jit
