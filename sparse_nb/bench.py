@@ -729,7 +729,7 @@ _PAIR = "the model alone", "a session that does nothing"
 
 def generate_ways() -> dict: # name -> (arguments of `sparsify` or None, arguments of `generate`)
     "What `bench_generate` compares. A name that ends in \", host\" is the way of the same name with its cache in host memory"
-    from sparse_nb.attention import Streaming, TopK
+    from sparse_nb.core.methods import Streaming, TopK
     from sparse_nb.santa import Santa
     methods = {"SANTA, 128 samples": Santa(samples=128), "window, 10 %": Streaming(sinks=128, window=0.1), "oracle top-k, 10 %": TopK(budget=0.1)}
     ways = {"the model alone": (None, {}), "a session that does nothing": ({}, {}), "the model alone, offloaded by transformers": (None, dict(cache_implementation="offloaded"))}

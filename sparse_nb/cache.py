@@ -33,7 +33,7 @@ class _Stateful:
 
     def select(self, pick):
         "Keep the sequences that `pick` picks out of their numbers"
-        if len(self.state): self.state.select(pick(torch.arange(len(self.state.rows), device=self.state.rows.device)))
+        if len(self.state): self.state.pick_rows(pick(torch.arange(len(self.state.rows), device=self.state.rows.device)))
 
     def reorder_cache(self, beam_idx):
         super().reorder_cache(beam_idx)

@@ -60,7 +60,7 @@ def equal_methods(
     samples: int = 128, # values that SANTA draws for each query and head, >= 1
 ) -> dict: # name -> method
     "The methods of the demo: exact, four that keep one share of the keys, and SANTA (systematic)"
-    from sparse_nb.attention import Exact, Streaming, TopK, TopP, Uniform
+    from sparse_nb.core.methods import Exact, Streaming, TopK, TopP, Uniform
     from sparse_nb.santa import Santa
     sinks = 4 if density * keys >= 8 else 0
     return dict(exact=Exact(), streaming=Streaming(sinks=sinks, window=density - sinks / keys), topk=TopK(budget=density),
@@ -99,7 +99,8 @@ def compare(
 ): # rows (one dict a method) and a function that draws the picture
     "Answer one question with exact attention and five sparse methods, from one exact prefill. Raises TypeError or ValueError for a bad `density` or `samples`."
     from sparse_nb import hf, plots, tasks
-    from sparse_nb.attention import Exact, attention_weights
+    from sparse_nb.core.exact import attention_weights
+    from sparse_nb.core.methods import Exact
     if isinstance(density, bool) or not isinstance(density, (int, float)): raise TypeError(f"density: got {type(density).__name__}, allowed is a number")
     if not 0 < density <= 1: raise ValueError(f"density: got {density}, allowed is above 0 and up to 1")
     equal_methods(density, 8, 1.0, samples)  # refuses bad samples before the long read
@@ -318,12 +319,12 @@ def method_from(
     "The method that an option describes; raises ValueError in one line"
     from dataclasses import fields, is_dataclass
     from typing import get_args, get_type_hints
-    from sparse_nb import attention, baselines, santa, vattention
-    found = [x for module in (attention, baselines, santa, vattention) for x in vars(module).values()]
-    known = {x.__name__.lower(): x for x in sorted((x for x in found if isinstance(x, type) and issubclass(x, attention.Method) and is_dataclass(x)), key=lambda x: x.__name__)}
+    from sparse_nb.core.methods import CLASSES, method_class
+    from sparse_nb.santa import Santa
+    known = {x.lower(): x for x in sorted(CLASSES)}
     name, colon, rest = (part.strip() for part in text.partition(":"))
     if name.lower() not in known: raise ValueError(f"{option}: got {name!r}, allowed are {', '.join(known)}")
-    method, settings = known[name.lower()], {}
+    method, settings = method_class(known[name.lower()]), {}
     hints = get_type_hints(method)
     kinds = {x.name: get_args(hints[x.name]) or (hints[x.name],) for x in fields(method)}
     for part in rest.split(",") if colon else ():
@@ -334,7 +335,7 @@ def method_from(
         settings[key] = _value(value, kinds[key])
     try: built = method(**settings)
     except (TypeError, ValueError) as error: raise ValueError(f"{option}: {error}, in {text!r}") from error
-    if isinstance(built, santa.Santa) and built.samples > MOST_SAMPLES: raise ValueError(f"{option}: samples must be at most {MOST_SAMPLES}, got {built.samples}, in {text!r}")
+    if isinstance(built, Santa) and built.samples > MOST_SAMPLES: raise ValueError(f"{option}: samples must be at most {MOST_SAMPLES}, got {built.samples}, in {text!r}")
     return built
 
 def _value(text, kinds):

@@ -23,8 +23,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from . import hf
-from .attention import Exact, Method, Selection, Streaming, TopK, TopP, Uniform, attention, attention_weights, check_integer, fold_in
-from .hf import _fork, _kind
+from .core.checks import check_integer
+from .core.exact import attention, attention_weights
+from .core.methods import Exact, Method, Streaming, TopK, TopP, Uniform
+from .core.selection import Selection
+from .core.streams import fold_in
+from .hf import fork_cache, _kind
 from .metrics import bootstrap_interval, clopper_pearson, relative_error
 from .tasks import make, score
 
@@ -76,7 +80,7 @@ def _write(model, cache, tail, start, taken, methods, new, seeds):
     written = tail.new_empty(len(tail), new)
     for own in taken.unique().tolist():
         rows = (taken == own).nonzero().squeeze(1)
-        fork, first, text = _fork(cache), start[rows].to(tail.device)[:, None], tail[rows]
+        fork, first, text = fork_cache(cache), start[rows].to(tail.device)[:, None], tail[rows]
         padded = bool(first.any())
         if len(rows) < len(tail): fork.batch_select_indices(rows.to(tail.device))
 

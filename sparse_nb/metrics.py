@@ -15,7 +15,9 @@ import scipy.stats
 import torch
 import torch.nn.functional as F
 
-from .attention import Selection, Stats, may_look
+from .core.checks import on_cpu_eagerly
+from .core.methods import Stats
+from .core.selection import Selection
 
 # %% ../nbs/01_metrics.ipynb #d96b7a4a
 def _floats(name, x):
@@ -23,7 +25,7 @@ def _floats(name, x):
     if not isinstance(x, torch.Tensor): raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point(): raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
     if x.ndim == 0 or x.numel() == 0: raise ValueError(f"{name} must hold at least one row of at least one number, got shape {list(x.shape)}")
-    if may_look(x) and not x.isfinite().all(): raise ValueError(f"{name} must be finite, got NaN or inf")
+    if on_cpu_eagerly(x) and not x.isfinite().all(): raise ValueError(f"{name} must be finite, got NaN or inf")
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 def _pair(a_name, a, b_name, b):
@@ -45,7 +47,7 @@ def relative_error(
     """
     out, ref = _pair("out", out, "ref", ref)
     size = torch.linalg.vector_norm(ref, dim=-1)
-    if may_look(size) and (size == 0).any(): raise ValueError("ref must not be zero: a relative error has no meaning there")
+    if on_cpu_eagerly(size) and (size == 0).any(): raise ValueError("ref must not be zero: a relative error has no meaning there")
     return torch.linalg.vector_norm(out - ref, dim=-1) / size
 
 # %% ../nbs/01_metrics.ipynb #49bdb201
@@ -59,7 +61,7 @@ def cosine(
     """
     out, ref = _pair("out", out, "ref", ref)
     for name, x in (("out", out), ("ref", ref)):
-        if may_look(x) and (x == 0).all(-1).any(): raise ValueError(f"{name} must not be zero: it has no direction there")
+        if on_cpu_eagerly(x) and (x == 0).all(-1).any(): raise ValueError(f"{name} must not be zero: it has no direction there")
     return F.cosine_similarity(out, ref, dim=-1)
 
 # %% ../nbs/01_metrics.ipynb #05ef4477
@@ -85,7 +87,7 @@ def spearman(
 def _weights(weights):
     "Attention weights in at least float32: rows that are not negative and sum to one (values looked at on the CPU only)."
     weights = _floats("weights", weights)
-    if may_look(weights):
+    if on_cpu_eagerly(weights):
         if (weights < 0).any(): raise ValueError(f"weights must not be negative, got {weights.min().item():.3g}")
         off = (weights.sum(-1) - 1).abs().max().item()
         if off > 1e-2: raise ValueError(f"weights must sum to 1 over the last axis, got a row that is off by {off:.3g}")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BOUNDS', 'GUARANTEES', 'BASE_LEAST', 'CLT_LEAST', 'PLUGIN_SHARE', 'GRIDS', 'gaussian_quantile', 'budget_denominator',
-           'budget_numerator', 'budget_output', 'Promise', 'VAttention', 'vattention_decode', 'Audit', 'audit',
-           'search']
+           'budget_numerator', 'budget_output', 'Promise', 'read_rows', 'VAttention', 'vattention_decode', 'Audit',
+           'audit', 'search']
 
 # %% ../nbs/20_vattention.ipynb #3192b6a4
 import itertools
@@ -20,11 +20,13 @@ import numpy as np
 import scipy.stats
 import torch
 
-from .attention import (
-    _GATHER, _TICKETS, _TRITON, Method, Selection, Stats, _check_choice, _check_count, _check_flag, _masked_scores, _new_seed, _tickets, attention, check_inputs, fold_in, may_look, near, no_autocast,
-    philox, promote, stream_seeds, take_rows, visible_range, weighted_attention)
+from .core.checks import check_choice, check_count, check_flag, check_inputs, on_cpu_eagerly
+from .core.exact import attention, from_first_visible, masked_scores, no_autocast, promote, to_device_of, visible_range
+from .core.methods import Method, Stats
+from .core.selection import COPIED_AT_ONCE, HAS_TRITON, Selection, take_rows, weighted_attention
+from .core.streams import TICKETS, fold_in, new_seed, philox, stream_seeds, tickets
 from .metrics import relative_error, rows_read
-from .santa import _cut, _radius
+from .santa import _radius
 
 # %% ../nbs/20_vattention.ipynb #8c46570a
 BOUNDS = "clt", "hoeffding", "bernstein"
@@ -51,15 +53,15 @@ def _numbers(device, **given):
     for name, x in given.items():
         if isinstance(x, bool) or not isinstance(x, (int, float, torch.Tensor)): raise TypeError(f"{name} must be a tensor or a number, got {type(x).__name__}")
         x = given[name] = x.to(device).double() if isinstance(x, torch.Tensor) else torch.full((), x, dtype=torch.float64, device=device)
-        if may_look(x) and (x < 0).any(): raise ValueError(f"{name} must not be negative, got {float(x.min())}")
+        if on_cpu_eagerly(x) and (x < 0).any(): raise ValueError(f"{name} must not be negative, got {float(x.min())}")
     return given.values()
 
 def _check_budget_of(eps, delta, bound, replacement, **reaches):
     "What the budget functions share."
     _check_level("eps", eps)
     _check_level("delta", delta)
-    _check_choice("bound", bound, BOUNDS)
-    _check_flag("replacement", replacement)
+    check_choice("bound", bound, BOUNDS)
+    check_flag("replacement", replacement)
     for name, x in reaches.items():
         if x is None and bound != "clt": raise ValueError(f"{name} must be given for bound={bound!r}, got None")
     return {name: 0 if x is None else x for name, x in reaches.items()}
@@ -256,16 +258,16 @@ def _random_order(kept, seen, seeds):
     "Key numbers [..., N] in the order of reading: kept keys, the other visible ones in random order, hidden ones."
     n = kept.shape[-1]
     i, order = torch.arange(n, device=kept.device), []
-    block = max(1, (_TICKETS if kept.device.type == "cpu" else _GATHER) // n)
+    block = max(1, (TICKETS if kept.device.type == "cpu" else COPIED_AT_ONCE) // n)
     for kept_, seen_, seeds_ in zip(*(x.flatten(0, 2).split(block) for x in (kept, seen, seeds))):
-        order.append(torch.where(kept_, i - n, _tickets(seeds_, n).masked_fill(~seen_, 2**63 - 1)).argsort(-1))
+        order.append(torch.where(kept_, i - n, tickets(seeds_, n).masked_fill(~seen_, 2**63 - 1)).argsort(-1))
     return torch.cat(order).view(kept.shape)
 
 def _keep(q, k, s, state, first, end, scale):
     "By the settings `s`, which keys from the first visible one on are kept and which are visible [B, lists, Q, N], a list for each head or group; for the oracle also all scores [B, H, Q, N]."
     n, oracle = k.shape[2], s.predictor == "oracle"
-    scores = _masked_scores(q, k, 0, first, end, scale) if oracle else promote(s.predictor.priorities(q, state, scale=scale))
-    scores = _cut(scores, first, end, n)[..., 0, :]
+    scores = masked_scores(q, k, 0, first, end, scale) if oracle else promote(s.predictor.priorities(q, state, scale=scale))
+    scores = from_first_visible(scores, first, end, n)[..., 0, :]
     heavy = (scores.softmax(-1) if oracle else scores).unflatten(1, (k.shape[1], -1)).sum(2) if s.share else scores
     visible, i = end - first, torch.arange(n, device=q.device)
     (sinks, _), (window, _), (top, slots) = (_counted(x, visible, n) for x in (s.sinks, s.window, s.topk))
@@ -289,7 +291,7 @@ def _longest(x, q, first, end):
     "Length [B, H, 1] of the longest row of `x` [B, G, N, D] that some query of the sequence sees; a cache can keep the running maximum."
     i = torch.arange(x.shape[2], device=q.device)
     unseen = (i < first[:, :, 0, None]) | (i >= end[:, :, -1, None])
-    return promote(near(x, q)).norm(dim=-1).double().masked_fill(unseen, 0).amax(-1, keepdim=True).repeat_interleave(q.shape[1] // x.shape[1], 1)
+    return promote(to_device_of(x, q)).norm(dim=-1).double().masked_fill(unseen, 0).amax(-1, keepdim=True).repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 def _terms(q, k, index, used, scale):
     "e^(s - shift) [B, H, Q, S] in float64 of the rows `index` of k, 0 where not used, and the shift, the largest score."
@@ -331,13 +333,13 @@ def _read(q, k, v, s, state, seed, causal, scale, kv_start, kv_len):
     n, groups = k.shape[2], k.shape[1]
     over_group = lambda x, how: how(x.unflatten(1, (groups, -1))).repeat_interleave(q.shape[1] // groups, 1) if s.share else x
     firsts, ends = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-    streams, place, blocks = stream_seeds(q, _new_seed(seed)), torch.arange(n, device=q.device), []
+    streams, place, blocks = stream_seeds(q, new_seed(seed)), torch.arange(n, device=q.device), []
     if s.predictor != "oracle" and state is None:
         state = s.predictor.new_state()
         state.append(k, k if v is None else v)
     counts = [_counted(x, ends - firsts, n)[1] for x in (s.sinks, s.window, s.topk)] + [_base_count(s.base, ends - firsts, n)[1]]
     most = min(n, sum(counts))
-    block = max(1, _GATHER // (q.shape[0] * q.shape[1] * max(4 * n, most * q.shape[3])))
+    block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * max(4 * n, most * q.shape[3])))
     for q_, first, end, seeds in zip(*(x.split(block, 2) for x in (q, firsts, ends, streams))):
         order, kept, base, largest = _choose(q_, k, s, state, first, end, seeds, scale)
         n_s = end - first - kept
@@ -353,7 +355,7 @@ def _read(q, k, v, s, state, seed, causal, scale, kv_start, kv_len):
         weight = torch.where(place < sure, 1.0, (rest.double() / budget.clamp(min=1))[..., None]) * (place < sure + budget[..., None])
         blocks.append((index, weight, kept, base, rest, asked, budget, budget == rest, shift, below.spread.sqrt(), below.size, below.size if above is None else above.size))
     index, weight, *found, norm = (torch.cat(x, 2) for x in zip(*blocks))
-    if may_look(weight): index, weight = (x[..., :int((weight > 0).sum(-1).max())] for x in (index, weight))
+    if on_cpu_eagerly(weight): index, weight = (x[..., :int((weight > 0).sum(-1).max())] for x in (index, weight))
     selection, visible = Selection(index, weight.to(promote(q[:0]).dtype)), ends - firsts
     return selection, Promise(s.guarantee, s.eps, s.delta, s.bound, s.bound != "clt" and s.plugin == "upper", *found, None if s.guarantee == "denominator" else norm,
                               rows_read(selection, n) / visible, rows_read(selection, n, groups=groups) / visible)
@@ -361,21 +363,34 @@ def _read(q, k, v, s, state, seed, causal, scale, kv_start, kv_len):
 # %% ../nbs/20_vattention.ipynb #7d3e51b9
 def _why_not_kernels(s, q):
     "Which setting or tensor has no kernel, or None: one query, a promise for the denominator, no key twice."
+    from sparse_nb.kernels.common import refusal
     if s.guarantee != "denominator": return f"guarantee must be 'denominator' for backend='triton', got {s.guarantee!r}"
     if s.replacement: return "replacement must be False for backend='triton', got True"
-    if q.shape[2] != 1: return f"q must have one query for backend='triton', got {q.shape[2]}"
-    if q.shape[3] > 256: return f"q must have a head size of at most 256 for backend='triton', got {q.shape[3]}"
-    if q.dtype == torch.float64: return "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"
+    return refusal(q)
+
+def read_rows(
+    found,              # of `sparse_nb.kernels.vattention.decode`
+    kept: torch.Tensor, # kept keys of each list [B, L]
+    heads: int,         # query heads H
+) -> Selection:         # [B, H, 1, slots + N]
+    "The rows that were read, with their weights; weight 0 in the other slots."
+    at = torch.arange(found.rows.shape[2], device=found.rows.device)
+    order, extra = at - found.slots, found.extra.sum(-1, keepdim=True)
+    used = torch.where(order < 0, at < kept[..., None], (order < found.places[..., None]) & (found.rows >= 0))
+    late = used & (order >= 0)
+    late &= late.cumsum(-1) > found.base.sum(-1, keepdim=True)
+    weight = torch.where(late, found.rest[..., None] / extra.clamp(min=1), 1.0) * used
+    return Selection(*(x.repeat_interleave(heads // x.shape[1], 1)[:, :, None] for x in (torch.where(used, found.rows, 0).long(), weight)))
 
 def _decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_len, stats):
     "Output of the kernels, and on request `Stats`. Signatures are compared by kernels, other predictors choose in PyTorch."
     from sparse_nb.kernels import vattention as kernels
     n, groups, delta = k.shape[2], k.shape[1], s.delta * (1 - PLUGIN_SHARE) if s.plugin == "upper" else s.delta
-    lists, scale, seed = groups if s.share else q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, _new_seed(seed)
+    lists, scale, seed = groups if s.share else q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale, new_seed(seed)
     first, end = visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
     if s.predictor != "oracle" and state is None:
         state = s.predictor.new_state()
-        state.append(near(k, q), near(v, q))
+        state.append(to_device_of(k, q), to_device_of(v, q))
     log, square = _levels(delta, False)
     settings = kernels.Settings(s.sinks, s.window, s.topk, s.base, BASE_LEAST, s.eps, log, square, math.log(2 / PLUGIN_SHARE / s.delta), s.bound, s.plugin, CLT_LEAST)
     scores, given = None, {}
@@ -400,7 +415,7 @@ def _decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_len, stats):
     spread, size, asked, shift = found.facts[:, :, None].double().unbind(-1)
     density = read / visible
     if s.share: group = density[:, ::q.shape[1] // groups]
-    else: group = rows_read(kernels.selection(found, kept[..., 0][:, ::q.shape[1] // lists], q.shape[1]), n, groups=groups) / visible[:, ::q.shape[1] // groups]
+    else: group = rows_read(read_rows(found, kept[..., 0][:, ::q.shape[1] // lists], q.shape[1]), n, groups=groups) / visible[:, ::q.shape[1] // groups]
     promise = Promise(s.guarantee, s.eps, s.delta, s.bound, s.bound != "clt" and s.plugin == "upper", kept, base, rest, asked.long(), extra, extra == rest, shift * math.log(2), spread, size, None, density, group)
     index_bytes = 0 if s.scores_all else int(s.predictor.index_bytes(q.shape[-1]) * n)
     return found.out, Stats(visible if s.scores_all else read, read, index_bytes, density, read, promise)
@@ -436,11 +451,11 @@ class VAttention(Method):
         _check_part("base", self.base, 2)
         if self.predictor != "oracle" and not callable(getattr(self.predictor, "priorities", None)):
             raise ValueError(f"predictor must be 'oracle' or a method with priorities, got {self.predictor!r}")
-        _check_choice("guarantee", self.guarantee, GUARANTEES)
-        _check_choice("bound", self.bound, BOUNDS)
-        _check_flag("replacement", self.replacement)
-        _check_choice("plugin", self.plugin, ("upper", "plain"))
-        _check_flag("share", self.share)
+        check_choice("guarantee", self.guarantee, GUARANTEES)
+        check_choice("bound", self.bound, BOUNDS)
+        check_flag("replacement", self.replacement)
+        check_choice("plugin", self.plugin, ("upper", "plain"))
+        check_flag("share", self.share)
 
     @property
     def scores_all(self) -> bool:
@@ -470,13 +485,13 @@ class VAttention(Method):
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False, backend="auto", state=None):
         "`vattention_decode` with these settings."
         check_inputs(q, k, v, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
-        _check_flag("return_stats", return_stats)
-        _check_choice("backend", backend, ("auto", "torch", "triton"))
+        check_flag("return_stats", return_stats)
+        check_choice("backend", backend, ("auto", "torch", "triton"))
         self._check_state(state, k)
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         why = "backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'" if learns else _why_not_kernels(self, q)
         if backend == "triton" and why: raise (TypeError if "float64" in why else ValueError)(why)
-        if backend == "triton" or backend == "auto" and _TRITON and q.is_cuda and not why:
+        if backend == "triton" or backend == "auto" and HAS_TRITON and q.is_cuda and not why:
             return _decode_by_kernels(q, k, v, self, state, seed, scale, kv_start, kv_len, return_stats)
         selection, promise = _read(q, k, v, self, state, seed, causal, scale, kv_start, kv_len)
         out = weighted_attention(q, k, v, selection, scale=scale)
@@ -554,19 +569,19 @@ def audit(
     if out.shape != q.shape: raise ValueError(f"out must have the shape of q, {list(q.shape)}, got {list(out.shape)}")
     if not isinstance(selected, Selection): raise TypeError(f"selected must be a Selection, got {type(selected).__name__}")
     if selected.index.shape[:3] != q.shape[:3]: raise ValueError(f"selected must be for [B, H, Q] = {list(q.shape[:3])}, got {list(selected.index.shape[:3])}")
-    if may_look(q) and selected.index.max() >= k.shape[2]: raise ValueError(f"selected must be of the {k.shape[2]} keys of k, got number {int(selected.index.max())}")
-    _check_count("samples", samples)
+    if on_cpu_eagerly(q) and selected.index.max() >= k.shape[2]: raise ValueError(f"selected must be of the {k.shape[2]} keys of k, got number {int(selected.index.max())}")
+    check_count("samples", samples)
     if samples < 8: raise ValueError(f"samples must be at least 8, got {samples}")
     _check_level("delta", delta)
-    _check_choice("bound", bound, ("clt", "bernstein"))
+    check_choice("bound", bound, ("clt", "bernstein"))
     if largest is not None and (not isinstance(largest, torch.Tensor) or largest.shape != q.shape[:3]): raise ValueError(f"largest must be None or a tensor of shape [B, H, Q] = {list(q.shape[:3])}, got {getattr(largest, 'shape', largest)}")
     n, found = k.shape[2], []
     firsts, ends = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
     marked = torch.zeros(*q.shape[:3], n, dtype=torch.int32, device=q.device).scatter_add(-1, selected.index, (selected.weight > 0).int()) > 0
     most = min(n, selected.index.shape[3] + samples)
-    block = max(1, _GATHER // (q.shape[0] * q.shape[1] * max(4 * n, most * q.shape[3])))
+    block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * max(4 * n, most * q.shape[3])))
     tops = firsts.new_full(q.shape[:3], 0).double() if largest is None else largest.double()
-    for out_, q_, marked_, first, end, seeds, top in zip(*(x.split(block, 2) for x in (out, q, marked, firsts, ends, stream_seeds(q, _new_seed(seed)), tops))):
+    for out_, q_, marked_, first, end, seeds, top in zip(*(x.split(block, 2) for x in (out, q, marked, firsts, ends, stream_seeds(q, new_seed(seed)), tops))):
         i = torch.arange(n, device=q.device)
         seen = (i < (end - first)[..., None]).expand(marked_.shape)
         kept = seen & marked_.gather(-1, (first[..., None] + i).clamp(max=n - 1).expand(marked_.shape))
@@ -624,7 +639,7 @@ def search(
 
     from sparse_nb.hf import capture
     if not isinstance(method, VAttention): raise TypeError(f"method must be a VAttention, got {type(method).__name__}")
-    _check_count("queries", queries)
+    check_count("queries", queries)
     if grid is None and density not in GRIDS: raise ValueError(f"density must be one of {', '.join(map(str, GRIDS))} unless a grid is given, got {density}")
     _check_level("density", density)
     grid = GRIDS[density] if grid is None else dict(grid)

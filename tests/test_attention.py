@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_nb.attention import (
     Exact, Method, Selection, SoftmaxState, State, Streaming, TopK, TopP, Uniform, assert_close, attention, attention_scores, attention_weights,
-    budget_counts, fold_in, merge_states, partial_attention, select_sinks_window, select_topk, select_topp, select_uniform, stream_seeds, weighted_attention, weighted_state)
+    budget_counts, fold_in, merge_states, partial_attention, visible_range, select_sinks_window, select_topk, select_topp, select_uniform, stream_seeds, weighted_attention, weighted_state)
 
 METHODS = [Exact(), Streaming(sinks=2, window=0.2), TopK(budget=0.3), TopP(mass=0.8), Uniform(samples=0.4)]
 WHOLE = [Exact(), Streaming(sinks=1, window=1.0), TopK(budget=1.0), TopP(mass=1.0), Uniform(samples=1.0)]
@@ -174,8 +174,8 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
     q, k, v = make(queries=20)
     selection = select_topk(q, k, budget=9)
     want, drawn = weighted_attention(q, k, v, selection), select_uniform(q, k, samples=9, seed=0).index
-    monkeypatch.setattr("sparse_nb.attention._GATHER", 1)
-    monkeypatch.setattr("sparse_nb.attention._TICKETS", 1)
+    monkeypatch.setattr("sparse_nb.core.selection.COPIED_AT_ONCE", 1)
+    monkeypatch.setattr("sparse_nb.core.selection.TICKETS", 1)
     assert_close(weighted_attention(q, k, v, selection), want, 1e-14)
     assert torch.equal(select_uniform(q, k, samples=9, seed=0).index, drawn)
 
@@ -273,9 +273,8 @@ def test_methods_stats_and_json(method):
     assert eval(repr(method)) == method
 
 
-def test_methods_in_methods_go_to_json_and_back(monkeypatch):
+def test_methods_in_methods_go_to_json_and_back():
     from dataclasses import dataclass
-    monkeypatch.setattr(Method, "registry", dict(Method.registry))
 
     @dataclass(frozen=True)
     class Pair(Method):
@@ -284,6 +283,16 @@ def test_methods_in_methods_go_to_json_and_back(monkeypatch):
 
     pair = Pair(TopK(3), Pair(Uniform(0.5), Streaming()))
     assert Method.from_json(pair.to_json()) == pair
+
+
+@pytest.mark.parametrize("method", [TopK(50), Uniform(50), Streaming(sinks=3, window=50), Streaming(sinks=60, window=1)], ids=repr)
+def test_a_count_beyond_the_visible_keys_means_all_of_them(method):
+    q, k, v = make(queries=3, keys=41)
+    masks = dict(causal=True, kv_start=torch.tensor([0, 30]))
+    out, stats = method.decode(q, k, v, seed=1, return_stats=True, **masks)
+    first, end = visible_range(q, k, **masks)
+    assert_close(out, attention(q, k, v, **masks), 1e-6)
+    assert torch.equal(stats.budget, (end - first).expand(2, 6, 3)) and (stats.density == 1).all()
 
 
 # prompts
@@ -335,7 +344,7 @@ def test_a_prompt_in_chunks(method, start):
 def test_the_streams_of_a_prompt_are_all_different(monkeypatch):
     q, k, v = make(queries=300, keys=300)
     drawn = []
-    monkeypatch.setattr("sparse_nb.attention.stream_seeds", lambda q, seed: drawn.append(stream_seeds(q, seed)) or drawn[-1])
+    monkeypatch.setattr("sparse_nb.core.selection.stream_seeds", lambda q, seed: drawn.append(stream_seeds(q, seed)) or drawn[-1])
     Uniform(0.1).prefill(q, k, v, seed=0, kv_start=torch.tensor([0, 17]))
     found = torch.cat([x.flatten() for x in drawn])
     assert len(found) == 6 * (300 + 283) and len(found.unique()) == len(found)
@@ -372,12 +381,12 @@ def sums(k, v): return Sums().features(k, v)
 def test_a_state_follows_its_cache():
     _, k, v = make(3)
     state = Sums()
-    state.crop(0); state.select(torch.tensor([0, 0])); state.reset()   # nothing to do yet
+    state.crop(0); state.pick_rows(torch.tensor([0, 0])); state.reset()   # nothing to do yet
     assert len(state) == 0 and state.rows is None
     for a, b in ((0, 20), (20, 21), (21, 21), (21, 45)): state.append(k[:, :, a:b], v[:, :, a:b])
     assert torch.equal(state.rows, sums(k, v)) and len(state) == 45
     rows = torch.tensor([2, 0, 2, 1])
-    state.select(rows)
+    state.pick_rows(rows)
     state.crop(40)
     k, v = k[rows], v[rows]
     assert torch.equal(state.rows, sums(k, v)[:, :, :40])
@@ -402,12 +411,12 @@ def test_a_state_follows_its_cache():
     (lambda s, k, v: s.crop(46), ValueError, "length must lie in [0, 45], got 46"),
     (lambda s, k, v: s.crop(-1), ValueError, "length must lie in [0, 45], got -1"),
     (lambda s, k, v: s.crop(3.0), TypeError, "length must be an int, got float"),
-    (lambda s, k, v: s.select([0]), TypeError, "rows must be an int64 tensor, got list"),
-    (lambda s, k, v: s.select(torch.tensor([0.0])), TypeError, "rows must be an int64 tensor, got torch.float32"),
-    (lambda s, k, v: s.select(torch.tensor([True, False])), TypeError, "rows must be an int64 tensor, got torch.bool"),
-    (lambda s, k, v: s.select(torch.tensor(0)), ValueError, "rows must have shape [B'] with nothing empty, got []"),
-    (lambda s, k, v: s.select(torch.tensor([0, 2])), ValueError, "rows must lie in [0, 2), got [0, 2]"),
-    (lambda s, k, v: s.select(torch.tensor([-1])), ValueError, "rows must lie in [0, 2), got [-1]"),
+    (lambda s, k, v: s.pick_rows([0]), TypeError, "rows must be an int64 tensor, got list"),
+    (lambda s, k, v: s.pick_rows(torch.tensor([0.0])), TypeError, "rows must be an int64 tensor, got torch.float32"),
+    (lambda s, k, v: s.pick_rows(torch.tensor([True, False])), TypeError, "rows must be an int64 tensor, got torch.bool"),
+    (lambda s, k, v: s.pick_rows(torch.tensor(0)), ValueError, "rows must have shape [B'] with nothing empty, got []"),
+    (lambda s, k, v: s.pick_rows(torch.tensor([0, 2])), ValueError, "rows must lie in [0, 2), got [0, 2]"),
+    (lambda s, k, v: s.pick_rows(torch.tensor([-1])), ValueError, "rows must lie in [0, 2), got [-1]"),
     (lambda s, k, v: State().append(k, v), NotImplementedError, "State does not say what it keeps about a key")])
 def test_what_a_state_refuses(call, error, message):
     _, k, v = make()

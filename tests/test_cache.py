@@ -197,9 +197,9 @@ class Before(State):
         super().__init__()
         self.calls = set()
     def features(self, k, v): return k
-    def select(self, rows):
+    def pick_rows(self, rows):
         if rows.tolist() != list(range(len(self.rows))): self.calls.add("select")
-        super().select(rows)
+        super().pick_rows(rows)
     def crop(self, length):
         if length < len(self): self.calls.add("crop")
         super().crop(length)

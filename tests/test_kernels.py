@@ -24,14 +24,14 @@ import torch
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from sparse_nb.attention import Selection, _masked_scores, assert_close, attention, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
+from sparse_nb.attention import Selection, masked_scores, assert_close, attention, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
 from sparse_nb import baselines, bench, vattention
 from sparse_nb.bench import Protocol, captured
 from sparse_nb.kernels import gather, host
 from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels import vattention as steps
 from sparse_nb.kernels.santa import SCHEMES, decode
-from sparse_nb.santa import _cut, _largest_remainder, santa_decode, select_santa
+from sparse_nb.santa import from_first_visible, largest_remainder, santa_decode, select_santa
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
@@ -111,7 +111,7 @@ def audit(p, out, index, *, samples, scheme="systematic", tile=128, seed=0, scor
     first, end = visible_range(q, k, **p.masks)
     hidden = (torch.arange(N, device=DEVICE) < first) | (torch.arange(N, device=DEVICE) >= end)                    # [B, 1, N]
     keys = k.double().masked_fill(hidden[..., None], 0) if p.start is not None else k.double()
-    scores = _masked_scores((q if scores_of is None else scores_of).double(), keys, 0, first, end, None)           # [B, H, 1, N]
+    scores = masked_scores((q if scores_of is None else scores_of).double(), keys, 0, first, end, None)           # [B, H, 1, N]
     largest = float(scores[scores.isfinite()].abs().max())
     tolerance = (4e-4 if q.dtype in HALF else 2e-5) + 4e-6 * largest
     assert index.shape[:3] == (B, H, 1) and index.dtype == torch.int32
@@ -121,7 +121,7 @@ def audit(p, out, index, *, samples, scheme="systematic", tile=128, seed=0, scor
     assert ((i >= first) & (i < end)).all(), "a key outside the visible range"
     weights = scores[:, :, 0].softmax(-1)                                                                          # [B, H, N]
     if scheme in ("proportional", "flash"):
-        cut = _cut(scores, first, end, tile)[:, :, 0]                                                              # [B, H, T, tile]
+        cut = from_first_visible(scores, first, end, tile)[:, :, 0]                                                              # [B, H, T, tile]
         mass = cut.flatten(-2).softmax(-1).view(cut.shape).sum(-1)                                                 # [B, H, T]
         inner = (cut - cut.amax(-1, keepdim=True).clamp(min=-1e300)).exp()
         share, steps = inner / inner.sum(-1, keepdim=True).clamp(min=1e-300), inner.cumsum(-1) / inner.sum(-1, keepdim=True).clamp(min=1e-300)
@@ -130,7 +130,7 @@ def audit(p, out, index, *, samples, scheme="systematic", tile=128, seed=0, scor
         if scheme == "proportional":
             assert used.all() and index.shape[-1] == samples, "not S keys"
             assert ((count - samples * mass).abs() <= 1 + samples * tolerance).all(), "a budget that is not a neighbour of its quota"
-            quota, want = samples * mass, _largest_remainder(mass, samples)
+            quota, want = samples * mass, largest_remainder(mass, samples)
             fraction = quota - quota.floor()
             cut_off = torch.where(want > quota, fraction, 2).amin(-1, keepdim=True)                                # the smallest that was rounded up
             apart = torch.stack([(fraction - cut_off).abs(), fraction, 1 - fraction]).amin(0)
@@ -366,7 +366,7 @@ def test_unbiased(scheme, sub, dtype):
     p = problem(1, 1, H, N, D, dtype, spread=0.5)
     many = Problem(*(x.expand(B, -1, -1, -1) for x in p[:3]))
     out, index = poisoned(lambda: kernels._run(*many[:3], samples, scheme, tile, 20260, None, None, None, return_index=True, sub=sub))
-    weights = _masked_scores(p.q.double(), p.k.double(), 0, *visible_range(p.q, p.k), None).softmax(-1)[0, :, 0]    # [H, N]
+    weights = masked_scores(p.q.double(), p.k.double(), 0, *visible_range(p.q, p.k), None).softmax(-1)[0, :, 0]    # [H, N]
     i = index[:, :, 0].long()
     counts = torch.zeros(B, H, N + 1, device=DEVICE).scatter_add_(-1, torch.where(i < 0, N, i), torch.ones(i.shape, device=DEVICE))[..., :N]
     halves = lambda x: torch.stack([x[..., :tile].sum(-1), x[..., tile:].sum(-1)], -1)
@@ -852,7 +852,7 @@ def test_vattention_draws_uniformly_and_keeps_its_promise():
     z = (hits[others] - share.sum()) / (share * (1 - share)).sum().sqrt()
     assert float(z.abs().max()) < NormalDist().inv_cdf(1 - ALARM / 2 / int(others.sum())) and not hits[~others].any()
     # the estimate of the denominator is unbiased, and rarely off by more than promised
-    terms = torch.exp(_masked_scores(p.q[:1].double(), p.k[:1].double(), 0, *visible_range(p.q[:1], p.k[:1]), None)[0, :, 0])
+    terms = torch.exp(masked_scores(p.q[:1].double(), p.k[:1].double(), 0, *visible_range(p.q[:1], p.k[:1]), None)[0, :, 0])
     assert not (found.extra.sum(-1) == found.rest).any()
     D = dense @ terms.T
     z = (D.mean(0) - terms.sum(-1)) * B**0.5 / D.std(0)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparse_nb.attention import Method, Selection, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, weighted_attention
+from sparse_nb.attention import Method, Selection, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, method_class, weighted_attention
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb.vattention import (
     BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, _kl_bound, _read, audit, budget_denominator, budget_numerator, budget_output, gaussian_quantile, search, vattention_decode)
@@ -351,7 +351,7 @@ def test_predictor_state_and_bytes():
 def test_json():
     for method in (VAttention(), VAttention(0.1, 0.2, 0, 0.5, 7, 0.1, guarantee="output", bound="bernstein", replacement=True, plugin="plain", share=False)):
         assert Method.from_json(method.to_json()) == method and hash(method) == hash(Method.from_json(method.to_json()))
-    assert VAttention.random and Method.registry["VAttention"] is VAttention
+    assert VAttention.random and method_class("VAttention") is VAttention
 
 
 # audit

@@ -13,15 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .santa import _LOG2E, INTERPRETED, _device
+from .common import LOG2E, device_limits, dot, refusal
 
 # %% ../../kernels/gather.ipynb #76ed6d39
-@triton.jit
-def _dot(a, b):
-    "Matrix product in float32; the interpreter multiplies the bit patterns of bfloat16, so it is given float32"
-    if INTERPRETED: a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
-
 @triton.jit
 def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, m_ptr, l_ptr, o_ptr, scale,
                    q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, i_b, i_l_, i_s, w_b, w_h, w_s, N, S, L, P, C, R,
@@ -48,7 +42,7 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, m_ptr, l_ptr, o_p
         there = m_s & (row >= 0) & (row < N)
         m_k = there[:, None] & m_d[None, :]
         b_k = tl.load(p_k + row[:, None] * k_n, mask=m_k, other=0.)                             # [BN, BD]
-        b_s = _dot(b_q, tl.trans(b_k)) * scale + tl.log2(b_w)                                   # s' = s + log2 w
+        b_s = dot(b_q, tl.trans(b_k)) * scale + tl.log2(b_w)                                   # s' = s + log2 w
         b_s = tl.where(b_w == 0, -float("inf"), tl.where(there[None, :], b_s, float("nan")))    # a number that is no row shows as NaN
         new = tl.maximum(m, tl.max(b_s, 1))
         seen = tl.where(new == -float("inf"), 0., new)
@@ -56,7 +50,7 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, m_ptr, l_ptr, o_p
         b_p = tl.exp2(b_s - seen[:, None])
         b_v = tl.load(p_v + row[:, None] * v_n, mask=m_k, other=0.)                             # [BN, BD]
         l = l * old + tl.sum(b_p, 1)
-        acc = acc * old[:, None] + _dot(b_p.to(b_v.dtype), b_v)
+        acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)
         m = new
     i_o = (i_b_ * L * LR + i_h_) * C + i_c
     tl.store(m_ptr + i_o, m, mask=m_r)
@@ -91,12 +85,12 @@ def _run(q, k, v, index, weight, scale):
     L, S = index.shape[1], index.shape[3]
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
     BN = _slots(BD, q.element_size())
-    sms, PDL = _device(q.device.index) if q.is_cuda else (2, False)
+    sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     P = triton.cdiv(triton.cdiv(S, max(1, min(512, _PROGRAMS * sms // (B * L)))), BN) * BN                   # slots of a part
     C = triton.cdiv(S, P)
     m, l = torch.empty(2, B * H, C, dtype=torch.float32, device=q.device)
     o, out = torch.empty(B * H, C, D, dtype=torch.float32, device=q.device), torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
-    _gather_kernel[B * L, C](q, k, v, index, weight, m, l, o, (D**-0.5 if scale is None else scale) * _LOG2E, q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
+    _gather_kernel[B * L, C](q, k, v, index, weight, m, l, o, (D**-0.5 if scale is None else scale) * LOG2E, q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
                              index.stride(0), index.stride(1), index.stride(3), weight.stride(0), weight.stride(1), weight.stride(3), N, S, L, P, C, H // G,
                              LR=LR, D=D, BR=max(16, triton.next_power_of_2(LR)), BN=BN, BD=BD, STAGES=_STAGES, PDL=PDL, num_warps=_WARPS)
     BW = min(BD, 32)
@@ -124,11 +118,8 @@ def attend(
 
     A number outside [0, N) in a used slot, or a head without a used slot, gives NaN. Raises TypeError or ValueError for a dtype or size without a kernel.
     """
-    if q.shape[2] != 1: raise ValueError(f"q must have one query, got {q.shape[2]}")
-    if q.shape[3] > 256: raise ValueError(f"q must have a head size of at most 256, got {q.shape[3]}")
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32): raise TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
+    if error := refusal(q): raise error
     if index.shape[1] not in (q.shape[1], k.shape[1]): raise ValueError(f"index must have a list for each of {q.shape[1]} query heads or {k.shape[1]} groups, got {index.shape[1]}")
-    if not (q.is_cuda or INTERPRETED.value): raise ValueError(f"q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got {q.device}")
     if torch.compiler.is_compiling(): return _op(q, k, v, index, weight, scale)
     with torch.cuda.device_of(q): return _run(q, k, v, index, weight, scale)
 
@@ -142,7 +133,7 @@ def record_gather(
 ):
     "Time attention over a random list of rows, and the dense kernels of PyTorch and FlashInfer, on this machine's GPU, and write the record. Raises ValueError without a CUDA device."
     from sparse_nb import bench
-    from sparse_nb.attention import Selection, weighted_attention
+    from sparse_nb.core.selection import Selection, weighted_attention
     recorder = bench.Recorder("record_gather", say)
     with torch.no_grad():
         for n in lengths:
