@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from .core.checks import check_budget, check_count
+from .core.checks import check_budget, check_count, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
 from .core.methods import Fitted, Predictor, State, Stats
 from .core.selection import Selection, make_selection, take_rows, weighted_attention
@@ -120,7 +120,7 @@ class Labels(Fitted):
         spread = ((x - x.sum(2, keepdim=True) / n).square() * shown).sum(2)
         return spread.topk(self.channels).indices.sort(-1).values
 
-    def features(self, k, v):
+    def features(self, k, v, shown=None):
         "Signed 4-bit numbers times a bfloat16 step for each key."
         x = promote(k.gather(-1, self.fit[:, :, None].expand(*k.shape[:3], -1)))
         step = (x.abs().amax(-1, keepdim=True) / 7).bfloat16().to(x.dtype)
@@ -454,7 +454,7 @@ class Signatures(Fitted):
         with no_autocast(x): sign = (x @ self.planes.to(x.dtype)).unflatten(-1, (self.tables, self.bits)) > 0
         return (sign.int() << torch.arange(self.bits, device=x.device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
 
-    def features(self, k, v): return self.hash(promote(k) - self.fit[:, :, None])
+    def features(self, k, v, shown=None): return self.hash(promote(k) - self.fit[:, :, None])
 
 # %% ../nbs/60_baselines.ipynb #30287c0a
 @dataclass(frozen=True)
