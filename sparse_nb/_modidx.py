@@ -2,8 +2,8 @@
 
 d = { 'settings': { 'branch': 'main',
                 'doc_baseurl': '/sparse_nb',
-                'doc_host': 'https://sparse-nb.github.io',
-                'git_url': 'https://github.com/sparse-nb/sparse_nb',
+                'doc_host': 'https://example.org',
+                'git_url': 'https://example.org/sparse_nb.git',
                 'lib_path': 'sparse_nb'},
   'syms': { 'sparse_nb.attention': {},
             'sparse_nb.baselines': { 'sparse_nb.baselines.Adamas': ('nbs/baselines.html#adamas', 'sparse_nb/baselines.py'),
