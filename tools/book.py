@@ -31,8 +31,9 @@ def smaller(picture):
     "A PNG, in base64, with a palette of 256 colours: a third of the size, and no pixel off by more than a few levels."
     image = Image.open(io.BytesIO(base64.b64decode(picture)))
     if image.mode == "P": return picture
+    image = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     buffer = io.BytesIO()
-    image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    image.save(buffer, "png", optimize=True)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -50,9 +51,8 @@ def execute(path, flags):
     with working_directory(path.parent):
         CaptureShell().execute(path.name, path.name, exc_stop=True, preproc=skipped)
     nb = read_nb(path)
-    for cell in nb.cells:
-        for output in cell.get("outputs", []):
-            if picture := output.get("data", {}).get("image/png"): output.data["image/png"] = smaller("".join(picture))
+    for output in (output for cell in nb.cells for output in cell.get("outputs", [])):
+        if picture := output.get("data", {}).get("image/png"): output.data["image/png"] = smaller("".join(picture))
     write_nb(nb, path)
 
 
@@ -65,13 +65,14 @@ def entries(contents, section=None):
 
 
 def read(path):
-    "(title, subtitle, cells or text) of a page: a notebook as nbdev and `tools.pages` leave it, or Markdown with what it includes."
+    "(title, subtitle, cells or text) of a page: a notebook as nbdev and `tools.pages` leave it, or a Markdown file."
     if path.suffix == ".ipynb":
         nb = read_nb(ROOT / path)
         FilterDefaults()(nb)
         return nb.frontmatter_["title"], nb.frontmatter_.get("description", ""), nb.cells[1:]
-    text = re.sub(r"\A---\n[\s\S]*?\n---\n", "", (ROOT / path).read_text(encoding="utf-8"))
-    text = re.sub(r"\{\{< include (\S+) >\}\}", lambda name: (ROOT / path.parent / name[1]).read_text(encoding="utf-8"), text)
+    contents = lambda name: (ROOT / path.parent / name).read_text(encoding="utf-8")
+    text = re.sub(r"\A---\n[\s\S]*?\n---\n", "", contents(path.name))
+    text = re.sub(r"\{\{< include (\S+) >\}\}", lambda name: contents(name[1]), text)
     title = re.search(r"^# (.+)\n", text, flags=re.M)
     return title[1], "", text.replace(title[0], "", 1)
 
@@ -87,15 +88,17 @@ def shown_output(output, picture, alt):
     if output.output_type == "stream": data = {"text/plain": "".join(output.text)}
     if output.output_type == "error": data = {"text/plain": "\n".join(output.traceback)}
     if "image/png" in data:
-        width = output.get("metadata", {}).get("image/png", {}).get("width")
-        return raw(f'<img class="figure" src="{picture(base64.b64decode(data["image/png"]))}" alt="{html.escape(alt)}"{f" width={width}" if width else ""}>')
+        address = picture(base64.b64decode(data["image/png"]))
+        size = output.get("metadata", {}).get("image/png", {})
+        size = "".join(f' {side}="{size[side]}"' for side in ("width", "height") if side in size)
+        return raw(f'<img class="figure" src="{address}" alt="{html.escape(alt)}"{size}>')
     if "text/html" in data: return raw(f'<div class="output">{data["text/html"]}</div>')
     if "text/markdown" in data: return f"\n\n::: output\n{data['text/markdown']}\n:::\n\n"
     return raw(f'<pre class="output">{html.escape(data.get("text/plain", ""))}</pre>')
 
 
 def shown_cell(cell, picture):
-    "A cell as Markdown, by the options that Quarto reads too: echo, code-fold, code-summary and fig-alt."
+    "A cell as Markdown, by options that Quarto reads too: echo, code-fold, code-summary, fig-alt."
     if cell.cell_type != "code": return f"\n\n{cell.source}\n\n" if cell.cell_type == "markdown" else ""
     options = dict(re.findall(r"^#\| *([\w-]+): *(.*)$", cell.source, flags=re.M))
     options = {name: yaml.safe_load(value) for name, value in options.items()}
@@ -104,42 +107,45 @@ def shown_cell(cell, picture):
         text = f"\n\n```````python\n{source}\n```````\n\n"
         if options.get("code-fold") is True:
             text = raw(f"<details><summary>{options.get('code-summary', 'Code')}</summary>") + text + raw("</details>")
-    alt = options.get("fig-alt", "")
-    return text + "".join(shown_output(output, picture, alt) for output in cell.outputs)
+    return text + "".join(shown_output(output, picture, options.get("fig-alt", "")) for output in cell.outputs)
 
 
-WORDS = {"comment": r"#[^\n]*", "string": r"(?<!\w)[rbfu]{0,2}(?:\"\"\"[\s\S]*?\"\"\"|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')",
-         "decorator": r"@[\w.]+", "keyword": rf"\b(?:{'|'.join(keyword.kwlist)})\b", "number": r"\b\d[\w.]*"}
+STRING = r"""(?<!\w)[rbfu]{0,2}(?:\"""[\s\S]*?\"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
+WORDS = {"comment": r"#[^\n]*", "string": STRING, "decorator": r"@[\w.]+",
+         "keyword": rf"\b(?:{'|'.join(keyword.kwlist)})\b", "number": r"\b\d[\w.]*"}
 WORD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in WORDS.items()))
 
 
 def coloured(page):
-    "The HTML `page` with Python code in colours. pandoc's own highlighter takes longer than all that it does else."
-    span = lambda word: f'<span class="{word.lastgroup}">{html.escape(word[0], quote=False)}</span>'
+    "The HTML `page` with Python code in colours. pandoc's own highlighter takes longer than all else that it does."
+    escaped = lambda text: html.escape(text, quote=False)
+
     def colour(code):
         text, parts, end = html.unescape(code[1]), [], 0
         for word in WORD.finditer(text):
-            parts += html.escape(text[end:word.start()], quote=False), span(word)
+            parts += escaped(text[end:word.start()]), f'<span class="{word.lastgroup}">{escaped(word[0])}</span>'
             end = word.end()
-        return f"<pre class=\"python\"><code>{''.join(parts)}{html.escape(text[end:], quote=False)}</code></pre>"
+        return f'<pre class="python"><code>{"".join(parts)}{escaped(text[end:])}</code></pre>'
+
     return re.sub(r'<pre\s+class="python"><code>([\s\S]*?)</code></pre>', colour, page)
 
 
 class Book:
     "The pages of the sidebar of _quarto.yml, rendered below `out` by pandoc."
     def __init__(self, out):
-        self.out, sidebar = Path(out), yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]
-        self.lines = list(entries(sidebar["contents"]))
+        settings = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))
+        self.out, self.lines = out, list(entries(settings["website"]["sidebar"]["contents"]))
         self.order = [Path(address) for _, address, _ in self.lines if "#" not in address]
         self.pages = {path: read(path) for path in self.order}
-        self.targets = {path: _nbpath2html(path) if path.suffix == ".ipynb" else path.with_suffix(".html") for path in self.order}
+        self.targets = {path: _nbpath2html(path) if path.suffix == ".ipynb" else path.with_suffix(".html")
+                        for path in self.order}
         self.copied = set()
 
     def title(self, path):
         return next(title or self.pages[path][0] for _, address, title in self.lines if Path(address) == path)
 
     def address(self, link, page):
-        "Where a link of the source of `page` leads on its rendered page; files that are no pages are copied."
+        "Where a link of the source of `page` leads on its rendered page; a file that is no page is noted for copying."
         path, mark, fragment = link.partition("#")
         if not path or re.match(r"[a-z]+:|//", path): return link
         source = Path(os.path.normpath(page.parent / unquote(path)))
@@ -151,41 +157,50 @@ class Book:
             self.copied.add((source, target))
         return quote(Path(os.path.relpath(target, self.targets[page].parent)).as_posix()) + mark + fragment
 
+    def near(self, there, page):
+        return self.address(os.path.relpath(there, page.parent), page)
+
     def sidebar(self, page):
-        "The contents of the book, as HTML, as seen from `page`."
+        "The contents of the book as HTML, as seen from `page`."
         parts, last = [], None
         for section, address, title in self.lines:
             if section != last: parts.append(f"<h2>{html.escape(section)}</h2>")
-            last, path = section, Path(address)
-            here = ' aria-current="page"' if path == page else ""
-            title = title or self.title(path)
-            parts.append(f'<a href="{self.address(os.path.relpath(address, page.parent), page)}"{here}>{html.escape(title)}</a>')
+            last, here = section, ' aria-current="page"' if Path(address) == page else ""
+            title = html.escape(title or self.title(Path(address)))
+            parts.append(f'<a href="{self.near(address, page)}"{here}>{title}</a>')
         return "\n".join(parts)
 
+    def variables(self, page):
+        "What the template asks for."
+        title, subtitle, _ = self.pages[page]
+        yield from {"title": html.escape(title), "subtitle": html.escape(subtitle), "sidebar": self.sidebar(page),
+                    "home": self.near(self.order[0], page),
+                    "style": os.path.relpath("style.css", self.targets[page].parent)}.items()
+        k = self.order.index(page)
+        for name, there in ("previous", self.order[k - 1:k]), ("next", self.order[k + 1:k + 2]):
+            for path in there:
+                yield name, self.near(path, page)
+                yield f"{name}-title", html.escape(self.title(path))
+
     def render(self, page):
-        title, subtitle, content = self.pages[page]
-        target = self.out / self.targets[page]
+        target, content = self.out / self.targets[page], self.pages[page][2]
         pictures = target.with_suffix("")
+
         def picture(data):
             pictures.mkdir(parents=True, exist_ok=True)
             name = f"{len(list(pictures.iterdir())) + 1}.png"
             (pictures / name).write_bytes(data)
             return f"{pictures.name}/{name}"
-        if not isinstance(content, str): content = "".join(shown_cell(cell, picture) for cell in content)
-        k = self.order.index(page)
-        near = lambda there: self.address(os.path.relpath(there, page.parent), page)
-        variables = {"title": html.escape(title), "subtitle": html.escape(subtitle), "sidebar": self.sidebar(page),
-                     "home": near(self.order[0]), "style": os.path.relpath("style.css", self.targets[page].parent)}
-        for name, there in ("previous", k - 1), ("next", k + 1):
-            if 0 <= there < len(self.order):
-                variables |= {name: near(self.order[there]), f"{name}-title": html.escape(self.title(self.order[there]))}
-        text = pypandoc.convert_text(content, "html", format="markdown-implicit_figures+autolink_bare_uris", extra_args=[
-            "--mathml", "--toc", "--toc-depth=6", "--syntax-highlighting=none", f"--template={ROOT / 'tools' / 'page.html'}",
-            *(f"--variable={name}={value}" for name, value in variables.items())])
-        main = re.compile(r"(?<=<!-- main -->)[\s\S]*(?=<!-- /main -->)")
-        link = lambda found: f'{found[1]}="{html.escape(self.address(html.unescape(found[2]), page))}"'
-        text = main.sub(lambda body: re.sub(r'\b(href|src)="([^"]*)"', link, coloured(body[0])), text)
+
         target.parent.mkdir(parents=True, exist_ok=True)
+        if not isinstance(content, str): content = "".join(shown_cell(cell, picture) for cell in content)
+        text = pypandoc.convert_text(content, "html", "markdown-implicit_figures+autolink_bare_uris", extra_args=[
+            "--wrap=none", "--mathml", "--toc", "--toc-depth=6", "--syntax-highlighting=none",
+            f"--template={ROOT / 'tools' / 'page.html'}",
+            *(f"--variable={name}={value}" for name, value in self.variables(page))])
+        link = lambda found: f'{found[1]}="{html.escape(self.address(html.unescape(found[2]), page))}"'
+        text = re.sub(r"(?<=<!-- main -->)[\s\S]*(?=<!-- /main -->)",
+                      lambda main: re.sub(r'\b(href|src)="([^"]*)"', link, coloured(main[0])), text)
         target.write_text(text, encoding="utf-8")
 
 
@@ -194,10 +209,9 @@ def preview(out):
     shutil.rmtree(out, ignore_errors=True)
     book = Book(out)
     with ThreadPoolExecutor(2) as pool: list(pool.map(book.render, book.order))
-    for source, target in book.copied:
+    for source, target in {*book.copied, (Path("tools/style.css"), Path("style.css"))}:
         (out / target).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / source, out / target)
-    shutil.copyfile(ROOT / "tools" / "style.css", out / "style.css")
 
 
 if __name__ == "__main__":
