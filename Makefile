@@ -35,7 +35,7 @@ notebooks: setup
 	.venv/bin/nbdev_clean
 
 docs: setup
-	$(if $(shell command -v quarto 2>/dev/null),.venv/bin/nbdev_docs,$(error the site needs Quarto: get it from https://quarto.org/docs/get-started, or look at the pages with `make preview`))
+	$(if $(shell command -v quarto 2>/dev/null),PYTHONPATH=$(CURDIR) .venv/bin/nbdev_docs,$(error the site needs Quarto: get it from https://quarto.org/docs/get-started, or look at the pages with `make preview`))
 
 preview: setup
 	.venv/bin/python tools/book.py preview
