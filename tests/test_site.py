@@ -242,18 +242,18 @@ def test_addresses_exist(name):
 # The rules of the pages, on a notebook made for it, and the checks above, shown to fail.
 
 LAUNCHER = '''def launch(
-    q,                     # queries, [B, H, Q, D] (see `helper`)
+    q,                     # queries, [B, H, Q, D] (see `a_helper`)
     samples: int = 128,    # draws | keys: 2**6 < 2^7
     scheme: str = "iid",   # one of `SCHEMES`
 ) -> int:                  # how many
-    "Says `helper` twice, `launch` once."
+    "Says `a_helper` twice, `launch` once."
 ''' + "".join(f"    step_{k} = {k}\n" for k in range(20)) + "    return 1"
 KERNEL = "@triton.jit\ndef kernel(q):\n" + "".join(f"    step_{k} = {k}\n" for k in range(20)) + "    return 1"
 CLASS = '''class Method(Base):
     "A method."
     samples: int = 3  # draws
     def run(self, q, *, deep=True):
-        "Runs `helper`.
+        "Runs `a_helper`.
 
         At length."
 ''' + "".join(f"        step_{k} = {k}\n" for k in range(12)) + '''        return 1
@@ -262,8 +262,9 @@ CLASS = '''class Method(Base):
 
 @pytest.fixture
 def processed(monkeypatch):
-    "Cells of the page of `sparse_nb.toy`, processed; `helper` is defined on another page."
-    names = {"sparse_nb.toy.launch": Path("nbs/00_toy.ipynb"), "sparse_nb.tool.helper": Path("kernels/tool.ipynb")}
+    "Cells of the page of `sparse_nb.toy`, processed; `helper` and `a_helper` are defined on another page."
+    names = {"sparse_nb.toy.launch": Path("nbs/00_toy.ipynb"), "sparse_nb.tool.helper": Path("kernels/tool.ipynb"),
+             "sparse_nb.tool.a_helper": Path("kernels/tool.ipynb")}
     monkeypatch.setattr(pages, "definitions", lambda: names)
     pages.full_name.cache_clear()
     def process(*cells):
@@ -285,11 +286,11 @@ def test_a_long_function_is_folded_below_what_it_says(processed):
 launch(q, samples=128, scheme='iid')
 ```
 
-Says [`helper`](../kernels/tool.ipynb#sparse_nb.tool.helper) twice, `launch` once.
+Says [`a_helper`](../kernels/tool.ipynb#sparse_nb.tool.a_helper) twice, `launch` once.
 
 | parameter | type | default | meaning |
 |-----------|-------|---------|HEAD|
-| `q` |  |  | queries, [B, H, Q, D] (see [`helper`](../kernels/tool.ipynb#sparse_nb.tool.helper)) |
+| `q` |  |  | queries, [B, H, Q, D] (see [`a_helper`](../kernels/tool.ipynb#sparse_nb.tool.a_helper)) |
 | `samples` | `int` | `128` | draws \\| keys: 2\\*\\*6 \\< 2\\^7 |
 | `scheme` | `str` | `'iid'` | one of `SCHEMES` |
 | returns | `int` |  | how many |""".replace("HEAD", re.search(r"-+(?=\|\n\| `q`)", said.source)[0])
@@ -299,7 +300,7 @@ def test_a_long_class_is_folded_below_its_settings_and_methods(processed):
     said, code = processed(mk_cell(f"#| export\n{CLASS}".replace('"Runs', '"""Runs').replace('length."', 'length."""')))
     assert "#| code-fold: true" in code.source
     assert "class Method(Base)" in said.source and "| `samples` | `int` | `3` | draws |" in said.source
-    assert "| `run(q, *, deep=True)` | Runs [`helper`]" in said.source
+    assert "| `run(q, *, deep=True)` | Runs [`a_helper`]" in said.source
     assert "At length" not in said.source and "hidden" not in said.source
 
 
@@ -322,19 +323,26 @@ def test_imports_claims_and_chosen_cells_are_folded(processed):
 
 
 def test_links_are_made_in_text_only(processed):
-    text = "`helper` and `helper()`, `tool.helper`, `sparse_nb.tool.helper`\n\n" \
-           "## `helper`\n\n[`helper`](x.md), $`helper`$, `` `helper` ``, `other`\n\n```\n`helper`\n```"
+    text = "`a_helper` and `a_helper()`, `tool.a_helper`, `sparse_nb.tool.a_helper`\n\n" \
+           "## `a_helper`\n\n[`a_helper`](x.md), $`a_helper`$, `` `a_helper` ``, `other`\n\n```\n`a_helper`\n```"
     [cell] = processed(mk_cell(text, "markdown"))
-    assert cell.source.count("](../kernels/tool.ipynb#sparse_nb.tool.helper)") == 4
+    assert cell.source.count("](../kernels/tool.ipynb#sparse_nb.tool.a_helper)") == 4
     assert cell.source.split("\n\n", 1)[1] == text.split("\n\n", 1)[1]
     [cell] = processed(mk_cell("`launch`", "markdown"))
     assert cell.source == "[`launch`](#sparse_nb.toy.launch)"
 
 
+def test_a_plain_word_is_a_link_only_where_it_is_imported(processed):
+    _, cell = processed(mk_cell("import sparse_nb.tool"), mk_cell("`helper`, `sparse_nb.tool.helper`", "markdown"))
+    assert cell.source == "`helper`, [`sparse_nb.tool.helper`](../kernels/tool.ipynb#sparse_nb.tool.helper)"
+    _, cell = processed(mk_cell("from sparse_nb.tool import helper"), mk_cell("`helper`", "markdown"))
+    assert cell.source == "[`helper`](../kernels/tool.ipynb#sparse_nb.tool.helper)"
+
+
 def test_a_name_of_two_pages_is_no_link(processed):
-    pages.definitions()["sparse_nb.other.helper"] = Path("nbs/01_other.ipynb")
-    [cell] = processed(mk_cell("`helper`", "markdown"))
-    assert cell.source == "`helper`"
+    pages.definitions()["sparse_nb.other.a_helper"] = Path("nbs/01_other.ipynb")
+    [cell] = processed(mk_cell("`a_helper`", "markdown"))
+    assert cell.source == "`a_helper`"
 
 
 def test_dead_links_are_found(tmp_path):

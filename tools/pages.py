@@ -39,11 +39,14 @@ def definitions():
 
 
 @lru_cache(None)
-def full_name(name, module):
-    "What `name` means on the page of `module`: its own definition, or the library's only one, or None."
+def full_name(name, module, imported=frozenset()):
+    """What `name` means on the page of `module`: its own definition, or the library's only one of that name, or None.
+
+    A bare lower-case word may mean anything (`generate`): elsewhere it counts only where the notebook imports it."""
     tail = name.removeprefix(get_config().lib_name + ".")
     for part in tail, tail.split(".")[0], tail.split(".")[-1] if tail != name else tail:
         if f"{module}.{part}" in definitions(): return f"{module}.{part}"
+        if re.fullmatch("[a-z]+", name) and name not in imported: continue
         if len(found := [full for full in definitions() if full.endswith("." + part)]) == 1: return found[0]
 
 
@@ -51,10 +54,10 @@ NO_LINKS = "|".join([r"^#.*$", r"^(?:```+|~~~+)[\s\S]*?^(?:```+|~~~+)$", r"\[[^\
                      r"\$\$[\s\S]*?\$\$", r"\$[^$\n]+\$", r"<[^>\n]+>"])
 
 
-def linked(text, module, page, known=()):
+def linked(text, module, page, imported=frozenset(), known=()):
     "Markdown with each `name` of the library as a link, but for headings, links, code, formulas and the names `known`."
     def link(found):
-        full = full_name(found[1], module) if found[1] else None
+        full = full_name(found[1], module, imported) if found[1] else None
         if full is None or full in known: return found[0]
         notebook = definitions()[full]
         address = "" if notebook == page else Path(os.path.relpath(notebook, page.parent)).as_posix()
@@ -133,7 +136,7 @@ class Pages(Processor):
     "Show exported code with its documentation, fold long code, imports and claims, and link names."
     def __init__(self, nb):
         super().__init__(nb)
-        self.module = None
+        self.module, self.imported = None, frozenset()
         for cell in nb.cells:  # before nbdev's own processors, which hide what is marked `export`
             for option in "export", "exporti":
                 if option in cell.directives_: cell.directives_["shown"] = cell.directives_.pop(option)
@@ -142,6 +145,10 @@ class Pages(Processor):
 
     def end(self):
         self.page = Path(self.nb.path_).resolve().relative_to(get_config().config_path.resolve())
+        code = [cell.source for cell in self.nb.cells if cell.cell_type == "code"]
+        for node in (node for source in code for node in ast.parse(source).body):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(get_config().lib_name):
+                self.imported |= {alias.name for alias in node.names}
         cells, level = [], 1
         for cell in self.nb.cells:
             if cell.cell_type == "markdown":
@@ -154,7 +161,7 @@ class Pages(Processor):
         self.nb.cells = cells
 
     def linked(self, text, known=()):
-        return linked(text, self.module, self.page, known)
+        return linked(text, self.module, self.page, self.imported, known)
 
     def fold(self, cell, summary):
         if "code-fold:" not in cell.directives_:
