@@ -3,15 +3,18 @@
 # PIP_FLAGS  options of pip install, such as torch's CPU packages on a machine without a GPU:
 #            make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
 # ARGS       options of the demo or of pytest:    make ARGS="--task kv --context 4096" demo
+# WORKERS    processes that the tests run in:     make WORKERS=auto test (one for each core)
 # ARGS       of the bench:                       make ARGS="--quick" bench (needs a GPU)
 # FLAGS      test flags whose cells `make notebooks` runs too: slow, cuda
 PYTHON = python3
 PIP_FLAGS =
 ARGS =
 FLAGS =
+WORKERS ?= 2
 NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb)
+PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: setup demo test bench notebooks docs preview
+.PHONY: setup demo test test-all bench notebooks docs preview
 
 setup: .venv/installed
 
@@ -23,8 +26,16 @@ setup: .venv/installed
 demo: setup
 	.venv/bin/sparse-nb demo $(ARGS)
 
+# one thread a process, and compiled kernels are kept from run to run
+test test-all: export OMP_NUM_THREADS = 1
+test test-all: export TRITON_CACHE_DIR = $(CURDIR)/.cache/triton
+
 test: setup
-	.venv/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# with the tests that take minutes, and every case in Triton's interpreter
+test-all: setup
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 bench: setup
 	.venv/bin/sparse-nb bench decode $(ARGS)

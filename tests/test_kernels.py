@@ -619,6 +619,15 @@ def test_estimate_is_not_for_flash():
 
 
 if INTERPRETED:
+    def test_the_chosen_cases_hold_every_pair_of_values(sweep):
+        values = lambda cases: {(a, repr(case[a]), b, repr(case[b])) for case in cases for a in case for b in case}
+        for cases in sweep:
+            every, chosen = values(case for case, _ in cases), [case for case, of_them in cases if of_them]
+            assert chosen and values(chosen) == every
+            if every: assert all(values(chosen[:i] + chosen[i + 1:]) < every for i in range(len(chosen)))  # each is needed
+        left_out = [len(cases) - sum(of_them for _, of_them in cases) for cases in sweep]
+        assert sum(left_out) > sum(map(len, sweep)) / 4 and left_out.count(0) > len(left_out) / 2
+
     @pytest.mark.parametrize("record, settings, rows", [
         (gather.record_gather, dict(lengths=(96,)), {"attend"}),
         (steps.record_launches, dict(lengths=(600,), density=0.6, host=(0.6,)), {"vattention", "copy"})], ids=["gather", "launches"])
@@ -685,10 +694,19 @@ if not INTERPRETED:
                 assert used["spills"] <= 8 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
-    def test_in_the_interpreter():
-        done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", __file__, TRITON_INTERPRET="1")
-        print(done.stdout)
-        assert not done.returncode and re.search(r"\d\d passed", done.stdout), done.stdout[-4000:]
+    @pytest.mark.budget(100)
+    @pytest.mark.parametrize("shard", range(4))
+    def test_in_the_interpreter(forked_pytest, shard):
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/4", "--cases", "covering", __file__, TRITON_INTERPRET="1")
+        print(said)
+        assert not code and re.search(r"\d\d passed", said), said[-4000:]
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
+    def test_the_other_cases_in_the_interpreter(forked_pytest):
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--cases", "others", __file__, TRITON_INTERPRET="1")
+        print(said)
+        assert not code and re.search(r"\d\d passed", said), said[-4000:]
 
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_registers_and_spills(capability, capsys):
@@ -863,8 +881,8 @@ def test_vattention_draws_uniformly_and_keeps_its_promise():
 
 @kernel
 def test_vattention_streams_and_device_seeds():
-    p = problem(2, 2, 2, 150, 16, FP32)
-    codes, maps = random_codes(2, 2, 150), networks(4, 16, 32)
+    p = problem(2, 2, 2, 250, 16, FP32)
+    codes, maps = random_codes(2, 2, 250), networks(4, 16, 32)
     run = lambda seed, lists=2: steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=lists, codes=codes, maps=maps, seed=seed)
     order = lambda x: x.rows[:, :, x.slots:x.slots + 20]
     one = run(2**40 + 7)

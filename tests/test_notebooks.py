@@ -2,21 +2,29 @@
 
 Execution counts are not checked: nbdev_clean removes them."""
 import ast
-import os
+import io
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 from execnb.nbio import mk_cell, new_nb, read_nb, write_nb
 from fastcore.basics import AttrDict
 from fastcore.xtras import globtastic
+from nbdev.config import get_config
 from nbdev.process import extract_directives
+from nbdev.test import test_nb
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
+test_nb.__test__ = False  # nbdev's, no test of ours
+
+# the notebooks that take longest, which start first
+LONGEST = ["santa.ipynb", "70_hf.ipynb", "02_pocket.ipynb", "10_santa.ipynb", "72_evaluate.ipynb", "60_baselines.ipynb", "20_vattention.ipynb",
+           "vattention.ipynb", "95_cli.ipynb", "01_metrics.ipynb"]
 
 # what of pyplot and seaborn draws nothing
 QUIET = re.compile(r"set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|axes_style|plotting_context|switch_|ion$|ioff$")
@@ -114,9 +122,21 @@ def test_title(path):
     assert re.fullmatch(r"# .+\n+> .+", read_nb(ROOT / path).cells[0].source), "the site drops what else the title's cell holds"
 
 
-def test_notebooks_run():
-    # notebooks run side by side: one thread each, or they fight for the cores
-    assert subprocess.run([BIN / "nbdev_test"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode == 0
+def execute(path, root=ROOT, flags=()):
+    "Run the cells of a notebook that `nbdev_test --flags` runs; what went wrong, and in which cell."
+    skipped = get_config(path=root).tst_flags.split()
+    with io.StringIO() as said, redirect_stderr(said):
+        if test_nb(root / path, skip_flags=skipped, force_flags=flags, basepath=root)[0]: return ""
+        said = said.getvalue()
+    cell = re.search(r"Executing Cell #(\d+)", said)
+    return f"{path}: {said}" + (read_nb(root / path).cells[int(cell[1]) - 1].source if cell else "")
+
+
+@pytest.mark.budget(60)
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS, key=lambda path: (LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST), path)), ids=str)
+def test_notebooks_run(forked, path):
+    wrong = forked(execute, path)
+    if wrong: pytest.fail(wrong, pytrace=False)
 
 
 # The checks above, shown to fail.
@@ -173,11 +193,17 @@ def test_unclean_notebook(project, tmp_path):
     assert complaints(project, tmp_path / "again") == [[], ["nbs/00_toy.ipynb"]]
 
 
-def test_failing_notebook(project):
-    run = lambda *flags: subprocess.run([BIN / "nbdev_test", *flags], cwd=project, capture_output=True).returncode
-    write_nb(notebook(("#| slow\nassert False", [])), project / "nbs/01_bad.ipynb")
-    assert run() == 0
-    assert run("--flags", "slow") == 1
+def test_failing_notebook(forked, project):
+    run = lambda *flags: forked(execute, Path("nbs/01_bad.ipynb"), project, flags)
+    skipped = [("#| slow\nassert False, 'slow'", []), ("#| cuda\nassert False", []), ("#| eval: false\nassert False", [])]
+    write_nb(notebook(*skipped, ("from pathlib import Path\nassert Path('00_toy.ipynb').exists()", [])), project / "nbs/01_bad.ipynb")
+    assert run() == ""
+    assert re.search(r"nbs/01_bad.ipynb: AssertionError(.|\n)*Traceback(.|\n)*#\| slow\nassert False, 'slow'", run("slow"))
+
+
+def test_notebook_that_ends_its_process(forked, project):
+    write_nb(notebook(("import os\nos._exit(3)", [])), project / "nbs/01_bad.ipynb")
+    with pytest.raises(pytest.fail.Exception, match="01_bad.* ended with 3"): forked(execute, Path("nbs/01_bad.ipynb"), project)
 
 
 @pytest.mark.parametrize("cell", [

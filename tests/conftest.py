@@ -1,0 +1,148 @@
+"""What all tests share: one torch thread a process, models that are loaded once, and the processor time of each test."""
+import io
+import multiprocessing
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes side by side fight for the cores otherwise
+
+import pytest
+from covering import covering
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # a share of the tests of the kernels, as one test of those without
+SECONDS = 8  # of processor time, children counted, that a test without the mark `budget` may take
+
+
+# the time of each test
+
+USED = pytest.StashKey[dict]()
+
+
+def processor_seconds():
+    "What this process and the children that it has waited for have used."
+    return sum(os.times()[:4])
+
+
+def timed(item, kind):
+    "Add the processor time of what follows to that of `item`."
+    before = processor_seconds()
+    try: return (yield)
+    finally: add_seconds(item, kind, processor_seconds() - before)
+
+
+def add_seconds(item, kind, seconds):
+    used = item.stash.setdefault(USED, {})
+    used[kind] = used.get(kind, 0) + seconds
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item): return (yield from timed(item, "setup"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    own = fixturedef.scope == "function"  # those of wider scope are made for many tests
+    return (yield from timed(request.node, "fixtures")) if own else (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    result = yield from timed(item, "call")
+    used, mark = item.stash[USED], item.get_closest_marker("budget")
+    own, allowed = sum(used.get(kind, 0) for kind in ("fixtures", "call", "elsewhere")), mark.args[0] if mark else SECONDS
+    unlimited = INTERPRETED or any(map(item.get_closest_marker, ("slow", "gpu")))
+    if own > allowed and not unlimited: pytest.fail(f"{own:.1f} s of processor time, {item.name} may take {allowed} s", pytrace=False)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    try: return (yield from timed(item, "teardown"))
+    finally:
+        used = item.stash[USED]
+        item.user_properties.append(("processor_seconds", sum(x for kind, x in used.items() if kind != "fixtures")))
+
+
+def pytest_terminal_summary(terminalreporter):
+    files = {}
+    for report in [x for reports in terminalreporter.stats.values() for x in reports]:
+        if getattr(report, "when", None) != "teardown": continue
+        count, seconds = files.get(report.location[0], (0, 0.0))
+        files[report.location[0]] = count + 1, seconds + dict(report.user_properties)["processor_seconds"]
+    if not files: return
+    terminalreporter.section("processor time, collection not counted")
+    files["all"] = tuple(map(sum, zip(*files.values())))
+    for name, (count, seconds) in files.items(): terminalreporter.write_line(f"{seconds:8.1f} s {count:6d} tests  {name}")
+
+
+# a process of its own, without the seconds that its imports take
+
+PROCESSES = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+if sys.platform == "linux":  # nothing that imports Triton, which looks at TRITON_INTERPRET when it is imported
+    PROCESSES.set_forkserver_preload(["torch.distributed.tensor", "transformers", "scipy.stats", "seaborn", "nbdev.test"])
+
+
+def send_result(pipe, function, arguments): pipe.send((function(*arguments), processor_seconds()))
+
+
+def run_pytest(environment, *arguments):
+    "Exit code and output of pytest with `arguments`."
+    os.environ.update(environment)
+    with io.StringIO() as said, redirect_stdout(said), redirect_stderr(said):
+        return int(pytest.main([*map(str, arguments)])), said.getvalue()
+
+
+@pytest.fixture
+def forked(request):
+    "`forked(function, *arguments)`: what the function returns in a process that has run nothing before; its time is the test's."
+    def run(function, *arguments):
+        mine, theirs = PROCESSES.Pipe(duplex=False)
+        process = PROCESSES.Process(target=send_result, args=(theirs, function, arguments))
+        process.start()
+        theirs.close()
+        try: result, seconds = mine.recv()
+        except EOFError: result = None
+        process.join()
+        if process.exitcode: pytest.fail(f"the process of {function.__name__}{arguments} ended with {process.exitcode}", pytrace=False)
+        add_seconds(request.node, "elsewhere", seconds)
+        return result
+    return run
+
+
+@pytest.fixture
+def forked_pytest(forked):
+    "`forked_pytest(*arguments, **environment)`: exit code and output of pytest in a process of its own."
+    return lambda *arguments, **environment: forked(run_pytest, environment, *arguments)
+
+
+# the order of tests, and those that Triton's interpreter runs
+
+SWEEP = pytest.StashKey[list]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", default="0/1", metavar="I/N", help="every Nth test, from number I on")
+    parser.addoption("--cases", default="all", choices=["all", "covering", "others"],
+                     help="covering: of each test only the cases that hold every pair of values of its parameters")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    budget = lambda item: mark.args[0] if (mark := item.get_closest_marker("budget")) else 0
+    items.sort(key=budget, reverse=True)  # longest first
+    functions, parameters = {}, lambda item: item.callspec.params if hasattr(item, "callspec") else {}
+    for item in items:
+        if not item.get_closest_marker("gpu"): functions.setdefault(item.function, []).append(item)
+    chosen = {same[i] for same in functions.values() for i in covering([*map(parameters, same)])}
+    config.stash[SWEEP] = [[(parameters(item), item in chosen) for item in same] for same in functions.values()]
+    if (cases := config.getoption("cases")) != "all":
+        items[:] = [item for same in functions.values() for item in same if (item in chosen) == (cases == "covering")]
+    first, step = map(int, config.getoption("shard").split("/"))
+    items[:] = items[first::step]
+
+
+@pytest.fixture
+def sweep(pytestconfig):
+    "A list for each test function: its cases, and whether each of them is one of those that cover all pairs of values."
+    return pytestconfig.stash[SWEEP]

@@ -1,0 +1,21 @@
+"""Which of many cases of a test to run so that each value meets each other one: a covering design of strength two."""
+from itertools import combinations
+
+
+def pairs(case):
+    "Every value and every pair of values of `case`, a dict from a parameter's name to its value."
+    values = sorted((name, repr(value)) for name, value in case.items())
+    return {*combinations(values, 1), *combinations(values, 2)}
+
+
+def covering(cases):
+    "The numbers of some of `cases` that hold every pair of values that all of them hold; without any of them, one would be missing."
+    if not any(cases): return [*range(len(cases))]
+    left, chosen = set().union(*map(pairs, cases)), []
+    while left:
+        chosen.append(max(range(len(cases)), key=lambda i: len(pairs(cases[i]) & left)))
+        left -= pairs(cases[chosen[-1]])
+    for i in list(chosen):
+        others = [pairs(cases[j]) for j in chosen if j != i]
+        if pairs(cases[i]) <= set().union(*others): chosen.remove(i)
+    return sorted(chosen)
