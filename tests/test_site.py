@@ -1,5 +1,4 @@
 """The book as a visitor meets it: its pages, rendered once, and the notebooks and addresses behind them."""
-import fcntl
 import html
 import json
 import os
@@ -29,17 +28,15 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 HEADINGS = {"h2", "h3", "h4", "h5", "h6"}
 
 
+pytestmark = pytest.mark.xdist_group("site")  # one process renders the book and has its pages parsed
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    "The folder of the rendered book; the processes of pytest-xdist share one. 6 seconds of processor time."
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with open(shared / "site.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (shared / "site").exists():
-            book.preview(shared / "building")
-            (shared / "building").rename(shared / "site")
-    return shared / "site"
+    "The folder of the rendered book: 6 seconds of processor time."
+    out = tmp_path_factory.mktemp("site")
+    book.preview(out)
+    return out
 
 
 class Page(HTMLParser):
