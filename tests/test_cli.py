@@ -1,4 +1,4 @@
-"The command as a user meets it: a process of its own, with a tiny random model; `generate` in this one, with the pocket model"
+"The command: in this process, with a tiny random and with the pocket model, and as a user meets it, in a process of its own"
 import io
 import json
 import os
@@ -25,6 +25,18 @@ def run(*args, cwd=None, code=None, input=None, **env):
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run([*start, *args], capture_output=True, text=True, encoding="utf-8", timeout=120, cwd=cwd, input=input, env=ENV | {"PYTHONPATH": path} | env)
 
+def called(*args, cwd=None):
+    "The same in this process: exit code, standard output and standard error."
+    from sparse_nb.cli import main
+    out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setenv("COLUMNS", "100")
+        patch.chdir(cwd or before)
+        main([*map(str, args)])
+    return subprocess.CompletedProcess(args, stop.value.code, out.getvalue(), err.getvalue())
+
+def generated(file, *args): return called("generate", "--prompt-file", file, *args)
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
@@ -44,7 +56,7 @@ def one_line(result, *words):
     for word in words: assert word in result.stderr
 
 def test_json_is_one_list_and_the_report_stands_alone(tiny, tmp_path):
-    result = run("demo", "--model", tiny, "--context", "512", "--density", "0.1", "--task", "kv", "--samples", "7", "--json", "--out", "report.html", cwd=tmp_path)
+    result = called("demo", "--model", tiny, "--context", "512", "--density", "0.1", "--task", "kv", "--samples", "7", "--json", "--out", "report.html", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == "saved report.html\n"
     rows = json.loads(result.stdout)
     assert [r["method"] for r in rows] == ["exact", "streaming", "topk", "topp", "uniform", "santa"]
@@ -57,7 +69,7 @@ def test_json_is_one_list_and_the_report_stands_alone(tiny, tmp_path):
     assert page.count("<tr>") == 7 and "data:image/png;base64," in page and "http" not in page
 
 def test_the_table_and_the_default_picture(tiny, tmp_path):
-    result = run("demo", "--model", tiny, "--context", "256", cwd=tmp_path)
+    result = called("demo", "--model", tiny, "--context", "256", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == "saved sparse-nb-demo.png\n"
     for word in ("streaming", "top-k (oracle)", "top-p (oracle)", "uniform sample", "SANTA", "keys read", "values read", "right answer"): assert word in result.stdout
     assert (tmp_path / "sparse-nb-demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -87,17 +99,17 @@ def test_the_table_and_the_default_picture(tiny, tmp_path):
 def test_wrong_options_take_one_line(tiny, tmp_path, options, words):
     (tmp_path / "folder.png").mkdir()
     model = [] if "--model" in options else ["--model", tiny]
-    one_line(run("demo", *model, *options, cwd=tmp_path), *words)
+    one_line(called("demo", *model, *options, cwd=tmp_path), *words)
     assert [x.name for x in tmp_path.iterdir()] == ["folder.png"]
 
 @pytest.mark.skipif(os.name == "nt" or getattr(os, "geteuid", lambda: 0)() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission(tiny, tmp_path):
     tmp_path.chmod(0o500)
-    one_line(run("demo", "--model", tiny, "--out", str(tmp_path / "report.html")), "--out: no permission")
+    one_line(called("demo", "--model", tiny, "--out", str(tmp_path / "report.html")), "--out: no permission")
 
 def test_a_broken_model_folder(tiny, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    one_line(run("demo", "--model", str(tmp_path), "--context", "512"), "--model: cannot load")
+    one_line(called("demo", "--model", str(tmp_path), "--context", "512"), "--model: cannot load")
 
 def test_a_model_that_cannot_be_sparse(tiny, tmp_path):
     tokenizer = byte_tokenizer()
@@ -105,15 +117,19 @@ def test_a_model_that_cannot_be_sparse(tiny, tmp_path):
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         head_dim=16, max_position_embeddings=4096)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    one_line(run("demo", "--model", str(tmp_path), "--context", "512"), "gemma2 uses softcap")
+    one_line(called("demo", "--model", str(tmp_path), "--context", "512"), "gemma2 uses softcap")
 
 @pytest.mark.parametrize("args", [["demos"], ["--colour"]])
 def test_wrong_commands_take_one_line(args): one_line(run(*args))
 
-@pytest.mark.parametrize("package", ["typer", "transformers", "matplotlib"])
-def test_a_missing_package_is_named(tiny, package):
-    code = f"import sys; sys.modules[{package!r}] = None; from sparse_nb.cli import main; main(['demo', '--model', {tiny!r}, '--context', '512'])"
-    one_line(run(code=code), f"{package} is missing", "pip install 'sparse_nb[cli]'")
+def test_a_missing_package_is_named(tiny):
+    code = f"import sys; sys.modules['typer'] = None; from sparse_nb.cli import main; main(['demo', '--model', {tiny!r}, '--context', '512'])"
+    one_line(run(code=code), "typer is missing", "pip install 'sparse_nb[cli]'")
+
+@pytest.mark.parametrize("package", ["transformers", "matplotlib"])
+def test_another_missing_package_is_named(tiny, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    one_line(called("demo", "--model", tiny, "--context", "512"), f"{package} is missing", "pip install 'sparse_nb[cli]'")
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT to a child there")
 def test_ctrl_c_in_the_prefill(tiny, tmp_path):
@@ -133,14 +149,14 @@ main()
     assert list(tmp_path.iterdir()) == []
 
 def test_doctor_says_what_is_here():
-    result = run("doctor")
+    result = called("doctor")
     assert result.returncode == 0 and result.stderr == ""
     for word in ("python", "torch", torch.__version__, "transformers", transformers.__version__, "sparse_nb", "triton", "devices", "CPU", "kernels", "pocket model"):
         assert word in result.stdout
 
-def test_doctor_without_triton():
-    code = "import sys; sys.modules['triton'] = None; from sparse_nb.cli import main; main(['doctor'])"
-    assert "the PyTorch reference is used" in " ".join(run(code=code).stdout.split())
+def test_doctor_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "the PyTorch reference is used" in " ".join(called("doctor").stdout.split())
 
 def test_doctor_runs_a_kernel_in_the_interpreter():
     pytest.importorskip("triton")
@@ -149,16 +165,12 @@ def test_doctor_runs_a_kernel_in_the_interpreter():
 def test_help_is_light():
     code = "import sys, sparse_nb.cli; print([m for m in ('torch', 'transformers', 'matplotlib', 'pandas') if m in sys.modules])"
     assert run(code=code).stdout == "[]\n"
-    assert "demo" in run("--help").stdout and run().stdout == run("--help").stdout
+    said = run("--help").stdout
+    assert "demo" in said and called().stdout == called("--help").stdout == said
 
 def test_the_pocket_model_answers():
-    rows = json.loads(run("demo", "--context", "2048", "--json").stdout)
+    rows = json.loads(called("demo", "--context", "1024", "--json").stdout)
     assert rows[0]["method"] == "exact" and rows[0]["answer"] == rows[0]["expected"] and rows[0]["correct"]
-
-@pytest.fixture(scope="module")
-def pocket():
-    from sparse_nb import pocket
-    return pocket.load("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(scope="module")
 def needle(pocket):
@@ -171,13 +183,6 @@ def files(needle, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prompts")
     for name in "prompt", "context": (folder / name).write_bytes(getattr(needle, name).encode())
     return folder
-
-def generated(file, *args):
-    "Exit code, standard output and standard error of `generate`, in this process"
-    from sparse_nb.cli import main
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stop: main(["generate", "--prompt-file", str(file), *map(str, args)])
-    return subprocess.CompletedProcess(args, stop.value.code, out.getvalue(), err.getvalue())
 
 def text_of(result, err=""):
     assert result.returncode == 0 and result.stderr == err, result
@@ -299,11 +304,12 @@ def test_a_prompt_of_one_token(tiny, tmp_path):
     (tmp_path / "a").write_bytes(b"a")
     assert len(text_of(generated(tmp_path / "a", "--model", tiny, "--decode", "topk:budget=1", "--max-new-tokens", 3))) > 0
 
-def test_a_prompt_from_standard_input(pocket, needle):
+def test_a_prompt_from_standard_input(pocket, needle, monkeypatch):
     result = run("generate", "--prompt-file", "-", "--decode", "santa:samples=8", "--seed", "3", "--max-new-tokens", "12", input=needle.prompt)
     from sparse_nb.santa import Santa
     assert text_of(result) == by_hand(pocket, needle.prompt, decode=Santa(8), seed=3)[0]
-    one_line(run("generate", "--prompt-file", "-", input=""), "--prompt-file: '-' is empty")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    one_line(generated("-"), "--prompt-file: '-' is empty")
 
 @pytest.mark.skipif(os.name == "nt", reason="no pseudo-terminals there")
 def test_bars_on_a_terminal_stay_out_of_the_text(files, pocket, needle):
@@ -349,8 +355,7 @@ def test_wrong_options_of_generate_take_one_line(tiny, tmp_path, monkeypatch, op
     (tmp_path / "bytes").write_bytes(b"ab\xffc")
     (tmp_path / "folder.csv").mkdir()
     before = sorted(tmp_path.iterdir())
-    if not options: result = run("generate", cwd=tmp_path)
-    elif "nobody/nothing" in options: result = run("generate", "--prompt-file", "good", *options, cwd=tmp_path)  # offline only in a process of its own
+    if not options: result = called("generate")
     else: result = generated("good", *([] if "--model" in options else ["--model", tiny]), *options)
     one_line(result, *words)
     assert sorted(tmp_path.iterdir()) == before
@@ -390,15 +395,15 @@ def test_santa_is_right_at_16k_on_three_seeds(): assert right_wherever_exact_is(
     (["--lengths", "4k"], ["--lengths: got '4k'", "whole numbers"]), (["--lengths", ""], ["--lengths: got ''"]), (["--batches", "1,-2"], ["--batches: got '1,-2'"]), (["--batches", "0"], ["batches must be at least 1, got 0"]),
     (["--shapes", "llama9"], ["shapes must be of llama3, pocket, got 'llama9'"]), (["--methods", "flashinfer,magic"], ["methods must be of flashinfer", "got 'magic'"]), (["--methods", ","], ["--methods: got ','"]),
     (["--samples", "0"], ["samples must be at least 1"]), (["--dtype", "float64"], ["--dtype: got 'float64'"]), (["--colour"], ["--colour"])])
-def test_bad_options_of_the_bench(options, words): one_line(run("bench", "decode", *options), *words)
+def test_bad_options_of_the_bench(options, words): one_line(called("bench", "decode", *options), *words)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_the_bench_needs_a_gpu(tmp_path):
-    one_line(run("bench", "decode", "--out", str(tmp_path / "new")), "there is no CUDA device here")
+    one_line(called("bench", "decode", "--out", str(tmp_path / "new")), "there is no CUDA device here")
     assert list(tmp_path.iterdir()) == []
 
 def test_the_bench_is_light_until_it_runs():
     code = "import sys; from sparse_nb.cli import main\ntry: main(['bench', 'decode', '--help'])\nfinally: print([m for m in ('torch', 'transformers', 'matplotlib', 'pandas') if m in sys.modules])"
     result = run(code=code)
     assert result.returncode == 0 and result.stdout.endswith("[]\n") and "--lengths" in result.stdout
-    assert "decode" in run("bench", "--help").stdout
+    assert "decode" in called("bench", "--help").stdout

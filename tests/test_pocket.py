@@ -96,8 +96,8 @@ def test_training_learns_stops_resumes_and_is_scored(tmp_path, monkeypatch):
     assert "| pattern | 1 | MIT | 0.01 |" in card and all(f"| {task} | 1/1 | 1/1 | 1/1 |" in card for task in TASKS)
 
 
-@pytest.fixture(scope="module")
-def shipped(): return pocket.load()
+@pytest.fixture
+def shipped(pocket): return pocket
 
 
 def test_shipped_model_answers(shipped):
