@@ -11,7 +11,7 @@ PIP_FLAGS =
 ARGS =
 FLAGS =
 WORKERS ?= 2
-NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb)
+NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb kernels/records/*.ipynb)
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: setup demo test test-all bench notebooks docs preview

@@ -97,6 +97,6 @@ def test_sidebar_holds_every_notebook():
         if isinstance(entry, str): return {entry}
         return {entry["href"]} if "href" in entry else set().union(*map(leaves, entry["contents"]))
     sidebar = leaves(yaml.safe_load((ROOT / "_quarto.yml").read_text())["website"]["sidebar"])
-    notebooks = {p.relative_to(ROOT).as_posix() for folder in ("nbs", "kernels") for p in (ROOT / folder).glob("*.ipynb")}
+    notebooks = {p.relative_to(ROOT).as_posix() for folder in ("nbs", "kernels") for p in (ROOT / folder).rglob("*.ipynb")}
     assert notebooks == {page for page in sidebar if page.endswith(".ipynb")}
     assert not [page for page in sidebar if not (ROOT / page.split("#")[0]).exists()]

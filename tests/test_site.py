@@ -224,6 +224,15 @@ def test_no_notebook_is_too_large():
     assert not {path: size for path, size in sizes.items() if size > 1_500_000}
 
 
+def test_pictures_are_saved_once():
+    for path in nbglob(ROOT, as_path=True):
+        for cell in read_nb(path).cells:
+            for output in cell.get("outputs", []):
+                kinds = [kind for kind in output.get("data", {}) if kind.startswith("image/")]
+                page = "".join(output.get("data", {}).get("text/html", ""))
+                assert len(kinds) + ("<img" in page or "<svg" in page) <= 1, f"{path.name}: {cell.source[:80]}"
+
+
 KNOWN = {"nbdev.fast.ai", "quarto.org", "download.pytorch.org", "example.org"}
 TEXTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md", "pyproject.toml", "settings.ini",
          "Makefile", "_quarto.yml"]
