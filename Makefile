@@ -14,7 +14,7 @@ WORKERS ?= 2
 NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb kernels/records/*.ipynb)
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: setup demo test test-all bench notebooks docs preview
+.PHONY: setup demo test test-all house bench notebooks docs preview
 
 setup: .venv/installed
 
@@ -36,6 +36,10 @@ test: setup
 # with the tests that take minutes, and every case in Triton's interpreter
 test-all: setup
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+# the floors of the package, the rooms on each and what they import
+house: setup
+	.venv/bin/python tools/house.py
 
 bench: setup
 	.venv/bin/sparse-nb bench decode $(ARGS)

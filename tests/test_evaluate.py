@@ -42,11 +42,11 @@ def ragged(monkeypatch):
     whole = tasks.make
     monkeypatch.setattr(evaluate, "make", lambda task, length, seed, **settings: whole(task, length - 20 * (seed % 3), seed=seed, **settings))
 
-@pytest.mark.parametrize("setup, task", [("A", "multikey"), ("B", "multiquery")])
-def test_each_row_of_a_padded_batch_is_its_own_run(tiny, monkeypatch, setup, task):
+@pytest.mark.parametrize("setup, task, length, settings", [("A", "multikey", 700, dict(keys=6)), ("B", "multiquery", 400, dict(keys=4, queries=2))])
+def test_each_row_of_a_padded_batch_is_its_own_run(tiny, monkeypatch, setup, task, length, settings):
     model, tokenizer = tiny
     ragged(monkeypatch)
-    run = lambda batch: accuracy(model, tokenizer, task, 700, METHODS, prompts=5, batch=batch, setup=setup, chunk=300, task_settings=dict(keys=6)).set_index(["method", "seed"]).answer
+    run = lambda batch: accuracy(model, tokenizer, task, length, METHODS, prompts=4, batch=batch, setup=setup, chunk=length // 2, task_settings=settings).set_index(["method", "seed"]).answer
     batched, alone = run(3), run(1)
     same = batched == alone.reindex(batched.index)
     assert same.all(), pd.DataFrame({"batched": batched, "alone": alone})[~same]
@@ -191,32 +191,45 @@ def test_forced_decoding_is_decoding_one_token_after_another(tiny):
 def test_forced_decoding_refuses_bad_input(tiny, bad, error, words):
     with pytest.raises(error, match=words): forced_decode(**dict(model=tiny[0], ids=torch.full((1, 60), 65), method=Exact(), read=20) | bad)
 
-def test_a_record_of_vattention_in_small(tmp_path, monkeypatch):
-    whole = evaluate.setup_methods
+LITTLE = dict(prompts=1, device="cpu", length=1280, times=3, texts=1, every=400, captures=1, tasks=("multikey",), densities=(0.1,), pareto=(0.1,))
+
+@pytest.fixture(params=["one task", pytest.param("all tasks", marks=pytest.mark.slow)])
+def little(request, monkeypatch):
+    "Settings of a small record, and the tasks that are asked for `pareto`."
+    whole, ask = evaluate.setup_methods, evaluate._Record.ask
     monkeypatch.setattr(evaluate, "setup_methods", lambda *x: {name: m for name, m in whole(*x).items() if name in ("exact", "magicpig-8-75", "streaming-10")})
-    little = dict(prompts=1, device="cpu", length=1280, times=3, texts=1, every=400, captures=1, tasks=("multikey",), densities=(0.1,), pareto=(0.1,))
-    path = record_vattention(tmp_path / "x.json", **little, parts=("promise", "setups"))
+    if request.param == "all tasks": return LITTLE, ("flat_words", "multikey", "frequent_words")
+    monkeypatch.setattr(evaluate._Record, "ask", lambda self, part, task, *args, **kwargs: task == "flat_words" and ask(self, part, task, *args, **kwargs))
+    return LITTLE, ("flat_words",)
+
+def test_a_record_of_vattention_in_small(tmp_path, little):
+    settings, _ = little
+    path = record_vattention(tmp_path / "x.json", **settings, parts=("promise",))
     before = path.read_text()
-    record_vattention(path, **little, parts=("pareto",))
+    record_vattention(path, **settings, parts=("setups",))
     meta, parts = read_record(path)
-    assert set(parts) == {"promise", "setups", "pareto"} and set(meta["methods"]) == {"setups", "pareto"} and {x.split()[0] for x in meta["seconds"]} == set(parts)
+    assert set(parts) == {"promise", "setups"} and set(meta["methods"]) == {"setups"} and {x.split()[0] for x in meta["seconds"]} == set(parts)
     assert [row for row in json.loads(before)["rows"]] == json.loads(path.read_text())["rows"][:len(json.loads(before)["rows"])]
     promise = parts["promise"]
     assert (promise.groupby(["kept", "kind", "eps", "delta"])["head"].nunique() == 36).all() and promise.failures.between(0, 3).all()
     assert promise.density.between(promise.kept.map(dict(usual=256, few=4 + 16 + 1 + 32)) / 1280, 1).all()  # what is kept, and with few of them the base sample too
     assert set(parts["setups"].setup) == {"A", "B"} and set(parts["setups"].length) == {640}
+    with pytest.raises(ValueError, match="were made with times = 3, got 4"): record_vattention(path, **settings | dict(times=4), parts=("pareto",))
+    for bad, words in ((dict(parts=("speed",)), "parts: got 'speed', allowed are promise"), (dict(texts=10**6), "texts: got 1000000 of 1280 bytes, the held-out text has")):
+        with pytest.raises(ValueError, match=words): record_vattention(path, **settings | bad)
+    assert read_record(path)[0] == meta
+
+def test_a_record_of_what_methods_read_in_small(tmp_path, little):
+    settings, tasks = little
+    meta, parts = read_record(record_vattention(tmp_path / "x.json", **settings, parts=("pareto",)))
     pareto = parts["pareto"].set_index(["task", "method"])
     names = list(pareto_methods(6, (0.1,)))
-    assert pareto.index.tolist() == [(task, name) for task in ("flat_words", "multikey", "frequent_words") for name in names] and len(names) == 1 + 4 + 4 + 3 + 2 * 4
+    assert pareto.index.tolist() == [(task, name) for task in tasks for name in names] and len(names) == 1 + 4 + 4 + 3 + 2 * 4
     for name in ("topk", "quest", "double_sparsity", "adamas", "hash_attention", "uniform"): assert pareto.xs(f"{name}-10", level="method").density.between(0.1, 0.103).all()
-    assert (pareto.error.dropna() > 0).all() and len(pareto.error.dropna()) == len(pareto) - 3
+    assert (pareto.error.dropna() > 0).all() and len(pareto.error.dropna()) == len(pareto) - len(tasks)
     assert (pareto.error.xs("topk-10", level="method") < pareto.error.xs("quest-10", level="method")).all() and (pareto.error.xs("quest-10", level="method") < pareto.error.xs("uniform-10", level="method")).all()
     said = meta["methods"]["pareto"]
     assert [x["predictor"]["layer"] for x in said["vattention+hash_attention-10"]] == list(range(6)) and Method.from_json(json.dumps(said["quest-10"])) == pareto_methods(6, (0.1,))["quest-10"]
-    with pytest.raises(ValueError, match="were made with times = 3, got 4"): record_vattention(path, **little | dict(times=4), parts=("pareto",))
-    for bad, words in ((dict(parts=("speed",)), "parts: got 'speed', allowed are promise"), (dict(texts=10**6), "texts: got 1000000 of 1280 bytes, the held-out text has")):
-        with pytest.raises(ValueError, match=words): record_vattention(path, **little | bad)
-    assert read_record(path)[0] == meta
 
 def test_a_record_says_whether_an_answer_is_that_of_exact_attention(tmp_path):
     rows = [dict(part="pareto", task="t", length=8, setup="A", method="exact", right="10", characters=0.5), dict(part="pareto", task="t", length=8, setup="A", method="x", right="11", characters=1.0, same="10", density=0.1, error=0.2)]

@@ -668,30 +668,30 @@ if not INTERPRETED:
             made = triton.compile(ASTSource(host._rows_kernel, signature, constexprs=constants), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
             assert made.asm["cubin"] and "ld.global" in made.asm["ptx"]
 
+    @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("bf16", 128, 1), ("fp16", 80, 8), ("bf16", 256, 8), ("fp32", 128, 4), ("fp32", 256, 4)])
     @pytest.mark.parametrize("capability", [80, 90, 100])
-    def test_the_gather_kernels_do_not_spill(capability):
-        for kind, D, LR in (("bf16", 128, 4), ("bf16", 128, 1), ("fp16", 80, 8), ("bf16", 256, 8), ("fp32", 128, 4), ("fp32", 256, 4)):
-            base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1)
-            types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
-            for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)), (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
-                used = kernels.compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")}, capability, gather._WARPS)
-                assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
+    def test_the_gather_kernels_do_not_spill(capability, kind, D, LR):
+        base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1)
+        types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
+        for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)), (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
+            used = kernels.compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")}, capability, gather._WARPS)
+            assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
 
+    @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("fp16", 256, 8), ("fp32", 128, 1)])
     @pytest.mark.parametrize("capability", [80, 90])
-    def test_the_vattention_kernels_do_not_spill(capability):
+    def test_the_vattention_kernels_do_not_spill(capability, kind, D, LR):
         types = dict.fromkeys(("eps", "log", "square", "plug"), "fp32") | dict.fromkeys(("sinks_share", "window_share", "top_share", "base_share"), "i64")
         types |= {f"{x}_ptr": "i32" for x in ("row", "mask", "count", "stop", "code", "key", "plane", "hist", "tail", "bin")} | {f"{x}_ptr": "fp16" for x in ("w1", "b1", "w2", "b2")}
-        for kind, D, LR in (("bf16", 128, 4), ("fp16", 256, 8), ("fp32", 128, 1)):
-            BD = triton.next_power_of_2(D)
-            base = dict(LR=LR, PLANES=LR.bit_length(), D=D, BD=BD, M=64, BM=64, BR=16, BQ=LR, BS=steps._GUESS, BINS=steps._BINS, LEAST=32, CLT_LEAST=32, BOUND="clt", PLUGIN="upper", SEEDS=False, PDL=capability >= 90, key_n=1,
-                        start_ptr=None, len_ptr=None, seed_ptr=None, ceiling_ptr=None)
-            rows = lambda setting: dict(BN=min(setting[0], 2**22 // BD**2 // (4 if kind == "fp32" else 2)), STAGES=setting[1], BC=1024 if setting is steps._LOOK else 128)
-            for kernel_, constants, warps in ((steps._code_kernel, {}, 8), (steps._guess_kernel, {}, 4), (steps._count_kernel, dict(BN=4096), 4), (steps._keep_kernel, dict(BN=4096, BT=256), 4), (steps._look_kernel, rows(steps._LOOK), 4),
-                                              (steps._budget_kernel, dict(BP=64), 4), (steps._sample_kernel, rows(steps._SAMPLE), 4), (steps._merge_kernel, dict(BP=128, BE=64, BD=32), 4)):
-                own = types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")} | (dict(bin_ptr="u8") if kernel_ is steps._count_kernel else {})
-                used = kernels.compiled_usage(kernel_, base | constants, own, capability, warps)
-                # 8 bytes: ptxas trades two registers of the draw for one more program on a multiprocessor
-                assert used["spills"] <= 8 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
+        BD = triton.next_power_of_2(D)
+        base = dict(LR=LR, PLANES=LR.bit_length(), D=D, BD=BD, M=64, BM=64, BR=16, BQ=LR, BS=steps._GUESS, BINS=steps._BINS, LEAST=32, CLT_LEAST=32, BOUND="clt", PLUGIN="upper", SEEDS=False, PDL=capability >= 90, key_n=1,
+                    start_ptr=None, len_ptr=None, seed_ptr=None, ceiling_ptr=None)
+        rows = lambda setting: dict(BN=min(setting[0], 2**22 // BD**2 // (4 if kind == "fp32" else 2)), STAGES=setting[1], BC=1024 if setting is steps._LOOK else 128)
+        for kernel_, constants, warps in ((steps._code_kernel, {}, 8), (steps._guess_kernel, {}, 4), (steps._count_kernel, dict(BN=4096), 4), (steps._keep_kernel, dict(BN=4096, BT=256), 4), (steps._look_kernel, rows(steps._LOOK), 4),
+                                          (steps._budget_kernel, dict(BP=64), 4), (steps._sample_kernel, rows(steps._SAMPLE), 4), (steps._merge_kernel, dict(BP=128, BE=64, BD=32), 4)):
+            own = types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")} | (dict(bin_ptr="u8") if kernel_ is steps._count_kernel else {})
+            used = kernels.compiled_usage(kernel_, base | constants, own, capability, warps)
+            # 8 bytes: ptxas trades two registers of the draw for one more program on a multiprocessor
+            assert used["spills"] <= 8 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
     @pytest.mark.budget(100)
@@ -708,9 +708,9 @@ if not INTERPRETED:
         print(said)
         assert not code and re.search(r"\d\d passed", said), said[-4000:]
 
-    @pytest.mark.parametrize("capability", [80, 90, 100])
-    def test_registers_and_spills(capability, capsys):
-        rows = kernels.resource_usage(capability)
+    @pytest.mark.parametrize("capability, n", [(80, 131072), (90, 8192), (90, 131072), (90, 1048576), (100, 131072)])
+    def test_registers_and_spills(capability, n, capsys):
+        rows = kernels.resource_usage(capability, (n,))
         with capsys.disabled():  # in the log of every run
             print("", " ".join(rows[0]), *(" ".join(map(str, row.values())) for row in rows), sep="\n")
         assert {row["kernel"] for row in rows} > {"scores", "gather", "flash", "merge, flash", "features", "budgets, proportional"}

@@ -81,6 +81,9 @@ def test_training_learns_stops_resumes_and_is_scored(tmp_path, monkeypatch):
     # a clock that gains a second at each reading, so that a slow machine takes the same steps; peaks so high that little of their warm-up is enough
     monkeypatch.setattr(pocket, "time", SimpleNamespace(monotonic=itertools.count().__next__, strftime=time.strftime))
     monkeypatch.setattr(pocket, "PHASES", ((2e-2, ((1024, 2048, 0.5), (1024, 4096, 0.1))), (1e-2, ((1024, 2048, 0.1),))))
+    small = pocket.config()
+    small.num_hidden_layers = 1
+    monkeypatch.setattr(pocket, "config", lambda: small)
     pocket.train(tmp_path, stop_after=0.3, device="cpu", workers=0)
     first = torch.load(tmp_path / "state.pt")
     folder = pocket.train(tmp_path, device="cpu", workers=0)

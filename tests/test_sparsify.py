@@ -130,7 +130,7 @@ def test_hidden_keys_in_the_middle_of_a_row_are_skipped(llama):
     assert_close(both[1:], run(without, torch.ones_like(without), 0), rtol=1e-5)
     assert_close(both[:1], run(PADDED[:1], mask[:1], 0), rtol=1e-5)
 
-@pytest.mark.parametrize("method", [TopK(budget=0.25), Streaming(sinks=2, window=6), Uniform(samples=0.3), Santa(samples=5)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("method", [TopK(budget=0.25), Santa(samples=5), *(pytest.param(m, marks=pytest.mark.slow) for m in (Streaming(sinks=2, window=6), Uniform(samples=0.3)))], ids=lambda m: type(m).__name__)
 def test_a_compiled_step_is_the_plain_one(llama, method):
     def run(step):
         cache, mask = StaticCache(config=llama.config, max_cache_len=48), torch.ones(2, 48, dtype=torch.long)
