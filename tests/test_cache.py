@@ -13,8 +13,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import test_hf
 from sparse_nb.attention import State, TopK, assert_close
-from sparse_nb.cache import Rotation, _candidates, _complex, _random_turn, _stored, keep_state, no_rotation, offload, rotation_of, unrotate
 from sparse_nb.hf import answer, capture, prefill, sparsify
+from sparse_nb.models.cache import keep_state, offload
+from sparse_nb.models.rotation import Rotation, as_complex, candidate_rotations, no_rotation, random_rotation, rotation_of, stored_keys, unrotate
 from test_hf import IDS, SMALL, Letters, rope, whole_layers
 
 MLA = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=9)
@@ -55,10 +56,10 @@ ROTATIONS = {  # of all layers, or of each; halves unless said
     "nanochat, backwards": Rotation("halves", 0, 16, sign=-1), "head of two columns": Rotation("halves", 0, 2),
 }
 REFUSED = {
-    "deepseek-v3": ("DeepseekV3", MLA, r"layer 0 of deepseek_v3 \(rope_type default\) rotates what it keeps as values"),
-    "deepseek-v2": ("DeepseekV2", MLA, r"layer 0 of deepseek_v2 \(rope_type default\) rotates what it keeps as values"),
-    "hunyuan": ("HunYuanDenseV1", dict(head_dim=16), r"layer 0 of hunyuan_v1_dense \(rope_type default\) rotates its keys in another way"),
-    "llama4, yarn, norm after": ("Llama4Text", LLAMA4 | YARN, r"layer 0 of llama4_text \(rope_type yarn\) rotates its keys in another way"),
+    "deepseek-v3": ("DeepseekV3", MLA, r"layer 0 of deepseek_v3 \(rope_type default\), which rotates what it keeps as values"),
+    "deepseek-v2": ("DeepseekV2", MLA, r"layer 0 of deepseek_v2 \(rope_type default\), which rotates what it keeps as values"),
+    "hunyuan": ("HunYuanDenseV1", dict(head_dim=16), r"layer 0 of hunyuan_v1_dense \(rope_type default\), which rotates its keys in another way"),
+    "llama4, yarn, norm after": ("Llama4Text", LLAMA4 | YARN, r"layer 0 of llama4_text \(rope_type yarn\), which rotates its keys in another way"),
     "gptj": ("GPTJ", dict(rotary_dim=8, n_embd=64, n_head=4, n_layer=2), "layer 0 of gptj .* is not given its rotation"),
     "gpt2": ("GPT2", dict(n_embd=64, n_head=4, n_layer=2), "layer 0 of gpt2 .* is not given its rotation"),
 }
@@ -83,7 +84,7 @@ def hook(model, fn):
     def call(module, args, kwargs): fn(module, kwargs if "hidden_states" in kwargs else kwargs | dict(hidden_states=args[0]))
     return [m.register_forward_pre_hook(call, with_kwargs=True) for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
-def plain_keys(module, kwargs): return _stored(module, kwargs | dict(position_embeddings=no_rotation(kwargs["position_embeddings"])))[0]
+def plain_keys(module, kwargs): return stored_keys(module, kwargs | dict(position_embeddings=no_rotation(kwargs["position_embeddings"])))[0]
 
 class Spy(DynamicCache):
     "A cache that notes the keys of each update"
@@ -131,9 +132,9 @@ def test_only_one_rotation_fits_and_no_other_comes_near(family):
         if right in (None, NONE): return
         generator, plain = torch.Generator().manual_seed(3), plain_keys(module, kwargs)
         for step in (1, 2):
-            turn = _random_turn(given, step, generator)
-            k = _stored(module, kwargs | dict(position_embeddings=turn))[0]
-            for x in _candidates(_complex(given).shape[-1], k.shape[-1], step):
+            turn = random_rotation(given, step, generator)
+            k = stored_keys(module, kwargs | dict(position_embeddings=turn))[0]
+            for x in candidate_rotations(as_complex(given).shape[-1], k.shape[-1], step):
                 error = (unrotate(k, turn, x) - plain).norm() / (k - plain).norm()
                 assert error < 1e-6 if x == right else error > 0.3
                 tried.append(x == right)
@@ -172,7 +173,7 @@ def test_the_scaled_and_growing_rotations_are_what_they_say():
     scaled, growing = [], []
     for family in FAMILIES:
         model, given = build(family), []
-        hook(model, lambda module, kwargs: module.layer_idx or given.append(_complex(kwargs["position_embeddings"])))
+        hook(model, lambda module, kwargs: module.layer_idx or given.append(as_complex(kwargs["position_embeddings"])))
         with torch.no_grad(): model(IDS[:, :5]), model(IDS)
         if abs(given[1].abs().mean() - 1) > 1e-3: scaled.append(family)
         if not torch.allclose(given[0][0, 1], given[1][0, 1]): growing.append(family)
@@ -190,19 +191,32 @@ def test_the_expanded_keys_of_latent_attention_could_be_inverted_after_the_cache
     hook(model, lambda module, kwargs: given.update({module.layer_idx: kwargs["position_embeddings"]}))
     for c in capture(model, IDS, before_rope=True): close(unrotate(c.k, given[c.layer], rotation), c.k_before)
 
+def by_group(q, groups):
+    "Queries [B, H, n, D] of each group side by side [B, G, n, R D]"
+    return q.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
+
 class Before(State):
-    "The keys themselves, from before their rotation; notes the calls that change their order or number"
-    before_rope = True
+    "All that a state can hear, side by side, NaN where it is unknown; notes the calls that change the order or number of its keys"
+    hears = "shown", "q", "k_before", "q_before"
     def __init__(self):
         super().__init__()
         self.calls = set()
-    def features(self, k, v): return k
+    def features(self, k, v, shown, q, k_before, q_before):
+        assert len({x is None for x in (shown, q, k_before, q_before)}) == 1
+        if shown is None: return torch.cat([k, k.new_full((*k.shape[:3], 1 + k.shape[3] * (1 + 2 * self.shares)), torch.nan)], -1)
+        assert shown.shape == (k.shape[0], k.shape[2]) and shown.dtype == torch.bool and k_before.shape == k.shape and q_before.shape == q.shape
+        self.shares = q.shape[1] // k.shape[1]
+        return torch.cat([k, k_before, by_group(q, k.shape[1]), by_group(q_before, k.shape[1]), shown[:, None, :, None].expand(*k.shape[:3], 1)], -1)
+    shares = 2
     def pick_rows(self, rows):
         if rows.tolist() != list(range(len(self.rows))): self.calls.add("select")
         super().pick_rows(rows)
     def crop(self, length):
         if length < len(self): self.calls.add("crop")
         super().crop(length)
+    def split(self, rows, size):
+        "Keys, keys and queries from before and after, shown"
+        return rows.split([size, size, self.shares * size, self.shares * size, 1], -1)
 
 class Rows(State):
     "Keys and values"
@@ -214,9 +228,20 @@ class KeepsRows(TopK):
 
 class KeepsBefore(KeepsRows):
     def new_state(self): return Before()
-    def decode(self, q, k, v, *, state=None, **kwargs):
+    def decode(self, q, k, v, *, state=None, q_before=None, **kwargs):
         assert state.rows.shape[:2] == k.shape[:2] and 0 < len(state) <= k.shape[2]
+        stop = torch.full((len(q),), len(state)) if kwargs["kv_len"] is None else kwargs["kv_len"]
+        own = state.rows[torch.arange(len(q)), :, stop - 1][:, :, None]  # of the query's own place
+        assert torch.equal(state.split(own, k.shape[3])[3], by_group(q_before, k.shape[1])) and torch.equal(state.split(own, k.shape[3])[2], by_group(q, k.shape[1]))
         return super().decode(q, k, v, **kwargs)
+
+class NeedsBefore(Before):
+    def features(self, k, v, shown, q, k_before, q_before):
+        if k_before is None: raise ValueError("k_before must be known: read the context in the session")
+        return super().features(k, v, shown, q, k_before, q_before)
+
+class Needs(KeepsBefore):
+    def new_state(self): return NeedsBefore()
 
 ALL, ROWS = KeepsBefore(budget=1.0), KeepsRows(budget=0.5)  # with all keys a later layer gets what it gets from the model itself
 E2E = ["llama", "yarn", "qwen3, key norm", "cohere, interleaved", "cohere2, layers without rope", "glm, partial, interleaved", "smollm3, layers without rope", "phi3, fused", "gpt-neox, partial, fused"]
@@ -245,8 +270,12 @@ def check(model, cache, ids, pad=None, calls=None):
         for c in capture(model, row[first:], before_rope=True):
             if (state := getattr(cache.layers[c.layer], "state", None)) is None: continue
             assert state.rows.shape[:1] == ids.shape[:1]
-            assert_close(state.rows[[b], :, first:], c.k_before, rtol=1e-4)
-            assert torch.equal(c.k, c.k_before) or (c.k - c.k_before).norm() > 0.05 * c.k.norm()
+            groups, size = c.k.shape[1], c.k.shape[3]
+            *got, shown = state.split(state.rows[[b]], size)
+            for x, want in zip(got, (c.k, c.k_before, by_group(c.q, groups), by_group(c.q_before, groups)), strict=True):
+                assert_close(x[:, :, first:], want, rtol=1e-4)
+            assert (shown[:, :, :first] == 0).all() and (shown[:, :, first:] == 1).all()
+            for x, y in ((c.k, c.k_before), (c.q, c.q_before)): assert torch.equal(x, y) or (x - y).norm() > 0.05 * x.norm()
             assert calls is None or state.calls == calls
             found.append(c.layer)
         assert found == whole_layers(model) != []
@@ -287,7 +316,48 @@ def test_an_answer_goes_on_with_a_context_read_in_a_session():
     got = answer(model, cache, IDS[:, 30:], ALL, tokenizer=Letters(), max_new_tokens=4)
     assert got.ids == generate(model, IDS, max_new_tokens=4).sequences[0, 40:].tolist()
     check(model, cache, IDS[:, :30])
-    with pytest.raises(ValueError, match="cache: layer 0 holds 30 keys that were rotated before"): answer(model, prefill(model, IDS[:, :30]), IDS[:, 30:], ALL, tokenizer=Letters())
+
+@pytest.mark.parametrize("way", [{}, dict(offload=True)], ids=["device", "host"])
+def test_keys_that_came_outside_of_a_session_are_unknown(way):
+    model = build("llama")
+    cache = prefill(model, IDS[:, :30])
+    plain = [x.keys for x in cache.layers]
+    with sparsify(model, decode=ALL, **way), torch.no_grad(): model(IDS[:, 30:35], past_key_values=cache)
+    if not way:
+        with torch.no_grad(): model(IDS[:, 35:36], past_key_values=cache)  # nobody listens
+        with sparsify(model, decode=ALL, setup="context"), torch.no_grad(): model(IDS[:, 36:], past_key_values=cache)
+    for c, keys in zip(capture(model, IDS, before_rope=True), plain):
+        state = cache.layers[c.layer].state
+        k, k_before, *_ = state.split(state.rows, 16)
+        unheard = [*range(30), 35] if not way else list(range(30))
+        assert len(state) == (35 if way else 40) and k_before.isnan().all(-1)[0, 0].nonzero().flatten().tolist() == unheard
+        heard = [i for i in range(len(state)) if i not in unheard]
+        assert torch.equal(k[:, :, :30], keys)
+        assert_close(k, c.k[:, :, :len(state)], rtol=1e-4)
+        assert_close(k_before[:, :, heard], c.k_before[:, :, heard], rtol=1e-4)
+
+def test_a_state_may_insist_on_what_it_hears():
+    model = build("llama")
+    with pytest.raises(ValueError, match=r"read the context in the session \(the index of layer 0 of llama\)"):
+        answer(model, prefill(model, IDS[:, :30]), IDS[:, 30:], Needs(budget=1.0), tokenizer=Letters())
+    with session(model, Needs(budget=1.0)): cache = prefill(model, IDS[:, :30])
+    assert answer(model, cache, IDS[:, 30:], Needs(budget=1.0), tokenizer=Letters(), max_new_tokens=2).ids
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2", "hunyuan", "gpt2"])
+def test_an_index_of_keys_before_rope_names_the_model_that_cannot_give_them(family):
+    model = build(family)
+    with sparsify(model, decode=ALL), pytest.raises(ValueError, match=REFUSED[family][2]): generate(model, IDS)
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2"])
+def test_an_index_of_a_model_that_keeps_latents_is_of_the_keys_that_attention_gets(family, monkeypatch):
+    with sparsify(model := build(family), decode=KeepsRows(budget=1.0)), pytest.raises(ValueError, match="got layer 0 of deepseek_v., which uses values of another head size"): generate(model, IDS)
+    monkeypatch.setitem(REFUSED, family, (REFUSED[family][0], MLA | dict(v_head_dim=24)))
+    model = build(family)
+    with sparsify(model, decode=KeepsRows(budget=1.0)): out = generate(model, IDS)
+    for c in capture(model, out.sequences[:, :-1]):
+        layer = out.past_key_values.layers[c.layer]
+        assert_close(layer.state.rows, torch.cat([c.k, c.v], -1), rtol=1e-4)
+        assert layer.keys.shape[3] != c.k.shape[3]
 
 def forwards(model):
     "Beyond the original length in the second of four steps"
@@ -310,11 +380,12 @@ def test_angles_that_change_as_the_sequence_grows(family, way):
     assert len(cache.layers) == len(log) == 2
     for i, layer in enumerate(cache.layers):
         assert len(log[i]) > 3 and len(layer.state) == layer.get_seq_length() > 28
-        assert_close(layer.state.rows, torch.cat(log[i], 2), rtol=1e-4)
+        before = layer.state.split(layer.state.rows, layer.keys.shape[3])[1]
+        assert_close(before, torch.cat(log[i], 2), rtol=1e-4)
     if family == "dynamic" or way is forwards:  # the last angles would not do for all keys
         n = layer.get_seq_length()
         last = model.model.rotary_emb(torch.zeros(1), torch.arange(n)[None])
-        assert (unrotate(layer.keys, last, ROTATIONS.get(family, HALVES)) - layer.state.rows).norm() > 1e-2 * layer.state.rows.norm()
+        assert (unrotate(layer.keys, last, ROTATIONS.get(family, HALVES)) - before).norm() > 1e-2 * before.norm()
 
 CONFIG = transformers.LlamaConfig(**SMALL)
 CACHES = {"dynamic": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset"], 99),
@@ -353,8 +424,13 @@ def check_changes(kind, before, after):
             for cache in (kept, plain): change(cache, *op, room)
         if not hasattr(kept.layers[0], "state"): continue
         length, want = int(plain.get_seq_length()), plain.layers[0]
-        assert kept.layers[0] is layer is keep_state(kept, 0, ROWS) and len(layer.state) == int(layer.get_seq_length()) == length
+        assert kept.layers[0] is layer is keep_state(kept, 0, ROWS) and len(layer.state) <= int(layer.get_seq_length()) == length
         if not length: continue
+        if op is not None and op[1] % 3 == 0: continue  # nobody listens
+        new = min(length - len(layer.state), 1)
+        if kind != "host": layer.hear(layer.keys[:, :, :length], layer.values[:, :, :length], new)
+        else: layer.hear(layer.keys, layer.values)
+        assert len(layer.state) == length
         assert torch.equal(layer.keys, want.keys) and torch.equal(layer.values, want.values)
         assert torch.equal(layer.state.rows, torch.cat([want.keys, want.values], -1)[:, :, :length])
 
@@ -383,45 +459,34 @@ def test_sequences_may_be_named_in_every_way_that_indexes_a_tensor(indices, plac
     keep_state(cache := filled(), 0, ROWS)
     place(cache)
     layer = cache.layers[0]
+    layer.hear(layer.keys, layer.values)
     cache.batch_select_indices(indices)
     assert torch.equal(layer.state.rows, torch.cat([layer.keys, layer.values], -1)) and torch.equal(layer.keys, pair(5)[0][indices])
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: (filled(), ALL), "layer 0 holds 5 keys that were rotated before `sparsify` saw them"),
-    (lambda: (filled(cache=StaticCache(config=CONFIG, max_cache_len=9)), ALL), "layer 0 holds 5 keys that were rotated"),
-    (lambda: (DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)), ROWS), "layer 0 is a DynamicSlidingWindowLayer, in which no index can be kept"),
-    (lambda: (StaticCache(config=transformers.MistralConfig(**SMALL, sliding_window=4), max_cache_len=9), ROWS), "layer 0 is a StaticSlidingWindowLayer"),
-    (lambda: (transformers.Cache(layers=[Other()]), ROWS), "layer 0 is a Other, in which"),
-    (lambda: (filled(cache=transformers.Cache(layers=[Other()])), ROWS), "layer 0 is a Other, in which"),
+    (lambda: DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)), "got a DynamicSlidingWindowLayer for layer 0"),
+    (lambda: StaticCache(config=transformers.MistralConfig(**SMALL, sliding_window=4), max_cache_len=9), "got a StaticSlidingWindowLayer for layer 0"),
+    (lambda: transformers.Cache(layers=[Other()]), "got a Other for layer 0"),
+    (lambda: filled(cache=transformers.Cache(layers=[Other()])), "got a Other for layer 0"),
 ])
 def test_caches_that_cannot_keep_a_state_are_refused_and_left_alone(make, message):
-    cache, method = make()
-    layer = cache.layers[0]
-    with pytest.raises(ValueError, match="cache: " + message): keep_state(cache, 0, method)
+    layer = (cache := make()).layers[0]
+    with pytest.raises(ValueError, match="cache must have layers that can keep an index, " + message): keep_state(cache, 0, ROWS)
     assert cache.layers[0] is layer
 
-def test_a_state_of_another_method_or_out_of_step_is_refused():
+def test_a_state_of_another_method_or_of_keys_that_are_gone_is_refused():
     layer = keep_state(cache := filled(), 0, ROWS)
+    layer.hear(layer.keys, layer.values)
     assert keep_state(cache, 0, KeepsRows(budget=0.25)) is layer  # another budget, the same rows
-    with pytest.raises(ValueError, match=r"layer 0 keeps another index, of KeepsRows\(budget=0.5.*\), than KeepsBefore"): keep_state(cache, 0, ALL)
+    with pytest.raises(ValueError, match=r"cache must keep the index of KeepsBefore.* in layer 0, got that of KeepsRows\(budget=0.5"): keep_state(cache, 0, ALL)
     layer.state.size = 4
-    with pytest.raises(ValueError, match="keeps another index"): keep_state(cache, 0, KeepsRows(budget=0.25))
+    with pytest.raises(ValueError, match="cache must keep the index"): keep_state(cache, 0, KeepsRows(budget=0.25))
     assert keep_state(cache, 0, KeepsRows(budget=0.5)) is layer and keep_state(cache, 1, ALL) is cache.layers[1]
-    layer.state.crop(3)
-    with pytest.raises(ValueError, match="layer 0 holds 5 keys, its index 3: they were changed past it"): keep_state(cache, 0, ROWS)
-    layer.state.reset()
-    with pytest.raises(ValueError, match="layer 0 holds 5 keys, its index 0"): keep_state(cache, 0, ROWS)
-
-def test_keys_of_unknown_rotation_are_refused_and_not_kept():
-    layer = keep_state(cache := DynamicCache(config=CONFIG), 0, ALL)
-    with pytest.raises(ValueError, match="the index of KeepsBefore.* needs keys from before their rotation"): cache.update(*pair(3), 0)
-    assert len(layer.state) == 0
-    model = build("llama")
-    with session(model): cache = prefill(model, IDS)
-    with pytest.raises(ValueError, match="known to a session"), torch.no_grad(): model(IDS[:, :1], past_key_values=cache)
-    assert len(cache.layers[0].state) == cache.get_seq_length() == 40
-    with session(model), torch.no_grad(): model(IDS[:, :1], past_key_values=cache)
-    check(model, cache, torch.cat([IDS, IDS[:, :1]], 1))
+    layer.keys, layer.values = layer.keys[:, :, :3], layer.values[:, :, :3]
+    with pytest.raises(ValueError, match="cache must hold the keys of its index, got one of 5 for 3 in layer 0"): keep_state(cache, 0, ROWS)
+    with pytest.raises(ValueError, match="new must be at most -2"): layer.hear(layer.keys, layer.values)
+    layer.state.crop(2)
+    with pytest.raises(ValueError, match="new must be at most 1, .* got 2"): layer.hear(layer.keys, layer.values, 2)
 
 class Own:
     "A method that is none of ours and equal to itself alone"
@@ -435,8 +500,10 @@ def test_a_copy_of_a_cache_has_a_state_of_its_own(method, place):
     place(cache)
     cache.update(*pair(2, seed=2), 0)
     layer = cache.layers[0]
+    layer.hear(layer.keys, layer.values)
     rows, keys, other = layer.state.rows.clone(), layer.keys.clone(), copy.deepcopy(cache)
     other.update(*pair(2, seed=1), 0)
+    other.layers[0].hear(other.layers[0].keys, other.layers[0].values, 2)
     other.reorder_cache(torch.tensor([1, 1]))
     other.layers[0].state.rows.zero_()
     assert torch.equal(layer.state.rows, rows) and torch.equal(layer.keys, keys) and len(other.layers[0].state) == 7
@@ -466,13 +533,13 @@ def test_a_layer_in_host_memory_grows_in_place_and_gives_back_a_first_reading():
     assert [n for n, (a, b) in enumerate(zip(places, places[1:]), 7) if a != b] == [9, 17]
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: StaticCache(config=CONFIG, max_cache_len=9), "layer 0 is a StaticLayer, which cannot be kept in host memory"),
-    (lambda: DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)), "layer 0 is a DynamicSlidingWindowLayer, which"),
-    (lambda: transformers.Cache(layers=[Other()]), "layer 0 is a Other, which"),
+    (lambda: StaticCache(config=CONFIG, max_cache_len=9), "got a StaticLayer for layer 0"),
+    (lambda: DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)), "got a DynamicSlidingWindowLayer for layer 0"),
+    (lambda: transformers.Cache(layers=[Other()]), "got a Other for layer 0"),
 ])
 def test_layers_that_cannot_move_to_the_host_are_refused_and_left_alone(make, message):
     layer = (cache := make()).layers[0]
-    with pytest.raises(ValueError, match="cache: " + message): offload(cache, 0)
+    with pytest.raises(ValueError, match="cache must be a DynamicCache to be offloaded, " + message): offload(cache, 0)
     assert cache.layers[0] is layer
 
 def test_a_layer_in_host_memory_keeps_its_room():
@@ -504,4 +571,4 @@ def test_host_memory_serves_every_mode_and_default_device():
     with torch.device("meta"): cache.update(*one, 0)
     k, v = (x.requires_grad_() for x in pair(1, seed=2))
     assert not cache.update(k, v, 0)[0].requires_grad and torch.equal(cache.layers[0].keys, torch.cat([pair(5)[0], pair(1, seed=1)[0], pair(1, seed=2)[0]], 2))
-    with pytest.raises(ValueError, match="offload: keys of meta cannot be read from host memory"): cache.update(k.to("meta"), v.to("meta"), 0)
+    with pytest.raises(ValueError, match="offload must be False but for keys of a CPU or a CUDA device, got keys of meta"): cache.update(k.to("meta"), v.to("meta"), 0)

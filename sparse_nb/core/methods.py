@@ -285,7 +285,6 @@ class Uniform(PrefillByDecode, Method):
 # %% ../../nbs/07_methods.ipynb #b3175de8
 class State:
     "Numbers kept for the keys of a layer [B, G, N, ...]; the cache keeps them in step with its keys. Subclasses define `features`."
-    before_rope: ClassVar[bool] = False   # does `features` want keys from before rotary embedding?
     hears: ClassVar[tuple[str, ...]] = () # what `features` wants beside k and v: "shown", "q", "k_before", "q_before"
 
     def __init__(self): self.rows = None
