@@ -49,34 +49,44 @@ def largest_remainder(mass, samples):
 def _draw(scores, first, end, seeds, samples, scheme, tile, uniform=philox):
     "Draw keys by `scores` [B, H, Q, N], -inf outside [first, end), with the streams `seeds` [B, H, Q, P]. `samples` is an int or, where there are no tiles, [B, H, Q]; `uniform` gives the random numbers."
     tile, tiled = min(tile, scores.shape[-1]), scheme in ("proportional", "flash")
-    m, u = exponentials(from_first_visible(scores.double(), first, end, tile) if tiled else scores.double()[..., None, :])  # [B, H, Q, T], [B, H, Q, T, n]
+    # [B, H, Q, T], [B, H, Q, T, n]
+    m, u = exponentials(from_first_visible(scores.double(), first, end, tile) if tiled
+                        else scores.double()[..., None, :])
     cdf = u.cumsum(-1)
     mass, height = cdf[..., -1], torch.exp(m - m.amax(-1, keepdim=True))                   # [B, H, Q, T]
     total = (mass * height).sum(-1, keepdim=True)                                          # Z / e^max
-    if on_cpu_eagerly(total) and not (total > 0).all(): raise ValueError("each query must see a key, but all its scores are -inf")
-    t, S = torch.arange(u.shape[-2], device=scores.device), torch.as_tensor(samples, device=scores.device)[..., None].expand(total.shape)
+    if on_cpu_eagerly(total) and not (total > 0).all():
+        raise ValueError("each query must see a key, but all its scores are -inf")
+    t, S = torch.arange(u.shape[-2], device=scores.device), torch.as_tensor(
+        samples, device=scores.device)[..., None].expand(total.shape)
     budget, slots = S, samples
     if scheme == "proportional": budget = largest_remainder(mass * height, samples)
     elif scheme == "flash":
-        tiles = torch.div(end - first + tile - 1, tile, rounding_mode="floor")[..., None]  # that hold a visible key [B, 1, Q, 1]
+        # that hold a visible key [B, 1, Q, 1]
+        tiles = torch.div(end - first + tile - 1, tile, rounding_mode="floor")[..., None]
         each = torch.div(2 * samples + tiles, 2 * tiles, rounding_mode="floor").clamp(min=1)
         budget, slots = torch.where(t < tiles, each, 0).expand(mass.shape), max(len(t), samples + len(t) // 2)
     if not isinstance(slots, int) or scheme == "flash" and on_cpu_eagerly(S): slots = int(budget.sum(-1).max())
-    stop, size = budget.cumsum(-1), budget.clamp(min=1)                                    # tile t owns the slots stop[t - 1] to stop[t]
+    # tile t owns the slots stop[t - 1] to stop[t]
+    stop, size = budget.cumsum(-1), budget.clamp(min=1)
     j = torch.arange(slots, device=scores.device).expand(*stop.shape[:-1], slots).contiguous()
     valid, own = j < stop[..., -1:], torch.searchsorted(stop.contiguous(), j, right=True).clamp(max=len(t) - 1)
     offset = own if tiled else j * (scheme != "systematic")
     x = uniform(seeds[..., None], offset[..., None, :]).double()                           # [B, H, Q, P, L]
-    if scheme != "iid": x = ((j - (stop - budget).gather(-1, own))[..., None, :] + x) / size.gather(-1, own)[..., None, :]
+    if scheme != "iid":
+        x = ((j - (stop - budget).gather(-1, own))[..., None, :] + x) / size.gather(-1, own)[..., None, :]
     x = torch.minimum(own[..., None, :] + x, torch.nextafter(own.double() + 1, own.double())[..., None, :])
-    steps = torch.where(mass[..., None] > 0, cdf / mass[..., None], 1.0) + t[:, None]      # climbs from t to t + 1 in tile t
-    found = torch.searchsorted(steps.flatten(-2), x.flatten(-2), right=True)               # first step above the threshold
+    # climbs from t to t + 1 in tile t
+    steps = torch.where(mass[..., None] > 0, cdf / mass[..., None], 1.0) + t[:, None]
+    # first step above the threshold
+    found = torch.searchsorted(steps.flatten(-2), x.flatten(-2), right=True)
     if scheme == "flash": share, top = mass * height / (total * size), mass / size
     else: share, top = (1 / S.double()).expand(mass.shape), total / (S * height)
     picked = u.flatten(-2).gather(-1, found).view_as(x)
     weight = torch.where(valid[..., None, :] & (picked > 0), top.gather(-1, own)[..., None, :] / picked, 0.0)
     index = found.view(x.shape) + first[..., None, None] * tiled
-    return _Draws(torch.where(valid[..., None, :], index, first[..., None, None]), torch.where(valid, share.gather(-1, own), 0.0)[..., None, :], weight)
+    return _Draws(torch.where(valid[..., None, :], index, first[..., None, None]),
+                  torch.where(valid, share.gather(-1, own), 0.0)[..., None, :], weight)
 
 # %% ../nbs/10_santa.ipynb #f0e968a1
 def _blocks(q, k, bounds, scale, cost=0):
@@ -115,7 +125,8 @@ def select_santa(
     index, weight = (torch.cat([pad(getattr(x, name)) for x in draws], 2) for name in ("index", "weight"))
     first = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)[0]
     dtype = promote(q[:0]).dtype
-    return Selection(torch.where(weight > 0, index, first[..., None]), weight.clamp(max=torch.finfo(dtype).max).to(dtype))
+    return Selection(torch.where(weight > 0, index, first[..., None]),
+                     weight.clamp(max=torch.finfo(dtype).max).to(dtype))
 
 # %% ../nbs/10_santa.ipynb #adad8b18
 def _distinct(index, used):
@@ -130,9 +141,11 @@ def unique_keys(
     n: int,               # number of keys N
 ) -> torch.Tensor:        # [B, H, Q], int64
     "Number of different keys that each query reads (App. L). Raises TypeError for other types, ValueError for `n` < 1 or (on the CPU) an index beyond `n`."
-    if not isinstance(selection, Selection): raise TypeError(f"selection must be a Selection, got {type(selection).__name__}")
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection must be a Selection, got {type(selection).__name__}")
     check_count("n", n)
-    if on_cpu_eagerly(selection.index) and selection.index.max() >= n: raise ValueError(f"n must be above every index of the selection, {int(selection.index.max())}, got {n}")
+    if on_cpu_eagerly(selection.index) and selection.index.max() >= n:
+        raise ValueError(f"n must be above every index of the selection, {int(selection.index.max())}, got {n}")
     return _distinct(selection.index, selection.weight > 0)
 
 # %% ../nbs/10_santa.ipynb #0197ad27
@@ -143,13 +156,16 @@ def _average(v, draws, scheme, samples):
     if isinstance(samples, int): return rows.sum(-2) / samples
     return rows.masked_fill(draws.share[..., None] == 0, 0).sum(-2) / samples[..., None, None]
 
-def _estimates(q, k, v, *, samples, scheme, tile, replicates, seed, causal=False, scale=None, kv_start=None, kv_len=None):
+def _estimates(q, k, v, *, samples, scheme, tile, replicates, seed, causal=False, scale=None, kv_start=None,
+               kv_len=None):
     "Outputs [P, B, H, Q, D] of `santa_decode` with the seeds fold_in(seed, r), from one pass over the keys; not checked."
     seeds = stream_seeds(q, seed, torch.arange(replicates, device=q.device).view(-1, 1, 1)).movedim(0, -1)
     step = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * samples * q.shape[3]))
     outs = []
-    for at, first, end, scores in _blocks(q, k, visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len), scale, samples * q.shape[3]):
-        parts = [_average(v, _draw(scores, first, end, s, samples, scheme, tile), scheme, samples) for s in seeds[..., at, :].split(step, -1)]
+    for at, first, end, scores in _blocks(q, k, visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len),
+                                          scale, samples * q.shape[3]):
+        parts = [_average(v, _draw(scores, first, end, s, samples, scheme, tile), scheme, samples)
+                 for s in seeds[..., at, :].split(step, -1)]
         outs.append(torch.cat(parts, 3))
     return torch.cat(outs, 2).movedim(3, 0)
 
@@ -164,25 +180,36 @@ def _check_promise(eps, delta, bound, scheme, samples):
     if eps is None and delta is None: return
     for name, x in (("eps", eps), ("delta", delta)):
         if x is None: raise ValueError(f"{name} must be given too: a promise needs eps and delta, got None")
-        if isinstance(x, bool) or not isinstance(x, (int, float)): raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+        if isinstance(x, bool) or not isinstance(x, (int, float)):
+            raise TypeError(f"{name} must be a number, got {type(x).__name__}")
         if not 0 < x < 1: raise ValueError(f"{name} must lie in (0, 1), got {x}")
     allowed = ("iid", "stratified", "systematic") if bound == "clt" else ("iid", "stratified")
-    if scheme not in allowed: raise ValueError(f"scheme must be one of {', '.join(allowed)} when eps is given with bound={bound!r}, got {scheme!r}")
-    if bound == "clt" and delta > CLT_DELTA: raise ValueError(f"delta must be at most {CLT_DELTA} with bound='clt', got {delta}")
-    if samples < 2 or samples % 2: raise ValueError(f"samples must be even when eps is given, for two pilots of one size, got {samples}")
+    if scheme not in allowed:
+        raise ValueError(f"scheme must be one of {', '.join(allowed)} when eps is given with bound={bound!r}, got "
+                         f"{scheme!r}")
+    if bound == "clt" and delta > CLT_DELTA:
+        raise ValueError(f"delta must be at most {CLT_DELTA} with bound='clt', got {delta}")
+    if samples < 2 or samples % 2:
+        raise ValueError(f"samples must be even when eps is given, for two pilots of one size, got {samples}")
 
 # %% ../nbs/10_santa.ipynb #797445bd
 def _check_norms(value_norms, q, v):
     "Raise unless `value_norms` fits `v`, on the device of `q`."
-    if not isinstance(value_norms, torch.Tensor): raise TypeError(f"value_norms must be a torch.Tensor, got {type(value_norms).__name__}")
-    if not value_norms.is_floating_point(): raise TypeError(f"value_norms must be floating point, got {value_norms.dtype}")
-    if value_norms.shape != v.shape[:3]: raise ValueError(f"value_norms must have shape [B, G, N] = {list(v.shape[:3])}, got {list(value_norms.shape)}")
-    if value_norms.device != q.device: raise ValueError(f"value_norms must be on the device of q, {q.device}, got {value_norms.device}")
+    if not isinstance(value_norms, torch.Tensor):
+        raise TypeError(f"value_norms must be a torch.Tensor, got {type(value_norms).__name__}")
+    if not value_norms.is_floating_point():
+        raise TypeError(f"value_norms must be floating point, got {value_norms.dtype}")
+    if value_norms.shape != v.shape[:3]:
+        raise ValueError(f"value_norms must have shape [B, G, N] = {list(v.shape[:3])}, got {list(value_norms.shape)}")
+    if value_norms.device != q.device:
+        raise ValueError(f"value_norms must be on the device of q, {q.device}, got {value_norms.device}")
 
 def _kernel_fits(q, samples, scheme, tile):
     "Whether the kernels can do what backend='auto' was asked for."
-    fits = HAS_TRITON and q.is_cuda and q.shape[2] == 1 and q.shape[3] <= 256 and q.dtype != torch.float64 and samples <= 2**16
-    return fits and (scheme not in ("proportional", "flash") or tile in (16, 32, 64, 128, 256) and tile * q.element_size() * 2 ** (q.shape[3] - 1).bit_length() <= 2**17)
+    fits = HAS_TRITON and q.is_cuda and q.shape[2] == 1 and q.shape[
+        3] <= 256 and q.dtype != torch.float64 and samples <= 2**16
+    return fits and (scheme not in ("proportional", "flash") or tile in (16, 32, 64, 128, 256)
+                     and tile * q.element_size() * 2 ** (q.shape[3] - 1).bit_length() <= 2**17)
 
 def _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, share=None, **kept):
     "The kernels' output, and `Stats` if asked for; `share` of each key is read."
@@ -230,19 +257,25 @@ def santa_decode(
     if backend == "triton":
         if eps is not None: raise ValueError("backend must be 'torch' or 'auto' when eps is given, got 'triton'")
         if q.shape[2] != 1: raise ValueError(f"q must have one query for backend='triton', got {q.shape[2]}")
-        if q.dtype == torch.float64: raise TypeError("q must be float16, bfloat16 or float32 for backend='triton', got torch.float64")
+        if q.dtype == torch.float64:
+            raise TypeError("q must be float16, bfloat16 or float32 for backend='triton', got torch.float64")
     if backend == "triton" or backend == "auto" and eps is None and _kernel_fits(q, samples, scheme, tile):
-        return _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, samples=samples, scheme=scheme, tile=tile, scale=scale)
+        return _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, samples=samples, scheme=scheme, tile=tile,
+                       scale=scale)
     bounds, seed = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len), new_seed(seed)
     visible = (bounds[1] - bounds[0]).expand(q.shape[:3])
     seeds = stream_seeds(q, seed)[..., None]
-    if eps is not None: norms = (promote(to_device_of(v, q)).norm(dim=-1) if value_norms is None else value_norms).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+    if eps is not None:
+        norms = (promote(to_device_of(v, q)).norm(dim=-1) if value_norms is None
+                 else value_norms).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
     outs, reads, budgets, promises = [], [], [], []
     for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
         count, index, used = samples, [], []
         if eps is not None:
-            pilots = [_draw(scores, first, end, fold_in(seeds[..., at, :], i), samples // 2, scheme, tile).index for i in (0, 1)]
-            count, *promise = _budget(scores, [promote(take_rows(v, x))[..., 0, :, :] for x in pilots], norms, visible[..., at], eps, delta, bound)
+            pilots = [_draw(scores, first, end, fold_in(seeds[..., at, :], i), samples // 2, scheme, tile).index
+                      for i in (0, 1)]
+            count, *promise = _budget(scores, [promote(take_rows(v, x))[..., 0, :, :] for x in pilots], norms,
+                                      visible[..., at], eps, delta, bound)
             promises.append((count, *promise))
             index, used = pilots, [torch.ones_like(x, dtype=torch.bool) for x in pilots]
         if eps is None or bool((count > 0).any()):
@@ -257,7 +290,10 @@ def santa_decode(
     if eps is not None:
         count, trace, norm = (torch.cat(x, 2) for x in zip(*promises))
         whole = count == 0
-        if whole.any(): out = torch.where(whole[..., None], promote(attention(q, k, v, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len)), out)
+        if whole.any():
+            out = torch.where(whole[..., None],
+                              promote(attention(q, k, v, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len)),
+                              out)
         read, budget = torch.where(whole, visible, read), torch.where(whole, visible, budget)
         certificate = Certificate(eps, delta, bound, trace, norm, count, samples)
     out = out.to(q.dtype)
@@ -271,7 +307,9 @@ def _probabilities(q, k, v, causal, scale, kv_start, kv_len):
     weights = masked_scores(q, k, 0, first, end, scale).double().softmax(-1)
     i = torch.arange(k.shape[2], device=q.device)
     unused = (i < first[:, :, 0, None]) | (i >= end[:, :, -1, None])
-    return weights, to_device_of(v, q).double().masked_fill(unused[..., None], 0).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+    return weights, to_device_of(v, q).double().masked_fill(unused[..., None],
+                                                            0).repeat_interleave(q.shape[1] // k.shape[1],
+                                                                                 1)[:, :, None]
 
 def variance_trace(
     q: torch.Tensor,                      # queries [B, H, Q, D]
@@ -290,7 +328,8 @@ def variance_trace(
     _check_sampler(samples, scheme, 1, ("iid", "stratified"))
     weights, values = _probabilities(q, k, v, causal, scale, kv_start, kv_len)
     second = (weights * values.square().sum(-1)).sum(-1)
-    if scheme == "iid": return (second - (weights[..., None, :] @ values).squeeze(-2).square().sum(-1)).clamp(min=0) / samples
+    if scheme == "iid":
+        return (second - (weights[..., None, :] @ values).squeeze(-2).square().sum(-1)).clamp(min=0) / samples
     below, total = weights.cumsum(-1), (weights[..., None] * values).cumsum(-2)           # F, and the integral of v dF
     cuts = torch.arange(1, samples, device=q.device, dtype=torch.float64) / samples
     i = torch.searchsorted(below, cuts.expand(*below.shape[:-1], -1).contiguous(), right=True).clamp(max=k.shape[2] - 1)
@@ -319,7 +358,8 @@ def variance_trace_replicates(
     _check_sampler(samples, scheme, tile)
     check_count("replicates", replicates)
     if replicates < 2: raise ValueError(f"replicates must be at least 2, got {replicates}")
-    out = _estimates(q, k, v, samples=samples, scheme=scheme, tile=tile, replicates=replicates, seed=new_seed(seed), causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len)
+    out = _estimates(q, k, v, samples=samples, scheme=scheme, tile=tile, replicates=replicates, seed=new_seed(seed),
+                     causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len)
     return out.double().var(0).sum(-1)
 
 # %% ../nbs/10_santa.ipynb #4b88838a
@@ -337,8 +377,10 @@ def _bernoulli_query(q, groups, samples, stratified, mean_group, seed):
     norm = target.amax(-1, keepdim=True)
     chance = target / torch.where(norm > 0, norm, 1.0)
     draw = torch.arange(size * samples, device=q.device).view(size, samples)
-    streams = stream_seeds(q, new_seed(seed))[:, ::group if mean_group else 1]               # a group draws with the stream of its first head
-    x = philox(streams[..., None, None], draw).double()                                       # [B, H or G, Q, D, samples]
+    # a group draws with the stream of its first head
+    streams = stream_seeds(q, new_seed(seed))[:, ::group if mean_group else 1]
+    # [B, H or G, Q, D, samples]
+    x = philox(streams[..., None, None], draw).double()
     if stratified: x = (torch.arange(samples, device=q.device) + x) / samples
     hits = (x < chance[..., None]).sum(-1)                                                    # [B, H or G, Q, D]
     estimate = norm * hits.to(norm.dtype) / samples
@@ -406,9 +448,11 @@ def bernoulli_decode(
     if backend == "triton" or backend == "auto" and scheme != "flash" and _kernel_fits(q, samples, scheme, tile):
         if seed is None: seed = torch.randint(2**63 - 1, (), device=q.device)
         estimate, hits = _bernoulli_query(q, k.shape[1], features, stratified, mean_group, fold_in(seed, 0))
-        return _on_gpu(q, k, v, fold_in(seed, 1), return_stats, kv_start, kv_len, (hits > 0).double().mean(-1), samples=samples, scheme=scheme, tile=tile, scale=scale, estimate=estimate)
+        return _on_gpu(q, k, v, fold_in(seed, 1), return_stats, kv_start, kv_len, (hits > 0).double().mean(-1),
+                       samples=samples, scheme=scheme, tile=tile, scale=scale, estimate=estimate)
     seed = new_seed(seed)
-    scores, read = bernoulli_scores(q, k, samples=features, stratified=stratified, mean_group=mean_group, seed=fold_in(seed, 0), scale=scale, kv_start=kv_start, kv_len=kv_len)
+    scores, read = bernoulli_scores(q, k, samples=features, stratified=stratified, mean_group=mean_group,
+                                    seed=fold_in(seed, 0), scale=scale, kv_start=kv_start, kv_len=kv_len)
     first, end = visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
     draws = _draw(scores, first, end, stream_seeds(q, fold_in(seed, 1))[..., None], samples, scheme, tile)
     out = _average(v, draws, scheme, samples)[..., 0, :].to(q.dtype)
@@ -445,13 +489,15 @@ def _budget(scores, halves, norms, visible, eps, delta, bound):
     "Samples [B, H, Q] (0: read all), and the bounds on trace and norm, from the rows of the pilots and the value norms [B, H, 1, N] of the visible keys."
     weight = scores.double().softmax(-1)
     norms = torch.where(weight > 0, norms.double(), 0.0)
-    if on_cpu_eagerly(norms) and not (norms.amin() >= 0 and norms.amax() < math.inf): raise ValueError("value_norms must be finite and not negative for the visible keys")
+    if on_cpu_eagerly(norms) and not (norms.amin() >= 0 and norms.amax() < math.inf):
+        raise ValueError("value_norms must be finite and not negative for the visible keys")
     second, largest = (weight * norms**2).sum(-1), 2 * norms.amax(-1)
     low = torch.minimum(_norm_bound(halves, second, largest, delta * PILOT_SHARE, bound), second.sqrt())
     trace, radius, delta = second - low**2, eps * low, delta * (1 - PILOT_SHARE)
     if bound == "clt": need = (NormalDist().inv_cdf(1 - delta / 2) ** 2 * trace / radius**2).clamp(min=CLT_SAMPLES)
     else: need = 2 * math.log(2 / delta) * (trace + largest * radius / 3) / radius**2
-    return torch.where(need < visible, need.clamp(min=1), 0.0).ceil().long(), trace, low  # an infinite need or 0 / 0 reads all
+    # an infinite need or 0 / 0 reads all
+    return torch.where(need < visible, need.clamp(min=1), 0.0).ceil().long(), trace, low
 
 # %% ../nbs/10_santa.ipynb #a3c85e17
 class ValueNorms(State):
@@ -481,12 +527,19 @@ class Santa(Method):
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
         "`select_santa` with these settings. ValueError with eps, which needs the values."
-        if self.eps is not None: raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")
-        return select_santa(q, k, samples=self.samples, scheme=self.scheme, tile=self.tile, seed=seed, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len)
+        if self.eps is not None:
+            raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")
+        return select_santa(q, k, samples=self.samples, scheme=self.scheme, tile=self.tile, seed=seed, causal=causal,
+                            scale=scale, kv_start=kv_start, kv_len=kv_len)
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False, backend="auto", state=None):
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+               backend="auto", state=None):
         "`santa_decode` with these settings; a `state` holds the value norms of exactly the keys `k`."
-        if state is not None and not isinstance(state, ValueNorms): raise TypeError(f"state must be ValueNorms or None, got {type(state).__name__}")
-        if state is not None and len(state) != k.shape[2]: raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
-        return santa_decode(q, k, v, samples=self.samples, scheme=self.scheme, tile=self.tile, eps=self.eps, delta=self.delta, bound=self.bound, value_norms=None if state is None else state.rows,
-                            seed=seed, causal=causal, scale=scale, backend=backend, kv_start=kv_start, kv_len=kv_len, return_stats=return_stats)
+        if state is not None and not isinstance(state, ValueNorms):
+            raise TypeError(f"state must be ValueNorms or None, got {type(state).__name__}")
+        if state is not None and len(state) != k.shape[2]:
+            raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
+        return santa_decode(q, k, v, samples=self.samples, scheme=self.scheme, tile=self.tile, eps=self.eps,
+                            delta=self.delta, bound=self.bound, value_norms=None if state is None else state.rows,
+                            seed=seed, causal=causal, scale=scale, backend=backend, kv_start=kv_start, kv_len=kv_len,
+                            return_stats=return_stats)

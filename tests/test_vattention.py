@@ -17,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_nb.attention import Method, Selection, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, method_class, weighted_attention
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
+from sparse_nb.core.bounds import bernstein_radius, kl_bound, spread_bound
+from sparse_nb.tuning import search
 from sparse_nb.vattention import (
-    BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, _kl_bound, _read, audit, budget_denominator, budget_numerator, budget_output, gaussian_quantile, search, vattention_decode)
+    BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, audit, budget_denominator, budget_numerator,
+    budget_output, gaussian_quantile, select_and_promise, vattention_decode)
 
 ALARM = 1e-8
 SMALL = dict(sinks=4, window=6, topk=10, base=24)
@@ -75,7 +78,7 @@ BAD = [
     (lambda: decode(share="group"), TypeError, "share must be a bool, got str"),
     (lambda: decode(state=Norms()), ValueError, "state must be None with predictor='oracle', got Norms"),
     (lambda: decode(predictor=Guess(), state=Norms()), ValueError, "state must hold as many keys as k, 300, got 0"),
-    (lambda: VAttention(guarantee="output").select(q, k), ValueError, "guarantee must be 'denominator' to select without values, got 'output'"),
+    (lambda: VAttention(guarantee="output").select(q, k), ValueError, "guarantee must be 'denominator' to select without values (decode has them), got 'output'"),
     (lambda: gaussian_quantile(0.0), ValueError, "delta must lie in (0, 1), got 0.0"),
     (lambda: budget_denominator([1.0], 1.0, 9, 0.1, 0.1), TypeError, "sigma must be a tensor or a number, got list"),
     (lambda: budget_denominator(1.0, -1.0, 9, 0.1, 0.1), ValueError, "D must not be negative, got -1.0"),
@@ -188,7 +191,7 @@ def test_bounds_on_a_mean_fail_at_most_as_promised(n, share, count, delta):
     K, count = round(share * n), min(count, n)
     hits = torch.arange(count + 1).double()
     chance = scipy.stats.hypergeom(n, K, count).pmf(hits.numpy())
-    low, high = (_kl_bound(hits / count, torch.tensor(math.log(1 / delta) / count), upper) for upper in (False, True))
+    low, high = (kl_bound(hits / count, torch.tensor(math.log(1 / delta) / count), upper) for upper in (False, True))
     assert chance[(low > K / n * (1 + 1e-12)).numpy()].sum() <= delta and chance[(high < K / n * (1 - 1e-12)).numpy()].sum() <= delta
     assert (low <= hits / count + 1e-12).all() and (high >= hits / count - 1e-12).all()
 
@@ -310,7 +313,8 @@ def test_promise_is_kept(bound, guarantee):
     assert isinstance(p, Promise) and p.proven == (bound != "clt") and (p.norm is None) == (guarantee == "denominator")
     D = torch.exp(scores - p.shift[..., None]).sum(-1)
     assert clopper_pearson(int((p.D > D * (1 + 1e-9)).sum()), p.D.numel(), 1 - ALARM).low <= 0.2 * delta / 2
-    chosen = _read(many, k[:1], v[:1] + 2, VAttention(eps, delta, 0, 2, 4, 24, bound=bound, guarantee=guarantee, share=False), None, 6, False, None, None, None)[0]
+    method = VAttention(eps, delta, 0, 2, 4, 24, bound=bound, guarantee=guarantee, share=False)
+    chosen = select_and_promise(many, k[:1], v[:1] + 2, method, seed=6)[0]
     assert_close(out, weighted_attention(many, k[:1], v[:1] + 2, chosen), 1e-15)
     ratio, exact = (attention_weights(many, k[:1]).gather(-1, chosen.index) * chosen.weight).sum(-1), attention(many, k[:1], v[:1] + 2)
     wrong = {"denominator": (ratio - 1).abs(), "numerator": relative_error(out * ratio[..., None], exact), "output": relative_error(out, exact)}[guarantee] > eps
@@ -433,7 +437,7 @@ def test_search_finds_the_least_error_among_those_that_read_little_enough():
     assert_close(row.error, torch.stack(errors).mean(), 1e-9), assert_close(row.density, torch.stack(densities).mean(), 1e-9)
 
 @pytest.mark.parametrize("call, error, message", [
-    (lambda m, x: search(m, x, 0.01, grid=dict(eps=(0.1,))), ValueError, "density: no setting reads so little, got 0.01, the least is"),
+    (lambda m, x: search(m, x, 0.01, grid=dict(eps=(0.1,))), ValueError, "which a setting of the grid reads, got 0.01; fewer sinks"),
     (lambda m, x: search(m, x, 0.3), ValueError, "density must be one of 0.1, 0.15, 0.2 unless a grid is given, got 0.3"),
     (lambda m, x: search(m, x, 0.1, grid=dict(epsilon=(0.1,))), ValueError, "grid must name settings of VAttention, got 'epsilon'"),
     (lambda m, x: search(m, [], 0.1), ValueError, "prompts must hold at least one, got none"),
