@@ -25,7 +25,7 @@ from .core.exact import (
     from_first_visible, masked_scores, no_autocast, promote, to_device_of, visible_range)
 from .core.methods import Method, Stats
 from .core.selection import (
-    COPIED_AT_ONCE, HAS_TRITON, Selection, budget_counts, take_rows, weighted_attention)
+    COPIED_AT_ONCE, Selection, budget_counts, has_kernels, take_rows, weighted_attention)
 from .core.streams import TICKETS, fold_in, new_seed, philox, stream_seeds, tickets
 from .metrics import rows_read
 
@@ -363,12 +363,14 @@ def select_and_promise(
                                 rows_read(selection, n, groups=groups) / visible)
 
 # %% ../nbs/20_vattention.ipynb #7d3e51b9
-def _why_not_kernels(s, q):
-    "Which setting or tensor has no kernel, or None: one query, a promise for the denominator, no key twice."
+def _check_kernels(s, q, learns):
+    "Raise TypeError or ValueError unless the kernels can serve the settings and the queries, and no gradient is wanted."
     from sparse_nb.kernels.common import refusal
-    if s.guarantee != "denominator": return f"guarantee must be 'denominator' for backend='triton', got {s.guarantee!r}"
-    if s.replacement: return "replacement must be False for backend='triton', got True"
-    return refusal(q)
+    if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
+    if s.guarantee != "denominator":
+        raise ValueError(f"guarantee must be 'denominator' for backend='triton', got {s.guarantee!r}")
+    if s.replacement: raise ValueError("replacement must be False for backend='triton', got True")
+    if error := refusal(q): raise error
 
 def read_rows(
     found,              # of `sparse_nb.kernels.vattention.decode`
@@ -466,10 +468,9 @@ def _decode(s, q, k, v, masks, seed, scale, return_stats, backend, state):
     check_choice("backend", backend, ("auto", "torch", "triton"))
     _check_state(s, state, k)
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if learns: why = "backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'"
-    else: why = _why_not_kernels(s, q)
-    if backend == "triton" and why: raise (TypeError if "float64" in why else ValueError)(why)
-    if backend == "triton" or backend == "auto" and HAS_TRITON and q.is_cuda and not why:
+    if backend == "triton": _check_kernels(s, q, learns)
+    fits = s.guarantee == "denominator" and not s.replacement and not learns
+    if backend == "triton" or backend == "auto" and fits and has_kernels(q):
         return _decode_by_kernels(q, k, v, s, state, seed, scale, masks["kv_start"], masks["kv_len"], return_stats)
     selection, promise = select_and_promise(q, k, v, s, state, seed=seed, scale=scale, **masks)
     out = weighted_attention(q, k, v, selection, scale=scale)
