@@ -1,8 +1,8 @@
 """Randomness: the same bits as Triton, and statistics with a stated false-alarm rate.
 
 Every statistical check accepts between the quantiles ALARM / 2 and 1 - ALARM / 2 of the law that a correct sampler
-follows, so each fails a correct sampler once in 1 / ALARM seeds. There are about 230 checks: one run in a million would fail
-if seeds were not fixed.
+follows, so each fails a correct sampler once in 1 / ALARM seeds. There are about 230 checks: one run in a million would
+fail if seeds were not fixed.
 """
 import itertools
 import os
