@@ -23,6 +23,7 @@ class Claim:
 
 # %% ../nbs/90_claims.ipynb #d72add85
 _SANTA, _VATT, _METRICS = "nbs/10_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/01_metrics.ipynb"
+_BOUNDS = "nbs/08_bounds.ipynb"
 
 CLAIMS = {
     "SANTA-1": Claim("SANTA, Prop. A.2 and A.4", "The mean of values sampled iid, stratified or systematically is, on average over the draws, exactly the attention output.", _SANTA),
@@ -43,11 +44,11 @@ CLAIMS = {
     "SANTA-16": Claim("SANTA, Fig. 8", "Sampling a single value in one layer at a time shows which layers need precision.", _SANTA),
     "SANTA-17": Claim("SANTA, Alg. 1, Table 16", "A schedule of samples per layer, learned with REINFORCE, is better than the same number in every layer.", None),
     "SANTA-18": Claim("SANTA, Fig. 4", "At 32 thousand keys the sampling kernels need 1/1.5 of the time of FlashInfer and FlashDecoding (RTX 6000 Ada).", _SANTA),
-    "VATT-1": Claim("vAttention, Lemma 4.1 and D.1", "So many uniform samples as a Gaussian quantile and the trace of the covariance ask for estimate a sum of vectors to within tau, with probability 1 - delta.", _VATT),
-    "VATT-2": Claim("vAttention, Lemma 4.1", "The same number of samples without replacement is enough.", _VATT),
+    "VATT-1": Claim("vAttention, Lemma 4.1 and D.1", "So many uniform samples as a Gaussian quantile and the trace of the covariance ask for estimate a sum of vectors to within tau, with probability 1 - delta.", _BOUNDS),
+    "VATT-2": Claim("vAttention, Lemma 4.1", "The same number of samples without replacement is enough.", _BOUNDS),
     "VATT-3": Claim("vAttention, Cor. D.2 and D.3", "With such budgets numerator and denominator are within eps with probability 1 - delta.", _VATT),
-    "VATT-4": Claim("vAttention, Lemma 4.2 and D.4", "If numerator and denominator are within e1 and e2 < 1/2, the output is within 2 (e1 + e2).", _VATT),
-    "VATT-5": Claim("vAttention, Thm. 4.3", "A budget for the output is the minimum over how eps and delta are shared out between numerator and denominator.", _VATT),
+    "VATT-4": Claim("vAttention, Lemma 4.2 and D.4", "If numerator and denominator are within e1 and e2 < 1/2, the output is within 2 (e1 + e2).", _BOUNDS),
+    "VATT-5": Claim("vAttention, Thm. 4.3", "A budget for the output is the minimum over how eps and delta are shared out between numerator and denominator.", _BOUNDS),
     "VATT-6": Claim("vAttention, Section D.4", "Over n steps a bias adds up as n^2, a variance as n.", _VATT),
     "VATT-7": Claim("vAttention, Fig. 2", "No single simple method is best on all heads; the heaviest keys together with a uniform sample of the others are consistently better.", _METRICS),
     "VATT-8": Claim("vAttention, Fig. 1 and 10", "The tolerance eps and the observed error correlate above 0.99.", _VATT),

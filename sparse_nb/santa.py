@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEMES', 'CLT_DELTA', 'CLT_SAMPLES', 'PILOT_SHARE', 'largest_remainder', 'select_santa', 'unique_keys',
            'santa_decode', 'variance_trace', 'variance_trace_replicates', 'bernoulli_scores', 'bernoulli_decode',
-           'Certificate', 'ValueNorms', 'Santa']
+           'Certificate', 'ValueNorms', 'Santa', 'draw_selected', 'sample_values']
 
 # %% ../nbs/10_santa.ipynb #bcf81c69
 import math
@@ -15,10 +15,13 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from .core.checks import check_choice, check_count, check_flag, check_inputs, on_cpu_eagerly
-from .core.exact import attention, exponentials, from_first_visible, masked_scores, promote, to_device_of, visible_range
+from .core.bounds import bernstein_radius
+from .core.checks import (
+    check_choice, check_count, check_flag, check_inputs, check_level, check_scores, on_cpu_eagerly)
+from .core.exact import (
+    attention, exponentials, from_first_visible, masked_scores, no_autocast, promote, to_device_of, visible_range)
 from .core.methods import Method, State, Stats
-from .core.selection import COPIED_AT_ONCE, HAS_TRITON, Selection, take_rows
+from .core.selection import COPIED_AT_ONCE, Selection, has_kernels, take_rows
 from .core.streams import fold_in, new_seed, philox, stream_seeds
 
 # %% ../nbs/10_santa.ipynb #a32b3760
@@ -37,8 +40,11 @@ class _Draws(NamedTuple):
     share: torch.Tensor  # what the slot's value counts for in the output, 0 if unused [B, H, Q, 1, L]
     weight: torch.Tensor # share / attention weight of the key [B, H, Q, P, L]
 
-def largest_remainder(mass, samples):
-    "Budgets in proportion to `mass` [..., T]: the floors, and one more for the largest fractions, lower tiles first (Alg. 4)."
+def largest_remainder(
+    mass: torch.Tensor, # of each tile [..., T], not negative
+    samples: int,       # to share out
+) -> torch.Tensor:      # [..., T], int64
+    "Budgets in proportion to `mass`: the floors, and one more for the largest fractions, lower tiles first (Alg. 4)."
     quota = samples * mass / mass.sum(-1, keepdim=True)
     budget = quota.floor()
     fraction = torch.where(mass > 0, quota - budget, -1.0)
@@ -46,41 +52,61 @@ def largest_remainder(mass, samples):
     return (budget + (rank < samples - budget.sum(-1, keepdim=True))).long()
 
 # %% ../nbs/10_santa.ipynb #65c75a4a
-def _draw(scores, first, end, seeds, samples, scheme, tile, uniform=philox):
-    "Draw keys by `scores` [B, H, Q, N], -inf outside [first, end), with the streams `seeds` [B, H, Q, P]. `samples` is an int or, where there are no tiles, [B, H, Q]; `uniform` gives the random numbers."
-    tile, tiled = min(tile, scores.shape[-1]), scheme in ("proportional", "flash")
-    m, u = exponentials(from_first_visible(scores.double(), first, end, tile) if tiled else scores.double()[..., None, :])  # [B, H, Q, T], [B, H, Q, T, n]
-    cdf = u.cumsum(-1)
-    mass, height = cdf[..., -1], torch.exp(m - m.amax(-1, keepdim=True))                   # [B, H, Q, T]
-    total = (mass * height).sum(-1, keepdim=True)                                          # Z / e^max
-    if on_cpu_eagerly(total) and not (total > 0).all(): raise ValueError("each query must see a key, but all its scores are -inf")
-    t, S = torch.arange(u.shape[-2], device=scores.device), torch.as_tensor(samples, device=scores.device)[..., None].expand(total.shape)
+def _slots(mass, samples, scheme, first, end, tile):
+    """How many samples each tile draws, by `mass` [B, H, Q, T] and the `scheme`, and how many slots a query has.
+
+    `samples` is an int or, where there is one tile, [B, H, Q].
+    """
+    S = torch.as_tensor(samples, device=mass.device)[..., None].expand(*mass.shape[:3], 1)
     budget, slots = S, samples
-    if scheme == "proportional": budget = largest_remainder(mass * height, samples)
+    if scheme == "proportional": budget = largest_remainder(mass, samples)
     elif scheme == "flash":
-        tiles = torch.div(end - first + tile - 1, tile, rounding_mode="floor")[..., None]  # that hold a visible key [B, 1, Q, 1]
+        t = torch.arange(mass.shape[-1], device=mass.device)
+        tiles = torch.div(end - first + tile - 1, tile, rounding_mode="floor")[..., None]  # [B, 1, Q, 1] with a key
         each = torch.div(2 * samples + tiles, 2 * tiles, rounding_mode="floor").clamp(min=1)
         budget, slots = torch.where(t < tiles, each, 0).expand(mass.shape), max(len(t), samples + len(t) // 2)
     if not isinstance(slots, int) or scheme == "flash" and on_cpu_eagerly(S): slots = int(budget.sum(-1).max())
-    stop, size = budget.cumsum(-1), budget.clamp(min=1)                                    # tile t owns the slots stop[t - 1] to stop[t]
+    return S, budget, slots
+
+def _draw(scores, first, end, seeds, samples, scheme, tile, uniform=philox):
+    """Draw keys by `scores` [B, H, Q, N], -inf outside [first, end), with the streams `seeds` [B, H, Q, P].
+
+    `samples` is an int or, where there are no tiles, [B, H, Q]; `uniform` gives the random numbers.
+    """
+    tile, tiled, scores = min(tile, scores.shape[-1]), scheme in ("proportional", "flash"), scores.double()
+    in_tiles = from_first_visible(scores, first, end, tile) if tiled else scores[..., None, :]
+    m, u = exponentials(in_tiles)                                           # [B, H, Q, T], [B, H, Q, T, n]
+    cdf = u.cumsum(-1)
+    mass, height = cdf[..., -1], torch.exp(m - m.amax(-1, keepdim=True))    # [B, H, Q, T]
+    total = (mass * height).sum(-1, keepdim=True)                           # Z / e^max
+    if on_cpu_eagerly(total) and not (total > 0).all():
+        raise ValueError("each query must see a key, but all its scores are -inf")
+    S, budget, slots = _slots(mass * height, samples, scheme, first, end, tile)
+    t, stop, size = torch.arange(u.shape[-2], device=scores.device), budget.cumsum(-1), budget.clamp(min=1)
     j = torch.arange(slots, device=scores.device).expand(*stop.shape[:-1], slots).contiguous()
-    valid, own = j < stop[..., -1:], torch.searchsorted(stop.contiguous(), j, right=True).clamp(max=len(t) - 1)
+    valid = j < stop[..., -1:]                                              # tile t owns slots stop[t - 1] to stop[t]
+    own = torch.searchsorted(stop.contiguous(), j, right=True).clamp(max=len(t) - 1)
     offset = own if tiled else j * (scheme != "systematic")
-    x = uniform(seeds[..., None], offset[..., None, :]).double()                           # [B, H, Q, P, L]
-    if scheme != "iid": x = ((j - (stop - budget).gather(-1, own))[..., None, :] + x) / size.gather(-1, own)[..., None, :]
+    x = uniform(seeds[..., None], offset[..., None, :]).double()            # [B, H, Q, P, L]
+    if scheme != "iid":
+        x = ((j - (stop - budget).gather(-1, own))[..., None, :] + x) / size.gather(-1, own)[..., None, :]
     x = torch.minimum(own[..., None, :] + x, torch.nextafter(own.double() + 1, own.double())[..., None, :])
-    steps = torch.where(mass[..., None] > 0, cdf / mass[..., None], 1.0) + t[:, None]      # climbs from t to t + 1 in tile t
-    found = torch.searchsorted(steps.flatten(-2), x.flatten(-2), right=True)               # first step above the threshold
+    steps = torch.where(mass[..., None] > 0, cdf / mass[..., None], 1.0) + t[:, None]  # from t to t + 1 in tile t
+    found = torch.searchsorted(steps.flatten(-2), x.flatten(-2), right=True)         # first step above the threshold
     if scheme == "flash": share, top = mass * height / (total * size), mass / size
     else: share, top = (1 / S.double()).expand(mass.shape), total / (S * height)
     picked = u.flatten(-2).gather(-1, found).view_as(x)
     weight = torch.where(valid[..., None, :] & (picked > 0), top.gather(-1, own)[..., None, :] / picked, 0.0)
     index = found.view(x.shape) + first[..., None, None] * tiled
-    return _Draws(torch.where(valid[..., None, :], index, first[..., None, None]), torch.where(valid, share.gather(-1, own), 0.0)[..., None, :], weight)
+    return _Draws(torch.where(valid[..., None, :], index, first[..., None, None]),
+                  torch.where(valid, share.gather(-1, own), 0.0)[..., None, :], weight)
 
 # %% ../nbs/10_santa.ipynb #f0e968a1
 def _blocks(q, k, bounds, scale, cost=0):
-    "Slices of the query axis with their scores, so that `cost` (or N) numbers for each query fit into the memory of a gather."
+    """Slices of the query axis with their scores.
+
+    So many that `cost` (or N) numbers for each query fit into the memory of a gather.
+    """
     first, end = bounds
     block = max(1, COPIED_AT_ONCE // 4 // (q.shape[0] * q.shape[1] * max(k.shape[2], cost)))
     for a in range(0, q.shape[2], block):
@@ -91,31 +117,37 @@ def select_santa(
     q: torch.Tensor,                      # queries [B, H, Q, D]
     k: torch.Tensor,                      # keys [B, G, N, D]
     *,
-    samples: int = 128,                   # draws for each query S; drawing is with replacement, so more than N is allowed
+    samples: int = 128,                   # draws for each query S, with replacement: more than N is allowed
     scheme: str = "systematic",           # one of `SCHEMES`
     tile: int = 128,                      # keys in a tile, for proportional and flash
-    seed=None,                            # int in [0, 2**63), integer tensor without axes, or [B, H] (see `stream_seeds`); None draws one from torch's default generator
+    seed=None,                            # int, integer tensor without axes, or [B, H] (`stream_seeds`); None draws one
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
-) -> Selection:                           # one slot a draw, weight 1 / (S p_i); flash has T max(1, round(S / T)) slots of weight 1 / (S_tile p_i|tile)
-    """The keys that SANTA draws (Eq. 4, section 2.1, Alg. 2 to 8), as a selection for `weighted_attention`: its denominator is then Z exactly.
+) -> Selection:                           # one slot a draw, of weight 1 / (S p_i)
+    """The keys that SANTA draws (Eq. 4, section 2.1, Alg. 2 to 8), as a selection for `weighted_attention`.
 
-    Each sequence, head and query has a stream of its own; fold step and layer into `seed`. A key drawn twice fills two slots.
-    Raises as `attention_scores`, and TypeError or ValueError for a bad `samples`, `scheme` or `tile`.
+    Its denominator is then Z exactly. Flash has T max(1, round(S / T)) slots of weight 1 / (S_tile p_i|tile).
+    Each sequence, head and query has a stream of its own; fold step and layer into `seed`. A key drawn twice fills two
+    slots. Raises as `attention_scores`, and TypeError or ValueError for a bad `samples`, `scheme` or `tile`.
     """
-    check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
+    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+    check_inputs(q, k, scale=scale, seed=seed, **masks)
     _check_sampler(samples, scheme, tile)
-    seeds = stream_seeds(q, new_seed(seed))
-    draws = [_draw(scores, first, end, seeds[..., at, None], samples, scheme, tile) for at, first, end, scores in
-             _blocks(q, k, visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len), scale, samples)]
+    seeds, bounds = stream_seeds(q, new_seed(seed)), visible_range(q, k, **masks)
+    draws = [_draw(scores, first, end, seeds[..., at, None], samples, scheme, tile)
+             for at, first, end, scores in _blocks(q, k, bounds, scale, samples)]
     slots = max(x.index.shape[-1] for x in draws)
     pad = lambda x: torch.nn.functional.pad(x[..., 0, :], (0, slots - x.shape[-1]))
     index, weight = (torch.cat([pad(getattr(x, name)) for x in draws], 2) for name in ("index", "weight"))
-    first = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)[0]
+    return _as_selection(q, index, weight, bounds[0][..., None])
+
+def _as_selection(q, index, weight, unused):
+    "A `Selection` of what was drawn, with key `unused` in the slots that weigh nothing."
     dtype = promote(q[:0]).dtype
-    return Selection(torch.where(weight > 0, index, first[..., None]), weight.clamp(max=torch.finfo(dtype).max).to(dtype))
+    weight = weight.clamp(max=torch.finfo(dtype).max).to(dtype)
+    return Selection(torch.where(weight > 0, index, unused), weight)
 
 # %% ../nbs/10_santa.ipynb #adad8b18
 def _distinct(index, used):
@@ -129,10 +161,15 @@ def unique_keys(
     selection: Selection, # what was drawn
     n: int,               # number of keys N
 ) -> torch.Tensor:        # [B, H, Q], int64
-    "Number of different keys that each query reads (App. L). Raises TypeError for other types, ValueError for `n` < 1 or (on the CPU) an index beyond `n`."
-    if not isinstance(selection, Selection): raise TypeError(f"selection must be a Selection, got {type(selection).__name__}")
+    """Number of different keys that each query reads (App. L).
+
+    Raises TypeError for other types, ValueError for `n` < 1 or (on the CPU) an index beyond `n`.
+    """
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection must be a Selection, got {type(selection).__name__}")
     check_count("n", n)
-    if on_cpu_eagerly(selection.index) and selection.index.max() >= n: raise ValueError(f"n must be above every index of the selection, {int(selection.index.max())}, got {n}")
+    if on_cpu_eagerly(selection.index) and selection.index.max() >= n:
+        raise ValueError(f"n must be above every index of the selection, {int(selection.index.max())}, got {n}")
     return _distinct(selection.index, selection.weight > 0)
 
 # %% ../nbs/10_santa.ipynb #0197ad27
@@ -143,18 +180,22 @@ def _average(v, draws, scheme, samples):
     if isinstance(samples, int): return rows.sum(-2) / samples
     return rows.masked_fill(draws.share[..., None] == 0, 0).sum(-2) / samples[..., None, None]
 
-def _estimates(q, k, v, *, samples, scheme, tile, replicates, seed, causal=False, scale=None, kv_start=None, kv_len=None):
-    "Outputs [P, B, H, Q, D] of `santa_decode` with the seeds fold_in(seed, r), from one pass over the keys; not checked."
+def _estimates(q, k, v, *, samples, scheme, tile, replicates, seed, scale=None, **masks):
+    """Outputs [P, B, H, Q, D] of `santa_decode` with the seeds fold_in(seed, r), from one pass over the keys.
+
+    Arguments are not checked; `masks` are those of `visible_range`.
+    """
     seeds = stream_seeds(q, seed, torch.arange(replicates, device=q.device).view(-1, 1, 1)).movedim(0, -1)
     step = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * samples * q.shape[3]))
     outs = []
-    for at, first, end, scores in _blocks(q, k, visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len), scale, samples * q.shape[3]):
-        parts = [_average(v, _draw(scores, first, end, s, samples, scheme, tile), scheme, samples) for s in seeds[..., at, :].split(step, -1)]
+    for at, first, end, scores in _blocks(q, k, visible_range(q, k, **masks), scale, samples * q.shape[3]):
+        parts = [_average(v, _draw(scores, first, end, s, samples, scheme, tile), scheme, samples)
+                 for s in seeds[..., at, :].split(step, -1)]
         outs.append(torch.cat(parts, 3))
     return torch.cat(outs, 2).movedim(3, 0)
 
 # %% ../nbs/10_santa.ipynb #59150382
-CLT_DELTA = 0.25    # larger chances are refused: one direction is the worst case of a Gaussian vector up to 0.215, and 4/5 of delta is left for the draws
+CLT_DELTA = 0.25    # larger chances are refused: 4/5 of it is left for the draws, and must stay below 0.215 (see below)
 CLT_SAMPLES = 32    # fewer draws than this are not taken for Gaussian
 PILOT_SHARE = 0.2   # of delta: what the lower bound on the norm may fail with
 
@@ -164,25 +205,33 @@ def _check_promise(eps, delta, bound, scheme, samples):
     if eps is None and delta is None: return
     for name, x in (("eps", eps), ("delta", delta)):
         if x is None: raise ValueError(f"{name} must be given too: a promise needs eps and delta, got None")
-        if isinstance(x, bool) or not isinstance(x, (int, float)): raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-        if not 0 < x < 1: raise ValueError(f"{name} must lie in (0, 1), got {x}")
+        check_level(name, x)
     allowed = ("iid", "stratified", "systematic") if bound == "clt" else ("iid", "stratified")
-    if scheme not in allowed: raise ValueError(f"scheme must be one of {', '.join(allowed)} when eps is given with bound={bound!r}, got {scheme!r}")
-    if bound == "clt" and delta > CLT_DELTA: raise ValueError(f"delta must be at most {CLT_DELTA} with bound='clt', got {delta}")
-    if samples < 2 or samples % 2: raise ValueError(f"samples must be even when eps is given, for two pilots of one size, got {samples}")
+    if scheme not in allowed:
+        raise ValueError(f"scheme must be one of {', '.join(allowed)} when eps is given with bound={bound!r}, "
+                         f"got {scheme!r}")
+    if bound == "clt" and delta > CLT_DELTA:
+        raise ValueError(f"delta must be at most {CLT_DELTA} with bound='clt', got {delta}")
+    if samples < 2 or samples % 2:
+        raise ValueError(f"samples must be even when eps is given, for two pilots of one size, got {samples}")
 
 # %% ../nbs/10_santa.ipynb #797445bd
 def _check_norms(value_norms, q, v):
     "Raise unless `value_norms` fits `v`, on the device of `q`."
-    if not isinstance(value_norms, torch.Tensor): raise TypeError(f"value_norms must be a torch.Tensor, got {type(value_norms).__name__}")
-    if not value_norms.is_floating_point(): raise TypeError(f"value_norms must be floating point, got {value_norms.dtype}")
-    if value_norms.shape != v.shape[:3]: raise ValueError(f"value_norms must have shape [B, G, N] = {list(v.shape[:3])}, got {list(value_norms.shape)}")
-    if value_norms.device != q.device: raise ValueError(f"value_norms must be on the device of q, {q.device}, got {value_norms.device}")
+    if not isinstance(value_norms, torch.Tensor):
+        raise TypeError(f"value_norms must be a torch.Tensor, got {type(value_norms).__name__}")
+    if not value_norms.is_floating_point():
+        raise TypeError(f"value_norms must be floating point, got {value_norms.dtype}")
+    if value_norms.shape != v.shape[:3]:
+        raise ValueError(f"value_norms must have shape [B, G, N] = {list(v.shape[:3])}, got {list(value_norms.shape)}")
+    if value_norms.device != q.device:
+        raise ValueError(f"value_norms must be on the device of q, {q.device}, got {value_norms.device}")
 
 def _kernel_fits(q, samples, scheme, tile):
     "Whether the kernels can do what backend='auto' was asked for."
-    fits = HAS_TRITON and q.is_cuda and q.shape[2] == 1 and q.shape[3] <= 256 and q.dtype != torch.float64 and samples <= 2**16
-    return fits and (scheme not in ("proportional", "flash") or tile in (16, 32, 64, 128, 256) and tile * q.element_size() * 2 ** (q.shape[3] - 1).bit_length() <= 2**17)
+    if not has_kernels(q) or samples > 2**16: return False
+    if scheme not in ("proportional", "flash"): return True
+    return tile in (16, 32, 64, 128, 256) and tile * q.element_size() * 2 ** (q.shape[3] - 1).bit_length() <= 2**17
 
 def _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, share=None, **kept):
     "The kernels' output, and `Stats` if asked for; `share` of each key is read."
@@ -190,23 +239,74 @@ def _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, share=None, **kept):
     if seed is None: seed = torch.randint(2**63 - 1, (), device=q.device)
     if not return_stats: return decode(q, k, v, seed=seed, kv_start=kv_start, kv_len=kv_len, **kept)
     out, index = decode(q, k, v, seed=seed, kv_start=kv_start, kv_len=kv_len, return_index=True, **kept)
-    first, end = visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
-    visible, read = (end - first).expand(q.shape[:3]), _distinct(index, index >= 0)
+    visible, read = _visible(q, visible_range(q, k, kv_start=kv_start, kv_len=kv_len)), _distinct(index, index >= 0)
     return out, Stats(visible if share is None else visible * share, read, 0, read / visible, (index >= 0).sum(-1))
 
+def _visible(q, bounds):
+    "How many keys each query sees [B, H, Q], by what `visible_range` found."
+    return (bounds[1] - bounds[0]).expand(q.shape[:3])
+
+# %% ../nbs/10_santa.ipynb #dadb8076
+def _check_call(q, v, eps, value_norms, backend, return_stats):
+    "The arguments of `santa_decode` that do not concern the draws."
+    check_choice("backend", backend, ("auto", "torch", "triton"))
+    check_flag("return_stats", return_stats)
+    if value_norms is not None: _check_norms(value_norms, q, v)
+    if backend != "triton": return
+    if eps is not None: raise ValueError("backend must be 'torch' or 'auto' when eps is given, got 'triton'")
+    if q.shape[2] != 1: raise ValueError(f"q must have one query for backend='triton', got {q.shape[2]}")
+    if q.dtype == torch.float64:
+        raise TypeError("q must be float16, bfloat16 or float32 for backend='triton', got torch.float64")
+
+# %% ../nbs/10_santa.ipynb #4013a428
+def _used(draws):
+    "Which slots hold a draw [B, H, Q, P, L]."
+    return (draws.share > 0).expand(draws.index.shape)
+
+def _sampled(q, k, v, bounds, seeds, samples, scheme, tile, scale):
+    "Output, different rows read and draws [B, H, Q] of a fixed number of samples."
+    found = []
+    for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
+        draws = _draw(scores, first, end, seeds[..., at, :], samples, scheme, tile)
+        out, used = _average(v, draws, scheme, samples)[..., 0, :], _used(draws)
+        found.append((out, _distinct(draws.index, used)[..., 0], used.sum(-1)[..., 0]))
+    return [torch.cat(x, 2) for x in zip(*found)]
+
+def _sampled_as_promised(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, delta, bound):
+    """Output, different rows read [B, H, Q] and `Certificate`, from as many samples as the promise needs.
+
+    `samples` are those of the pilots. Heads that need all keys (0 draws in the certificate) have no output yet.
+    """
+    found, visible = [], _visible(q, bounds)
+    for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
+        seeds_ = seeds[..., at, :]
+        pilots = [_draw(scores, first, end, fold_in(seeds_, i), samples // 2, scheme, 1).index for i in (0, 1)]
+        rows = [promote(take_rows(v, x))[..., 0, :, :] for x in pilots]
+        count, trace, norm = _budget(scores, rows, norms, visible[..., at], eps, delta, bound)
+        index, used = pilots, [torch.ones_like(x, dtype=torch.bool) for x in pilots]
+        out = torch.zeros_like(promote(q[:, :, at]))
+        if bool((count > 0).any()):
+            draws = _draw(scores, first, end, seeds_, count, scheme, 1)
+            out = _average(v, draws, scheme, count)[..., 0, :]
+            index, used = index + [draws.index], used + [_used(draws)]
+        found.append((out, _distinct(torch.cat(index, -1), torch.cat(used, -1))[..., 0], trace, norm, count))
+    out, read, *promised = (torch.cat(x, 2) for x in zip(*found))
+    return out, read, Certificate(eps, delta, bound, *promised, samples)
+
+# %% ../nbs/10_santa.ipynb #147fd9d4
 def santa_decode(
     q: torch.Tensor,                         # queries [B, H, Q, D]
     k: torch.Tensor,                         # keys [B, G, N, D]
     v: torch.Tensor,                         # values [B, G, N, D]
     *,
-    samples: int = 128,                      # draws for each query S, with replacement: more than N is allowed. With eps, the draws of the pilot
+    samples: int = 128,                      # draws for each query S, with replacement; with eps, of the pilots
     scheme: str = "systematic",              # one of `SCHEMES`; "proportional" is biased
     tile: int = 128,                         # keys in a tile, for proportional and flash
-    eps: float | None = None,                # relative error to promise, in (0, 1): the draws are then chosen for each head
+    eps: float | None = None,                # relative error to promise, in (0, 1): draws are then chosen for each head
     delta: float | None = None,              # chance of a larger error, in (0, 1), at most 0.25 with bound="clt"
-    bound: str = "clt",                      # "clt", or "bernstein": holds for any number of draws, asks for more of them
-    value_norms: torch.Tensor | None = None, # lengths of the rows of v (not squared) [B, G, N], for eps; None computes them
-    seed=None,                               # int in [0, 2**63), integer tensor without axes, or [B, H] (see `stream_seeds`); None draws one from torch's default generator
+    bound: str = "clt",                      # "clt", or "bernstein": holds for any number of draws, asks for more
+    value_norms: torch.Tensor | None = None, # lengths of the rows of v [B, G, N], for eps; None computes them
+    seed=None,                               # int, integer tensor without axes, or [B, H], see `stream_seeds`; or None
     causal: bool = False,                    # queries are the last Q positions and see no later key
     scale: float | None = None,              # factor on the dot products; None is D ** -0.5
     backend: str = "auto",                   # "torch", "triton" (one query on a GPU, no eps) or "auto"
@@ -214,64 +314,47 @@ def santa_decode(
     kv_len: torch.Tensor | None = None,      # end of the valid keys of each sequence [B]
     return_stats: bool = False,              # also return `Stats`?
 ):                                           # [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`
-    """Attention whose values are sampled: the mean of S drawn rows of v, each drawn with its attention weight (Eq. 4; S2ANTA, section 2.1).
+    """Attention whose values are sampled: the mean of S drawn rows of v, each drawn with its attention weight.
 
-    `Stats` counts all visible keys as scored and the different rows of v as read, those of the pilot included.
-    With eps and delta, `Stats.certificate` is a `Certificate`; heads that would need as many draws as they see keys are computed exactly.
-    The number of draws is then looked at, for which a GPU must be waited for.
-    Raises as `select_santa`, and TypeError or ValueError for a bad `eps`, `delta`, `bound`, `value_norms`, `backend` or `return_stats`.
+    SANTA Eq. 4 and S2ANTA, section 2.1. `Stats` counts all visible keys as scored and the different rows of v as read,
+    those of the pilots included. With eps and delta, `Stats.certificate` is a `Certificate`; heads that would need as
+    many draws as they see keys are computed exactly. The number of draws is then looked at, for which a GPU must be
+    waited for. A gradient reaches the rows of v that were drawn, not q and k.
+    Raises as `select_santa`, and TypeError or ValueError for a bad `eps`, `delta`, `bound`, `value_norms`, `backend` or
+    `return_stats`.
     """
-    check_inputs(q, k, v, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
+    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+    check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     _check_sampler(samples, scheme, tile)
     _check_promise(eps, delta, bound, scheme, samples)
-    check_choice("backend", backend, ("auto", "torch", "triton"))
-    check_flag("return_stats", return_stats)
-    if value_norms is not None: _check_norms(value_norms, q, v)
-    if backend == "triton":
-        if eps is not None: raise ValueError("backend must be 'torch' or 'auto' when eps is given, got 'triton'")
-        if q.shape[2] != 1: raise ValueError(f"q must have one query for backend='triton', got {q.shape[2]}")
-        if q.dtype == torch.float64: raise TypeError("q must be float16, bfloat16 or float32 for backend='triton', got torch.float64")
+    _check_call(q, v, eps, value_norms, backend, return_stats)
     if backend == "triton" or backend == "auto" and eps is None and _kernel_fits(q, samples, scheme, tile):
-        return _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, samples=samples, scheme=scheme, tile=tile, scale=scale)
-    bounds, seed = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len), new_seed(seed)
-    visible = (bounds[1] - bounds[0]).expand(q.shape[:3])
-    seeds = stream_seeds(q, seed)[..., None]
-    if eps is not None: norms = (promote(to_device_of(v, q)).norm(dim=-1) if value_norms is None else value_norms).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
-    outs, reads, budgets, promises = [], [], [], []
-    for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
-        count, index, used = samples, [], []
-        if eps is not None:
-            pilots = [_draw(scores, first, end, fold_in(seeds[..., at, :], i), samples // 2, scheme, tile).index for i in (0, 1)]
-            count, *promise = _budget(scores, [promote(take_rows(v, x))[..., 0, :, :] for x in pilots], norms, visible[..., at], eps, delta, bound)
-            promises.append((count, *promise))
-            index, used = pilots, [torch.ones_like(x, dtype=torch.bool) for x in pilots]
-        if eps is None or bool((count > 0).any()):
-            draws = _draw(scores, first, end, seeds[..., at, :], count, scheme, tile)
-            outs.append(_average(v, draws, scheme, count)[..., 0, :])
-            index, used = index + [draws.index], used + [(draws.share > 0).expand(draws.index.shape)]
-        else: outs.append(torch.zeros_like(promote(q[:, :, at])))
-        reads.append(_distinct(torch.cat(index, -1), torch.cat(used, -1))[..., 0])
-        budgets.append(used[-1].sum(-1)[..., 0] if eps is None else count)
-    out, read, budget = (torch.cat(x, 2) for x in (outs, reads, budgets))
-    certificate = None
-    if eps is not None:
-        count, trace, norm = (torch.cat(x, 2) for x in zip(*promises))
-        whole = count == 0
-        if whole.any(): out = torch.where(whole[..., None], promote(attention(q, k, v, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len)), out)
-        read, budget = torch.where(whole, visible, read), torch.where(whole, visible, budget)
-        certificate = Certificate(eps, delta, bound, trace, norm, count, samples)
+        return _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, samples=samples, scheme=scheme, tile=tile,
+                       scale=scale)
+    bounds, seeds = visible_range(q, k, **masks), stream_seeds(q, new_seed(seed))[..., None]
+    visible, certificate = _visible(q, bounds), None
+    if eps is None: out, read, budget = _sampled(q, k, v, bounds, seeds, samples, scheme, tile, scale)
+    else:
+        norms = promote(to_device_of(v, q)).norm(dim=-1) if value_norms is None else value_norms
+        norms = norms.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+        out, read, certificate = _sampled_as_promised(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, delta,
+                                                      bound)
+        whole = certificate.samples == 0
+        if whole.any(): out = torch.where(whole[..., None], promote(attention(q, k, v, scale=scale, **masks)), out)
+        read, budget = (torch.where(whole, visible, x) for x in (read, certificate.samples))
     out = out.to(q.dtype)
     if not return_stats: return out
     return out, Stats(visible, read, 0 if eps is None else 4 * k.shape[2], read / visible, budget, certificate)
 
 # %% ../nbs/10_santa.ipynb #bbdbed65
-def _probabilities(q, k, v, causal, scale, kv_start, kv_len):
+def _probabilities(q, k, v, scale, kv_start, kv_len):
     "Attention weights [B, H, Q, N] and values [B, H, 1, N, D] in float64, hidden values replaced by 0."
-    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
+    first, end = visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
     weights = masked_scores(q, k, 0, first, end, scale).double().softmax(-1)
     i = torch.arange(k.shape[2], device=q.device)
     unused = (i < first[:, :, 0, None]) | (i >= end[:, :, -1, None])
-    return weights, to_device_of(v, q).double().masked_fill(unused[..., None], 0).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+    values = to_device_of(v, q).double().masked_fill(unused[..., None], 0)
+    return weights, values.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
 
 def variance_trace(
     q: torch.Tensor,                      # queries [B, H, Q, D]
@@ -280,25 +363,30 @@ def variance_trace(
     *,
     samples: int,                         # draws for each query S
     scheme: str,                          # "iid" or "stratified"
-    causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> torch.Tensor:                        # [B, H, Q], float64
-    "Expected squared error of `santa_decode`, in closed form (App. M): Tr(Sigma) / S, or the sum over the strata Tr(Sigma_m) / S^2. Raises as `attention_scores`, and for a bad `samples` or `scheme`."
-    check_inputs(q, k, v, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale)
+    """Expected squared error of `santa_decode`, in closed form (SANTA App. M).
+
+    Tr(Sigma) / S, or the sum over the strata Tr(Sigma_m) / S^2. Raises as `attention_scores`, and for a bad `samples`
+    or `scheme`.
+    """
+    check_inputs(q, k, v, kv_start=kv_start, kv_len=kv_len, scale=scale)
     _check_sampler(samples, scheme, 1, ("iid", "stratified"))
-    weights, values = _probabilities(q, k, v, causal, scale, kv_start, kv_len)
+    weights, values = _probabilities(q, k, v, scale, kv_start, kv_len)
     second = (weights * values.square().sum(-1)).sum(-1)
-    if scheme == "iid": return (second - (weights[..., None, :] @ values).squeeze(-2).square().sum(-1)).clamp(min=0) / samples
-    below, total = weights.cumsum(-1), (weights[..., None] * values).cumsum(-2)           # F, and the integral of v dF
+    if scheme == "iid":
+        return (second - (weights[..., None, :] @ values).squeeze(-2).square().sum(-1)).clamp(min=0) / samples
+    below, total = weights.cumsum(-1), (weights[..., None] * values).cumsum(-2)  # F, and the integral of v dF
     cuts = torch.arange(1, samples, device=q.device, dtype=torch.float64) / samples
     i = torch.searchsorted(below, cuts.expand(*below.shape[:-1], -1).contiguous(), right=True).clamp(max=k.shape[2] - 1)
     at = lambda x: x.expand(*i.shape[:-1], *x.shape[-2:]).gather(-2, i[..., None].expand(*i.shape, x.shape[-1]))
-    inner = at(total) - (below.gather(-1, i) - cuts)[..., None] * at(values)              # integral of v up to each cut
+    inner = at(total) - (below.gather(-1, i) - cuts)[..., None] * at(values)     # integral of v up to each cut
     inner = torch.cat([torch.zeros_like(total[..., :1, :]), inner, total[..., -1:, :]], -2)
     return (second / samples - inner.diff(dim=-2).square().sum((-2, -1))).clamp(min=0)
 
+# %% ../nbs/10_santa.ipynb #53e3c820
 def variance_trace_replicates(
     q: torch.Tensor,                      # queries [B, H, Q, D]
     k: torch.Tensor,                      # keys [B, G, N, D]
@@ -306,47 +394,40 @@ def variance_trace_replicates(
     *,
     samples: int,                         # draws for each query S
     scheme: str = "systematic",           # one of `SCHEMES`
-    tile: int = 128,                      # keys in a tile, for proportional and flash
     replicates: int = 64,                 # independent repetitions, at least 2
     seed=None,                            # as in `select_santa`; replicate r uses fold_in(seed, r)
-    causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> torch.Tensor:                        # [B, H, Q], float64
-    "Unbiased estimate of Tr Cov of `santa_decode` from repeated draws (App. M), around their own mean: it does not see a bias. Raises as `select_santa`, and for fewer than 2 `replicates`."
-    check_inputs(q, k, v, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
-    _check_sampler(samples, scheme, tile)
-    check_count("replicates", replicates)
-    if replicates < 2: raise ValueError(f"replicates must be at least 2, got {replicates}")
-    out = _estimates(q, k, v, samples=samples, scheme=scheme, tile=tile, replicates=replicates, seed=new_seed(seed), causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len)
-    return out.double().var(0).sum(-1)
+    """Unbiased estimate of Tr Cov of `santa_decode`, in tiles of 128, from repeated draws (SANTA App. M).
 
-# %% ../nbs/10_santa.ipynb #4b88838a
-def _radius(variance, largest, draws, delta):
-    "The t at which the vector Bernstein bound on a mean of `draws` rows is `delta` (Thm B.1, solved)."
-    log = math.log(2 / delta)
-    return (largest * log / 3 + (largest**2 * log**2 / 9 + 2 * draws * variance * log) ** 0.5) / draws
+    Around their own mean: it does not see a bias. Raises as `select_santa`, and for fewer than 2 `replicates`.
+    """
+    check_inputs(q, k, v, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
+    _check_sampler(samples, scheme, 128)
+    check_count("replicates", replicates, 2)
+    out = _estimates(q, k, v, samples=samples, scheme=scheme, tile=128, replicates=replicates, seed=new_seed(seed),
+                     scale=scale, kv_start=kv_start, kv_len=kv_len)
+    return out.double().var(0).sum(-1)
 
 # %% ../nbs/10_santa.ipynb #88c49f69
 def _bernoulli_query(q, groups, samples, stratified, mean_group, seed):
     "Estimate of the queries by counted bits (Eq. 8, 9, 13), and how often each feature was drawn, both [B, H, Q, D]."
     query, group, size = promote(q), q.shape[1] // groups, q.shape[3]
     if on_cpu_eagerly(query) and not query.isfinite().all(): raise ValueError("q must be finite, got NaN or inf")
-    target = query.abs().unflatten(1, (-1, group)).mean(2) if mean_group else query.abs()     # [B, H or G, Q, D]
+    target = query.abs().unflatten(1, (-1, group)).mean(2) if mean_group else query.abs()  # [B, H or G, Q, D]
     norm = target.amax(-1, keepdim=True)
     chance = target / torch.where(norm > 0, norm, 1.0)
     draw = torch.arange(size * samples, device=q.device).view(size, samples)
-    streams = stream_seeds(q, new_seed(seed))[:, ::group if mean_group else 1]               # a group draws with the stream of its first head
-    x = philox(streams[..., None, None], draw).double()                                       # [B, H or G, Q, D, samples]
+    streams = stream_seeds(q, new_seed(seed))[:, ::group if mean_group else 1]  # a group draws with its first head's
+    x = philox(streams[..., None, None], draw).double()                         # [B, H or G, Q, D, samples]
     if stratified: x = (torch.arange(samples, device=q.device) + x) / samples
-    hits = (x < chance[..., None]).sum(-1)                                                    # [B, H or G, Q, D]
+    hits = (x < chance[..., None]).sum(-1)                                      # [B, H or G, Q, D]
     estimate = norm * hits.to(norm.dtype) / samples
-    if mean_group:
-        ratio = query.unflatten(1, (-1, group)) / torch.where(target > 0, target, 1.0)[:, :, None]
-        estimate, hits = (estimate[:, :, None] * ratio).flatten(1, 2), hits.repeat_interleave(group, 1)
-    else: estimate = estimate * query.sign()
-    return estimate, hits
+    if not mean_group: return estimate * query.sign(), hits
+    ratio = query.unflatten(1, (-1, group)) / torch.where(target > 0, target, 1.0)[:, :, None]
+    return (estimate[:, :, None] * ratio).flatten(1, 2), hits.repeat_interleave(group, 1)
 
 def bernoulli_scores(
     q: torch.Tensor,                      # queries [B, H, Q, D]
@@ -360,10 +441,10 @@ def bernoulli_scores(
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> tuple[torch.Tensor, torch.Tensor]:   # scores [B, H, Q, N], -inf where hidden, and features read [B, H, Q, D], bool
-    """Unbiased estimates of the scaled dot products from a few features of the keys (Eq. 5, 6, App. C).
+    """Unbiased estimates of the scaled dot products from a few features of the keys (SANTA Eq. 5, 6, App. C).
 
-    A feature is read when one of its draws is 1; heads of a group share the rows, so the group reads the union over its heads.
-    Raises as `attention_scores`, and TypeError or ValueError for a bad `samples`, `stratified` or `mean_group`.
+    A feature is read when one of its draws is 1; heads of a group share the rows, so the group reads the union over its
+    heads. Raises as `attention_scores`, and TypeError or ValueError for a bad `samples`, `stratified` or `mean_group`.
     """
     check_inputs(q, k, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
     check_count("samples", samples)
@@ -373,6 +454,7 @@ def bernoulli_scores(
     scores = masked_scores(estimate, k, 0, *visible_range(q, k, kv_start=kv_start, kv_len=kv_len), scale)
     return scores, hits > 0
 
+# %% ../nbs/10_santa.ipynb #13dec2b4
 def bernoulli_decode(
     q: torch.Tensor,                      # queries [B, H, Q, D]
     k: torch.Tensor,                      # keys [B, G, N, D]
@@ -382,38 +464,40 @@ def bernoulli_decode(
     samples: int = 128,                   # value rows to draw S
     scheme: str = "systematic",           # one of `SCHEMES`
     tile: int = 128,                      # keys in a tile, for proportional and flash
-    stratified: bool = True,              # as in `bernoulli_scores`
     mean_group: bool = False,             # as in `bernoulli_scores`
     seed=None,                            # as in `select_santa`
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
-    backend: str = "auto",                # as in `santa_decode`; the kernels read few bytes only if neighbouring tokens of a feature of k are neighbours in memory
+    backend: str = "auto",                # as in `santa_decode`
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     return_stats: bool = False,           # also return `Stats`?
 ):                                        # [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`
-    """SANTA on Bernoulli scores (section 5.3). The scores are unbiased; their softmax, and so the output, is not.
+    """SANTA on Bernoulli scores, stratified (section 5.3). They are unbiased; their softmax, and so the output, is not.
 
-    The bits use the streams of fold_in(seed, 0), the draws those of fold_in(seed, 1).
-
-    `Stats.keys_scored` counts whole rows: visible keys times the share of their features that the head read.
-    Raises as `bernoulli_scores` and `santa_decode`.
+    The bits use the streams of fold_in(seed, 0), the draws those of fold_in(seed, 1). `Stats.keys_scored` counts whole
+    rows: visible keys times the share of their features that the head read. The kernels read few bytes only if the
+    neighbouring tokens of a feature of k are neighbours in memory. Raises as `bernoulli_scores` and `santa_decode`.
     """
-    check_inputs(q, k, v, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
+    masks = dict(kv_start=kv_start, kv_len=kv_len)
+    check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     check_count("features", features)
+    check_flag("mean_group", mean_group)
     _check_sampler(samples, scheme, tile)
-    check_flag("return_stats", return_stats)
-    check_choice("backend", backend, ("auto", "torch", "triton"))
+    _check_call(q, v, None, None, backend, return_stats)
+    drawn = dict(samples=samples, scheme=scheme, tile=tile)
     if backend == "triton" or backend == "auto" and scheme != "flash" and _kernel_fits(q, samples, scheme, tile):
         if seed is None: seed = torch.randint(2**63 - 1, (), device=q.device)
-        estimate, hits = _bernoulli_query(q, k.shape[1], features, stratified, mean_group, fold_in(seed, 0))
-        return _on_gpu(q, k, v, fold_in(seed, 1), return_stats, kv_start, kv_len, (hits > 0).double().mean(-1), samples=samples, scheme=scheme, tile=tile, scale=scale, estimate=estimate)
-    seed = new_seed(seed)
-    scores, read = bernoulli_scores(q, k, samples=features, stratified=stratified, mean_group=mean_group, seed=fold_in(seed, 0), scale=scale, kv_start=kv_start, kv_len=kv_len)
-    first, end = visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
-    draws = _draw(scores, first, end, stream_seeds(q, fold_in(seed, 1))[..., None], samples, scheme, tile)
+        estimate, hits = _bernoulli_query(q, k.shape[1], features, True, mean_group, fold_in(seed, 0))
+        share = (hits > 0).double().mean(-1)
+        return _on_gpu(q, k, v, fold_in(seed, 1), return_stats, kv_start, kv_len, share, scale=scale, estimate=estimate,
+                       **drawn)
+    seed, bounds = new_seed(seed), visible_range(q, k, **masks)
+    scores, read = bernoulli_scores(q, k, samples=features, mean_group=mean_group, seed=fold_in(seed, 0), scale=scale,
+                                    **masks)
+    draws = _draw(scores, *bounds, stream_seeds(q, fold_in(seed, 1))[..., None], **drawn)
     out = _average(v, draws, scheme, samples)[..., 0, :].to(q.dtype)
     if not return_stats: return out
-    visible, used = (end - first).expand(q.shape[:3]), (draws.share > 0).expand(draws.index.shape)[..., 0, :]
+    visible, used = _visible(q, bounds), _used(draws)[..., 0, :]
     values = _distinct(draws.index[..., 0, :], used)
     return out, Stats(visible * read.double().mean(-1), values, 0, values / visible, used.sum(-1))
 
@@ -430,7 +514,10 @@ class Certificate:
     pilot: int            # draws that were spent on `norm`, each head
 
 def _norm_bound(halves, second, largest, delta, bound):
-    "Lower bound on the length of the output that fails with chance `delta`, 0 where there is none, from the rows [B, H, Q, S / 2, D] of two independent pilots."
+    """Lower bound on the length of the output that fails with chance `delta`, 0 where there is none.
+
+    From the rows [B, H, Q, S / 2, D] of two independent pilots.
+    """
     rows = torch.cat(halves, -2).double()
     draws, mean = rows.shape[-2], rows.mean(-2)
     if bound == "clt":  # <a, b> is unbiased for ||mu||^2, and its variance is at most 4 Var<V, mean> / S
@@ -438,25 +525,34 @@ def _norm_bound(halves, second, largest, delta, bound):
         spread = (rows @ mean[..., None]).squeeze(-1).std(-1) * 2 / draws**0.5
         return (product - NormalDist().inv_cdf(1 - delta) * spread).clamp(min=0).sqrt()
     length, low = mean.norm(dim=-1), torch.zeros_like(second)
-    for _ in range(20): low = (length - _radius((second - low**2).clamp(min=0), largest, draws, delta)).clamp(min=0)
+    for _ in range(20):
+        radius = bernstein_radius((second - low**2).clamp(min=0), largest, draws, delta)
+        low = (length - radius).clamp(min=0)
     return low
 
 def _budget(scores, halves, norms, visible, eps, delta, bound):
-    "Samples [B, H, Q] (0: read all), and the bounds on trace and norm, from the rows of the pilots and the value norms [B, H, 1, N] of the visible keys."
+    """Samples [B, H, Q] (0: read all), and the bounds on trace and norm.
+
+    From the rows of the pilots and the value norms [B, H, 1, N] of the visible keys.
+    """
     weight = scores.double().softmax(-1)
     norms = torch.where(weight > 0, norms.double(), 0.0)
-    if on_cpu_eagerly(norms) and not (norms.amin() >= 0 and norms.amax() < math.inf): raise ValueError("value_norms must be finite and not negative for the visible keys")
+    if on_cpu_eagerly(norms) and not (norms.amin() >= 0 and norms.amax() < math.inf):
+        raise ValueError("value_norms must be finite and not negative for the visible keys")
     second, largest = (weight * norms**2).sum(-1), 2 * norms.amax(-1)
     low = torch.minimum(_norm_bound(halves, second, largest, delta * PILOT_SHARE, bound), second.sqrt())
     trace, radius, delta = second - low**2, eps * low, delta * (1 - PILOT_SHARE)
     if bound == "clt": need = (NormalDist().inv_cdf(1 - delta / 2) ** 2 * trace / radius**2).clamp(min=CLT_SAMPLES)
     else: need = 2 * math.log(2 / delta) * (trace + largest * radius / 3) / radius**2
-    return torch.where(need < visible, need.clamp(min=1), 0.0).ceil().long(), trace, low  # an infinite need or 0 / 0 reads all
+    count = torch.where(need < visible, need.clamp(min=1), 0.0).ceil().long()  # an infinite need or 0 / 0 reads all
+    return count, trace, low
 
 # %% ../nbs/10_santa.ipynb #a3c85e17
 class ValueNorms(State):
     "The lengths of the values [B, G, N], for the promise of an error."
-    def features(self, k, v): return promote(v).norm(dim=-1)
+    def features(self, k, v):
+        "The length of each new value [B, G, n], float32 or float64."
+        return promote(v).norm(dim=-1)
 
 # %% ../nbs/10_santa.ipynb #702492d4
 @dataclass(frozen=True)
@@ -481,12 +577,90 @@ class Santa(Method):
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
         "`select_santa` with these settings. ValueError with eps, which needs the values."
-        if self.eps is not None: raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")
-        return select_santa(q, k, samples=self.samples, scheme=self.scheme, tile=self.tile, seed=seed, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len)
+        if self.eps is not None:
+            raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")
+        return select_santa(q, k, samples=self.samples, scheme=self.scheme, tile=self.tile, seed=seed, causal=causal,
+                            scale=scale, kv_start=kv_start, kv_len=kv_len)
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False, backend="auto", state=None):
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+               backend="auto", state=None):
         "`santa_decode` with these settings; a `state` holds the value norms of exactly the keys `k`."
-        if state is not None and not isinstance(state, ValueNorms): raise TypeError(f"state must be ValueNorms or None, got {type(state).__name__}")
-        if state is not None and len(state) != k.shape[2]: raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
-        return santa_decode(q, k, v, samples=self.samples, scheme=self.scheme, tile=self.tile, eps=self.eps, delta=self.delta, bound=self.bound, value_norms=None if state is None else state.rows,
-                            seed=seed, causal=causal, scale=scale, backend=backend, kv_start=kv_start, kv_len=kv_len, return_stats=return_stats)
+        if state is not None and not isinstance(state, ValueNorms):
+            raise TypeError(f"state must be ValueNorms or None, got {type(state).__name__}")
+        if state is not None and len(state) != k.shape[2]:
+            raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
+        settings = {x: getattr(self, x) for x in ("samples", "scheme", "tile", "eps", "delta", "bound")}
+        norms = None if state is None else state.rows
+        return santa_decode(q, k, v, value_norms=norms, seed=seed, causal=causal, scale=scale, backend=backend,
+                            kv_start=kv_start, kv_len=kv_len, return_stats=return_stats, **settings)
+
+# %% ../nbs/10_santa.ipynb #9c6fe0ad
+def _check_selection(q, k, selection):
+    "Raise unless `selection` is for these queries and keys."
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection must be a Selection, got {type(selection).__name__}")
+    index, shape = selection.index, list(q.shape[:3])
+    if index.shape[:3] != q.shape[:3]:
+        raise ValueError(f"selection must be for [B, H, Q] = {shape}, got {list(index.shape[:3])}")
+    if index.device != q.device:
+        raise ValueError(f"selection must be on the device of q, {q.device}, got {index.device}")
+    if on_cpu_eagerly(index) and index.max() >= k.shape[2]:
+        raise ValueError(f"selection must be of the {k.shape[2]} keys of k, got number {int(index.max())}")
+
+def draw_selected(
+    q: torch.Tensor,              # queries [B, H, Q, D]
+    k: torch.Tensor,              # keys [B, G, N, D]
+    selection: Selection,         # keys of each query, and their weights w
+    *,
+    samples: int = 128,           # draws for each query S, with replacement
+    scheme: str = "systematic",   # "iid", "stratified" or "systematic"
+    seed=None,                    # as in `select_santa`
+    scale: float | None = None,   # factor on the dot products; None is D ** -0.5
+) -> Selection:                   # [B, H, Q, S]: one slot a draw, of weight w / (S p)
+    """Keys drawn from a selection, each with the probability p that it has in it: its w e^s over the sum of these.
+
+    `weighted_attention` of them has the selection's denominator. Raises as `weighted_attention`, and TypeError or
+    ValueError for a bad `samples` or `scheme`.
+    """
+    check_inputs(q, k, scale=scale, seed=seed)
+    _check_sampler(samples, scheme, 1, SCHEMES[:3])
+    _check_selection(q, k, selection)
+    seeds, found = stream_seeds(q, new_seed(seed))[..., None], []
+    slots, size = selection.index.shape[3], q.shape[3]
+    factor = size ** -0.5 if scale is None else scale
+    block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * slots * size))
+    for q_, index, w, seeds_ in zip(*(x.split(block, 2) for x in (q, selection.index, selection.weight, seeds))):
+        with no_autocast(q): scores = promote(take_rows(k, index)) @ (promote(q_) * factor)[..., None]
+        scores = scores.squeeze(-1).double().masked_fill(w == 0, -math.inf)
+        check_scores(scores)
+        first = index.new_zeros(q.shape[0], 1, index.shape[2])
+        draws = _draw(scores + w.double().log(), first, first + slots, seeds_, samples, scheme, 1)
+        slot, weight = draws.index[..., 0, :], draws.weight[..., 0, :]
+        found.append((index.gather(-1, slot), weight * w.double().gather(-1, slot)))
+    index, weight = (torch.cat(x, 2) for x in zip(*found))
+    return _as_selection(q, index, weight, selection.index[..., :1])
+
+# %% ../nbs/10_santa.ipynb #8631dcea
+def sample_values(
+    q: torch.Tensor,              # queries [B, H, Q, D]
+    k: torch.Tensor,              # keys [B, G, N, D]
+    v: torch.Tensor,              # values [B, G, N, D]
+    selection: Selection,         # keys of each query, and their weights w
+    *,
+    samples: int = 128,           # draws for each query S, with replacement
+    scheme: str = "systematic",   # "iid", "stratified" or "systematic"
+    seed=None,                    # as in `select_santa`
+    scale: float | None = None,   # factor on the dot products; None is D ** -0.5
+    return_drawn: bool = False,   # also return the `Selection` of `draw_selected`?
+):                                # [B, H, Q, D] in the dtype of q, or a pair of that and the `Selection`
+    """SANTA on a selection: the mean of S drawn rows of v, each drawn with its share of the selection's attention.
+
+    Given the selection it is an unbiased estimate of `weighted_attention`, whose keys are scored and whose values are
+    not read but for those drawn. Raises as `draw_selected`.
+    """
+    check_inputs(q, k, v, scale=scale, seed=seed)
+    check_flag("return_drawn", return_drawn)
+    drawn = draw_selected(q, k, selection, samples=samples, scheme=scheme, seed=seed, scale=scale)
+    block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * samples * q.shape[3]))
+    out = torch.cat([promote(take_rows(v, x)).sum(-2) / samples for x in drawn.index.split(block, 2)], 2).to(q.dtype)
+    return (out, drawn) if return_drawn else out

@@ -26,6 +26,7 @@ tl = triton.language
 
 from sparse_nb.attention import Selection, masked_scores, assert_close, attention, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
 from sparse_nb import baselines, bench, vattention
+from sparse_nb.core import bounds
 from sparse_nb.bench import Protocol, captured
 from sparse_nb.kernels import gather, host
 from sparse_nb.kernels import santa as kernels
@@ -723,7 +724,7 @@ if not INTERPRETED:
 
 def settings_of(s):
     "What the kernels are told of a `VAttention`."
-    level, log_square = s.delta * (0.8 if s.plugin == "upper" else 1), vattention._levels
+    level, log_square = s.delta * (0.8 if s.plugin == "upper" else 1), bounds.tail_levels
     return steps.Settings(s.sinks, s.window, s.topk, s.base, 32, s.eps, *log_square(level, False), math.log(10 / s.delta), s.bound, s.plugin)
 
 
@@ -800,12 +801,12 @@ def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, l
     parts = [heads(torch.cat([x, y], -1)) for x, y in ((slots, one & False), (slots & False, one), (slots & False, two))]
     index = heads(torch.cat([found.rows[:, :, :found.slots], order], -1)).long()
     used = parts[0] | parts[1] | parts[2]
-    e, shift = vattention._terms(visible.q.double(), visible.k.double(), torch.where(used, index, 0), used, None)
+    e, shift = vattention.exponential_terms(visible.q.double(), visible.k.double(), torch.where(used, index, 0), used, None)
     n_s = heads(found.rest + base)
-    facts = vattention._facts(e[..., None], *parts, n_s, (e * (parts[1] | parts[2])).amax(-1), "upper", "clt", STEP.delta / 10, False)
+    facts = vattention.residual_facts(e[..., None], *parts, n_s, (e * (parts[1] | parts[2])).amax(-1), "upper", "clt", STEP.delta / 10, False)
     deviation, size, asked, unit = found.facts[:, :, None].double().unbind(-1)
     assert_close(unit * math.log(2), shift, rtol=1e-4)
-    want = vattention._asked(STEP, facts, None, heads(found.rest))
+    want = vattention.draws_needed(STEP, facts, None, heads(found.rest))
     assert_close(deviation, facts.spread.sqrt(), rtol=2e-3)
     assert_close(size, facts.size, rtol=2e-3)
     assert ((asked - want).abs() <= 2 + 5e-3 * want).all()

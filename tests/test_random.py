@@ -1,8 +1,8 @@
 """Randomness: the same bits as Triton, and statistics with a stated false-alarm rate.
 
-Every statistical check accepts between the quantiles ALARM / 2 and 1 - ALARM / 2 of the law that a correct sampler follows,
-so each fails a correct sampler once in 1 / ALARM seeds. There are about 230 checks: one run in a million would fail
-if seeds were not fixed.
+Every statistical check accepts between the quantiles ALARM / 2 and 1 - ALARM / 2 of the law that a correct sampler
+follows, so each fails a correct sampler once in 1 / ALARM seeds. There are about 230 checks: one run in a million would
+fail if seeds were not fixed.
 """
 import itertools
 import os
@@ -13,7 +13,8 @@ import pytest
 import torch
 from scipy import stats
 
-from sparse_nb.attention import Exact, Uniform, attention, fold_in, philox, philox_words, select_uniform, stream_seeds, weighted_state
+from sparse_nb.attention import (
+    Exact, Uniform, attention, fold_in, philox, philox_words, select_uniform, stream_seeds, weighted_state)
 
 ALARM = 4e-9
 
@@ -52,13 +53,15 @@ torch.save(results, sys.argv[2])
 def accept(law, x):
     "Assert that x is not in the tails of the law, two-sided at ALARM."
     low, high = law.ppf([ALARM / 2, 1 - ALARM / 2])
-    assert low <= x <= high, f"{x:.6g} outside [{low:.6g}, {high:.6g}], where a correct sampler ends once in {1 / ALARM:.0e} seeds"
+    assert low <= x <= high, (f"{x:.6g} outside [{low:.6g}, {high:.6g}], where a correct sampler ends once in "
+                              f"{1 / ALARM:.0e} seeds")
 
 
 def draws(m, n, samples, seed=0, heads=1, **masks):
     "Indices [heads, m, samples] of m draws for each head."
     one = torch.zeros(1, 1, 1, 1)
-    return select_uniform(one.expand(1, heads, m, 1), one.expand(1, 1, n, 1), samples=samples, seed=seed, **masks).index[0]
+    return select_uniform(one.expand(1, heads, m, 1), one.expand(1, 1, n, 1), samples=samples, seed=seed,
+                          **masks).index[0]
 
 
 def included(index, n):
@@ -73,7 +76,8 @@ def test_philox_and_fold_in_are_tritons_bit_for_bit(tmp_path):
     seeds = [0, 1, 2**31, 2**32 - 1, 2**32, 0x123456789ABCDEF, 2**63 - 1]
     small = torch.cat([torch.arange(200, dtype=torch.int32), torch.tensor([2**31 - 2, 2**31 - 1], dtype=torch.int32)])
     large = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**40 + 7, 2**63 - 1])
-    cases = [(kind, seed, data) for seed in seeds for kind, data in (("rand", small), ("rand", large), ("fold", large), ("fold", small.long()))]
+    cases = [(kind, seed, data) for seed in seeds
+             for kind, data in (("rand", small), ("rand", large), ("fold", large), ("fold", small.long()))]
     script, given, got = tmp_path / "kernels.py", tmp_path / "given.pt", tmp_path / "got.pt"
     script.write_text(KERNELS)
     torch.save(cases, given)
@@ -178,7 +182,8 @@ def test_heads_queries_steps_layers_and_seeds_are_independent():
 
 def test_sequences_of_a_batch_draw_among_their_own_keys():
     q, k = torch.zeros(2, 1, 4000, 1), torch.zeros(2, 1, 60, 1)
-    selection = select_uniform(q, k, samples=0.25, seed=0, kv_start=torch.tensor([0, 20]), kv_len=torch.tensor([60, 50]))
+    selection = select_uniform(q, k, samples=0.25, seed=0, kv_start=torch.tensor([0, 20]),
+                               kv_len=torch.tensor([60, 50]))
     assert selection.budget[:, 0, 0].tolist() == [15, 8]
     assert selection.weight[0].unique().tolist() == [4.0] and selection.weight[1].unique().tolist() == [0.0, 3.75]
     kept = (selection.dense(60) > 0).double().sum((1, 2))
@@ -201,7 +206,8 @@ def test_streams_of_the_three_forms(seed):
     more = stream_seeds(q, seed, 7, torch.arange(2).view(2, 1, 1))
     for r in range(2):
         assert torch.equal(more[r], stream_seeds(q, fold_in(seed, 7, r)))
-        assert torch.equal(stream_seeds(q, of_heads(seed, 2, 3), 7, torch.arange(2).view(2, 1, 1))[r], stream_seeds(q, fold_in(of_heads(seed, 2, 3), 7, r)))
+        assert torch.equal(stream_seeds(q, of_heads(seed, 2, 3), 7, torch.arange(2).view(2, 1, 1))[r],
+                           stream_seeds(q, fold_in(of_heads(seed, 2, 3), 7, r)))
 
 
 def test_parts_of_a_batch_draw_as_in_the_whole():
@@ -211,23 +217,32 @@ def test_parts_of_a_batch_draw_as_in_the_whole():
     whole = method.decode(q, k, v, seed=11, kv_start=start, kv_len=stop)
     assert torch.equal(whole, method.decode(q, k, v, seed=seeds, kv_start=start, kv_len=stop))
     alone = method.select(q[1:2], k[1:2, :, 9:41], seed=seeds[1:2])
-    assert torch.equal(alone.index + 9, method.select(q, k, seed=11, kv_start=start, kv_len=stop).index[1:2, ..., :alone.index.shape[-1]])
-    heads = method.select(q[:, 2:4], k[:, 1:2], seed=seeds[:, 2:4], kv_start=start, kv_len=stop)   # the second of three processes
+    assert torch.equal(alone.index + 9, method.select(q, k, seed=11, kv_start=start,
+                                                      kv_len=stop).index[1:2, ..., :alone.index.shape[-1]])
+    # the second of three processes
+    heads = method.select(q[:, 2:4], k[:, 1:2], seed=seeds[:, 2:4], kv_start=start, kv_len=stop)
     assert torch.equal(heads.index, method.select(q, k, seed=11, kv_start=start, kv_len=stop).index[:, 2:4])
 
 
-@pytest.mark.parametrize("seed, error, message", [
-    (torch.zeros(2, 6), TypeError, "seed must be int32 or int64, got torch.float32"),
-    (torch.zeros(6).long(), ValueError, "seed must be one number or have shape [B, H], got a tensor of shape [6]"),
-    (torch.zeros(2, 6, 1).long(), ValueError, "seed must be one number or have shape [B, H], got a tensor of shape [2, 6, 1]"),
-    (torch.zeros(1, 6).long(), ValueError, "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [1, 6]"),
-    (torch.zeros(2, 2).long(), ValueError, "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [2, 2]"),
-    (torch.zeros(2, 6, device="meta").long(), ValueError, "seed must be on the device of q, cpu, got meta"),
-    (torch.tensor([[1] * 6, [1] * 5 + [-3]]), ValueError, "seed must lie in [0, 2**63), got -3")], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("seed, error, message",
+                         [(torch.zeros(2, 6), TypeError, "seed must be int32 or int64, got torch.float32"),
+                          (torch.zeros(6).long(), ValueError,
+                           "seed must be one number or have shape [B, H], got a tensor of shape [6]"),
+                          (torch.zeros(2, 6, 1).long(), ValueError,
+                           "seed must be one number or have shape [B, H], got a tensor of shape [2, 6, 1]"),
+                          (torch.zeros(1, 6).long(), ValueError,
+                           "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [1, 6]"),
+                          (torch.zeros(2, 2).long(), ValueError,
+                           "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [2, 2]"),
+                          (torch.zeros(2, 6, device="meta").long(), ValueError,
+                           "seed must be on the device of q, cpu, got meta"),
+                          (torch.tensor([[1] * 6, [1] * 5 + [-3]]), ValueError, "seed must lie in [0, 2**63), got -3")],
+                         ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_seeds_of_heads(seed, error, message):
     q, k = torch.ones(2, 6, 3, 4), torch.ones(2, 2, 30, 4)
-    for call in (lambda: stream_seeds(q, seed), lambda: select_uniform(q, k, samples=2, seed=seed), lambda: Uniform(2).decode(q, k, k, seed=seed),
-                 lambda: Uniform(2).prefill(q, k, k, seed=seed), lambda: Exact().decode(q, k, k, seed=seed)):
+    for call in (lambda: stream_seeds(q, seed), lambda: select_uniform(q, k, samples=2, seed=seed),
+                 lambda: Uniform(2).decode(q, k, k, seed=seed), lambda: Uniform(2).prefill(q, k, k, seed=seed),
+                 lambda: Exact().decode(q, k, k, seed=seed)):
         with pytest.raises(error) as caught: call()
         assert message in str(caught.value) and type(caught.value) is error
 
@@ -237,7 +252,8 @@ def test_bad_seeds_of_heads(seed, error, message):
 def test_sums_are_unbiased_with_the_finite_population_variance():
     n, samples, m = 256, 64, 4000
     rng = torch.Generator().manual_seed(0)
-    q, k = torch.randn(1, 1, 1, 8, generator=rng, dtype=torch.float64), torch.randn(1, 1, n, 8, generator=rng, dtype=torch.float64)
+    q, k = torch.randn(1, 1, 1, 8, generator=rng,
+                       dtype=torch.float64), torch.randn(1, 1, n, 8, generator=rng, dtype=torch.float64)
     v = torch.randn(1, 1, n, 3, generator=rng, dtype=torch.float64)
     v = torch.nn.functional.pad(v, (0, 5))
     many = q.expand(1, 1, m, 8)
@@ -255,5 +271,6 @@ def test_uniform_tends_to_exact():
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, 16, generator=rng, dtype=torch.float64) for n in (50, 400, 400))
     want = attention(q, k, v)
-    errors = [float((Uniform(s).decode(q, k, v, seed=0) - want).norm() / want.norm()) for s in (0.01, 0.1, 0.5, 0.9, 1.0)]
+    errors = [float((Uniform(s).decode(q, k, v, seed=0) - want).norm() / want.norm())
+              for s in (0.01, 0.1, 0.5, 0.9, 1.0)]
     assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-13

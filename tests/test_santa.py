@@ -1,7 +1,7 @@
 """SANTA: bad input, streams, masks, edge cases, and statistics with a stated false-alarm rate.
 
-Statistical checks use fixed seeds. Each accepts what a correct sampler gives in all but one of 1 / ALARM seeds; there are about
-60 of them, so a run with fresh seeds would fail a correct sampler less than once in a million.
+Statistical checks use fixed seeds. Each accepts what a correct sampler gives in all but one of 1 / ALARM seeds; there
+are about 60 of them, so a run with fresh seeds would fail a correct sampler less than once in a million.
 """
 import math
 import os
@@ -14,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from sparse_nb.attention import Method, Selection, assert_close, attention, attention_scores, attention_weights, fold_in, philox, stream_seeds, weighted_attention
-from sparse_nb.santa import (
-    CLT_SAMPLES, PILOT_SHARE, SCHEMES, _average, _draw, Certificate, Santa, ValueNorms, bernoulli_decode, bernoulli_scores, santa_decode, select_santa, unique_keys, variance_trace, variance_trace_replicates)
+from sparse_nb.attention import (Exact, Method, Selection, TopK, Uniform, assert_close, attention, attention_scores,
+                                 attention_weights, fold_in, philox, stream_seeds, weighted_attention)
+from sparse_nb.santa import (CLT_SAMPLES, PILOT_SHARE, SCHEMES, _average, _draw, Certificate, Santa, ValueNorms,
+                             bernoulli_decode, bernoulli_scores, draw_selected, sample_values, santa_decode,
+                             select_santa, unique_keys, variance_trace, variance_trace_replicates)
 
 ALARM = 1e-8
-q, k, v = (torch.randn(2, heads, n, 8, generator=torch.Generator().manual_seed(i)) for i, (heads, n) in enumerate(((6, 3), (2, 40), (2, 40))))
+q, k, v = (torch.randn(2, heads, n, 8, generator=torch.Generator().manual_seed(i))
+           for i, (heads, n) in enumerate(((6, 3), (2, 40), (2, 40))))
 q = 3 * q
 start, stop = torch.tensor([0, 5]), torch.tensor([40, 31])
 nan = math.nan
@@ -33,7 +36,8 @@ def same(a, b): return torch.equal(a, b)
 def everyone(f, **needed):
     "Calls that every function which takes q, k and maybe v refuses."
     values = (v,) if f not in (select_santa, bernoulli_scores) else ()
-    run = lambda q=q, k=k, *rest, **kw: f(q, k, *(rest or (torch.ones_like(k) if isinstance(k, torch.Tensor) else k,) * len(values)), **(needed | kw))
+    run = lambda q=q, k=k, *rest, **kw: f(q, k, *(rest or (torch.ones_like(k) if isinstance(k, torch.Tensor) else k,
+                                                  ) * len(values)), **(needed | kw))
     return [
         (lambda: run([1.0]), TypeError, "q must be a torch.Tensor, got list"),
         (lambda: run(q, None), TypeError, "k must be a torch.Tensor, got NoneType"),
@@ -63,21 +67,30 @@ def sampler(f, **needed):
 
 def tiler(f, **needed):
     run = lambda **kw: f(q, k, *((v,) if f is not select_santa else ()), **(needed | kw))
-    return [(lambda: run(tile=0), ValueError, "tile must be at least 1, got 0"), (lambda: run(tile=64.0), TypeError, "tile must be an int, got float")]
+    return [(lambda: run(tile=0), ValueError, "tile must be at least 1, got 0"),
+            (lambda: run(tile=64.0), TypeError, "tile must be an int, got float")]
 
 
 def seeded(f, **needed):
     run = lambda **kw: f(q, k, *((v,) if f not in (select_santa, bernoulli_scores) else ()), **(needed | kw))
-    return [(lambda: run(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"), (lambda: run(seed=0.5), TypeError, "seed must be an int or an integer tensor, got float"),
-            (lambda: run(seed=torch.arange(2)), ValueError, "seed must be one number or have shape [B, H], got a tensor of shape [2]"),
-            (lambda: run(seed=torch.ones(2, 2).long()), ValueError, "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [2, 2]")]
+    return [(lambda: run(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
+            (lambda: run(seed=0.5), TypeError, "seed must be an int or an integer tensor, got float"),
+            (lambda: run(seed=torch.arange(2)), ValueError,
+             "seed must be one number or have shape [B, H], got a tensor of shape [2]"),
+            (lambda: run(seed=torch.ones(2, 2).long()), ValueError,
+             "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [2, 2]")]
 
 
 def decode(**kw): return santa_decode(q, k, v, **kw)
 
 
+FEW = Uniform(0.5).select(q, k, seed=9)
+def chosen(q, k, v, **kw): return sample_values(q, k, v, FEW, **kw)
+
+
 BAD = [
-    *everyone(select_santa), *sampler(select_santa), *tiler(select_santa), *seeded(select_santa), (lambda: select_santa(q, k, causal=1), TypeError, "causal must be a bool, got int"),
+    *everyone(select_santa), *sampler(select_santa), *tiler(select_santa), *seeded(select_santa),
+    (lambda: select_santa(q, k, causal=1), TypeError, "causal must be a bool, got int"),
     *everyone(santa_decode), *sampler(santa_decode), *tiler(santa_decode), *seeded(santa_decode),
     (lambda: decode(causal="yes"), TypeError, "causal must be a bool, got str"),
     (lambda: santa_decode(q, k, v[:, :, :39]), ValueError, "v must have the shape of k"),
@@ -85,50 +98,85 @@ BAD = [
     (lambda: decode(backend="cuda"), ValueError, "backend must be one of auto, torch, triton, got 'cuda'"),
     (lambda: decode(backend=None), TypeError, "backend must be a string, got NoneType"),
     (lambda: decode(backend="triton"), ValueError, "q must have one query for backend='triton', got 3"),
-    (lambda: santa_decode(q[:, :, :1].double(), k.double(), v.double(), backend="triton"), TypeError, "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"),
-    (lambda: decode(backend="triton", eps=0.1, delta=0.1), ValueError, "backend must be 'torch' or 'auto' when eps is given"),
+    (lambda: santa_decode(q[:, :, :1].double(), k.double(), v.double(), backend="triton"), TypeError,
+     "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"),
+    (lambda: decode(backend="triton", eps=0.1, delta=0.1), ValueError,
+     "backend must be 'torch' or 'auto' when eps is given"),
     (lambda: decode(return_stats=1), TypeError, "return_stats must be a bool, got int"),
     (lambda: decode(eps=0.1), ValueError, "delta must be given too"),
     (lambda: decode(delta=0.1), ValueError, "eps must be given too"),
-    *((lambda x=x: decode(eps=x, delta=0.1), ValueError, f"eps must lie in (0, 1), got {x}") for x in (0, 0.0, 1, 1.5, -0.1, nan)),
-    *((lambda x=x: decode(eps=0.1, delta=x), ValueError, f"delta must lie in (0, 1), got {x}") for x in (0.0, 1.0, nan)),
+    *((lambda x=x: decode(eps=x, delta=0.1), ValueError, f"eps must lie in (0, 1), got {x}")
+      for x in (0, 0.0, 1, 1.5, -0.1, nan)),
+    *((lambda x=x: decode(eps=0.1, delta=x), ValueError, f"delta must lie in (0, 1), got {x}")
+      for x in (0.0, 1.0, nan)),
     (lambda: decode(eps="a", delta=0.1), TypeError, "eps must be a number, got str"),
     (lambda: decode(eps=0.1, delta=True), TypeError, "delta must be a number, got bool"),
     (lambda: decode(eps=0.1, delta=0.3), ValueError, "delta must be at most 0.25 with bound='clt', got 0.3"),
-    (lambda: decode(eps=0.1, delta=0.1, bound="hoeffding"), ValueError, "bound must be one of clt, bernstein, got 'hoeffding'"),
+    (lambda: decode(eps=0.1, delta=0.1, bound="hoeffding"), ValueError,
+     "bound must be one of clt, bernstein, got 'hoeffding'"),
     (lambda: decode(bound=3), TypeError, "bound must be a string, got int"),
-    (lambda: decode(eps=0.1, delta=0.1, bound="bernstein"), ValueError, "scheme must be one of iid, stratified when eps is given with bound='bernstein', got 'systematic'"),
+    (lambda: decode(eps=0.1, delta=0.1, bound="bernstein"), ValueError,
+     "scheme must be one of iid, stratified when eps is given with bound='bernstein', got 'systematic'"),
     *((lambda s=s: decode(eps=0.1, delta=0.1, scheme=s), ValueError, f"got '{s}'") for s in ("proportional", "flash")),
-    (lambda: decode(eps=0.1, delta=0.1, samples=7), ValueError, "samples must be even when eps is given, for two pilots of one size, got 7"),
+    (lambda: decode(eps=0.1, delta=0.1, samples=7), ValueError,
+     "samples must be even when eps is given, for two pilots of one size, got 7"),
     (lambda: decode(eps=0.1, delta=0.1, value_norms=[1.0]), TypeError, "value_norms must be a torch.Tensor, got list"),
-    (lambda: decode(eps=0.1, delta=0.1, value_norms=v), ValueError, "value_norms must have shape [B, G, N] = [2, 2, 40], got [2, 2, 40, 8]"),
-    (lambda: decode(eps=0.1, delta=0.1, value_norms=torch.ones(2, 2, 40).long()), TypeError, "value_norms must be floating point, got torch.int64"),
-    (lambda: decode(eps=0.1, delta=0.1, value_norms=torch.ones(2, 2, 40, device="meta")), ValueError, "value_norms must be on the device of q"),
-    (lambda: decode(eps=0.1, delta=0.1, value_norms=-torch.ones(2, 2, 40)), ValueError, "value_norms must be finite and not negative"),
-    (lambda: decode(eps=0.1, delta=0.1, value_norms=nan * torch.ones(2, 2, 40)), ValueError, "value_norms must be finite and not negative"),
-    *everyone(variance_trace, samples=4, scheme="iid"), (lambda: variance_trace(q, k, v, samples=4, scheme="flash"), ValueError, "scheme must be one of iid, stratified, got 'flash'"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=v), ValueError,
+     "value_norms must have shape [B, G, N] = [2, 2, 40], got [2, 2, 40, 8]"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=torch.ones(2, 2, 40).long()), TypeError,
+     "value_norms must be floating point, got torch.int64"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=torch.ones(2, 2, 40, device="meta")), ValueError,
+     "value_norms must be on the device of q"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=-torch.ones(2, 2, 40)), ValueError,
+     "value_norms must be finite and not negative"),
+    (lambda: decode(eps=0.1, delta=0.1, value_norms=nan * torch.ones(2, 2, 40)), ValueError,
+     "value_norms must be finite and not negative"),
+    *everyone(variance_trace, samples=4, scheme="iid"),
+    (lambda: variance_trace(q, k, v, samples=4, scheme="flash"), ValueError,
+     "scheme must be one of iid, stratified, got 'flash'"),
     (lambda: variance_trace(q, k, v, samples=4, scheme=1), TypeError, "scheme must be a string, got int"),
-    *everyone(variance_trace_replicates, samples=4), *sampler(variance_trace_replicates, samples=4), *tiler(variance_trace_replicates, samples=4), *seeded(variance_trace_replicates, samples=4),
-    (lambda: variance_trace_replicates(q, k, v, samples=4, replicates=1), ValueError, "replicates must be at least 2, got 1"),
-    (lambda: variance_trace_replicates(q, k, v, samples=4, replicates=9.0), TypeError, "replicates must be an int, got float"),
+    *everyone(variance_trace_replicates, samples=4), *sampler(variance_trace_replicates, samples=4),
+    *seeded(variance_trace_replicates, samples=4),
+    (lambda: variance_trace_replicates(q, k, v, samples=4, replicates=1), ValueError,
+     "replicates must be at least 2, got 1"),
+    (lambda: variance_trace_replicates(q, k, v, samples=4, replicates=9.0), TypeError,
+     "replicates must be an int, got float"),
     *everyone(bernoulli_scores, samples=4), *seeded(bernoulli_scores, samples=4),
     (lambda: bernoulli_scores(q, k, samples=4, stratified=1), TypeError, "stratified must be a bool, got int"),
     (lambda: bernoulli_scores(q, k, samples=4, mean_group="no"), TypeError, "mean_group must be a bool, got str"),
     *everyone(bernoulli_decode), *sampler(bernoulli_decode), *tiler(bernoulli_decode), *seeded(bernoulli_decode),
     (lambda: bernoulli_decode(q, k, v, features=0), ValueError, "features must be at least 1, got 0"),
-    (lambda: bernoulli_decode(q, k, v, stratified=None), TypeError, "stratified must be a bool, got NoneType"),
     (lambda: bernoulli_decode(q, k, v, mean_group=2), TypeError, "mean_group must be a bool, got int"),
     (lambda: bernoulli_decode(q, k, v, return_stats=None), TypeError, "return_stats must be a bool, got NoneType"),
     (lambda: unique_keys([0], 4), TypeError, "selection must be a Selection, got list"),
     (lambda: unique_keys(select_santa(q, k, samples=2, seed=0), 0), ValueError, "n must be at least 1, got 0"),
     (lambda: unique_keys(select_santa(q, k, samples=2, seed=0), "40"), TypeError, "n must be an int, got str"),
-    (lambda: unique_keys(Selection(torch.full((1, 1, 1, 1), 9), torch.ones(1, 1, 1, 1)), 9), ValueError, "n must be above every index of the selection, 9, got 9"),
-    (lambda: Santa(samples=0), ValueError, "samples must be at least 1, got 0"), (lambda: Santa(scheme="x"), ValueError, "scheme must be one of"),
-    (lambda: Santa(tile=-1), ValueError, "tile must be at least 1, got -1"), (lambda: Santa(eps=0.5), ValueError, "delta must be given too"),
-    (lambda: Santa(eps=2, delta=0.1), ValueError, "eps must lie in (0, 1), got 2"), (lambda: Santa(bound="x"), ValueError, "bound must be one of"),
+    (lambda: unique_keys(Selection(torch.full((1, 1, 1, 1), 9), torch.ones(1, 1, 1, 1)), 9), ValueError,
+     "n must be above every index of the selection, 9, got 9"),
+    *seeded(chosen), (lambda: chosen(q, k, v, samples=0), ValueError, "samples must be at least 1, got 0"),
+    (lambda: chosen(q, k, v, scheme="flash"), ValueError,
+     "scheme must be one of iid, stratified, systematic, got 'flash'"),
+    (lambda: chosen(q, k, v.double()), TypeError, "v must have the dtype of q"),
+    (lambda: chosen(q, k, v, scale=-1.0), ValueError, "scale must be positive and finite, got -1.0"),
+    (lambda: chosen(q * nan, k, v), ValueError, "must be finite, got NaN"),
+    (lambda: chosen(q, k, v, return_drawn=1), TypeError, "return_drawn must be a bool, got int"),
+    (lambda: sample_values(q, k, v, [1]), TypeError, "selection must be a Selection, got list"),
+    (lambda: sample_values(q[:, :, :1], k, v, FEW), ValueError,
+     "selection must be for [B, H, Q] = [2, 6, 1], got [2, 6, 3]"),
+    (lambda: sample_values(q, k[:, :, :9], v[:, :, :9], FEW), ValueError,
+     "selection must be of the 9 keys of k, got number"),
+    (lambda: sample_values(q, k, v, Selection(FEW.index, 0 * FEW.weight)), ValueError, "each query must see a key"),
+    (lambda: Santa(samples=0), ValueError, "samples must be at least 1, got 0"),
+    (lambda: Santa(scheme="x"), ValueError, "scheme must be one of"),
+    (lambda: Santa(tile=-1), ValueError, "tile must be at least 1, got -1"),
+    (lambda: Santa(eps=0.5), ValueError, "delta must be given too"),
+    (lambda: Santa(eps=2, delta=0.1), ValueError, "eps must lie in (0, 1), got 2"),
+    (lambda: Santa(bound="x"), ValueError, "bound must be one of"),
     (lambda: Santa(eps=0.5, delta=0.1).select(q, k), ValueError, "eps must be None to select without values, got 0.5"),
-    (lambda: Santa(eps=0.5, delta=0.1).decode(q, k, v, state=v), TypeError, "state must be ValueNorms or None, got Tensor"),
-    (lambda: Santa(eps=0.5, delta=0.1).decode(q, k, v, state=ValueNorms()), ValueError, "state must hold as many keys as k, 40, got 0"),
+    (lambda: Santa(eps=0.5, delta=0.1).decode(q, k, v, state=v), TypeError,
+     "state must be ValueNorms or None, got Tensor"),
+    (lambda: Santa(eps=0.5, delta=0.1).decode(q, k, v, state=ValueNorms()), ValueError,
+     "state must hold as many keys as k, 40, got 0"),
 ]
 
 
@@ -144,7 +192,8 @@ def test_bad_input_is_named(call, error, message):
 def test_same_seed_same_keys_and_other_seed_other_keys(scheme):
     a, b, c = (select_santa(q, k, samples=16, scheme=scheme, tile=8, seed=s) for s in (5, torch.tensor(5), 6))
     assert same(a.index, b.index) and same(a.weight, b.weight) and not same(a.index, c.index)
-    assert same(santa_decode(q, k, v, samples=16, scheme=scheme, tile=8, seed=5), santa_decode(q, k, v, samples=16, scheme=scheme, tile=8, seed=5))
+    assert same(santa_decode(q, k, v, samples=16, scheme=scheme, tile=8, seed=5),
+                santa_decode(q, k, v, samples=16, scheme=scheme, tile=8, seed=5))
 
 
 def test_without_a_seed_torchs_generator_decides():
@@ -166,20 +215,22 @@ def test_a_row_of_a_batch_draws_as_it_would_alone(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_equal_heads_and_queries_have_streams_of_their_own(scheme):
-    index = select_santa(torch.zeros(1, 4, 4, 1), torch.zeros(1, 1, 200000, 1), samples=8, scheme=scheme, tile=50000, seed=1).index[0].flatten(0, 1)
+    index = select_santa(torch.zeros(1, 4, 4, 1), torch.zeros(1, 1, 200000, 1), samples=8, scheme=scheme, tile=50000,
+                         seed=1).index[0].flatten(0, 1)
     assert len(index.unique(dim=0)) == 16
 
 
 HEADS = fold_in(5, torch.arange(2)[:, None], torch.arange(6))
-CALLS = {
-    **{f"decode, {scheme}": lambda q, k, v, scheme=scheme, **kw: santa_decode(q, k, v, samples=12, scheme=scheme, tile=8, **kw) for scheme in SCHEMES},
-    "select": lambda q, k, v, **kw: select_santa(q, k, samples=12, **kw).index,
-    "eps": lambda q, k, v, **kw: santa_decode(q, k, v, eps=0.4, delta=0.2, samples=16, **kw),
-    "replicates": lambda q, k, v, **kw: variance_trace_replicates(q, k, v, samples=12, replicates=5, **kw),
-    **{f"bernoulli {name}, mean_group={mean_group}": lambda q, k, v, f=f, mean_group=mean_group, **kw: f(q, k, v, mean_group=mean_group, **kw)
-       for mean_group in (False, True) for name, f in (("scores", lambda q, k, v, **kw: bernoulli_scores(q, k, samples=2, **kw)[0]), ("decode", lambda q, k, v, **kw: bernoulli_decode(q, k, v, samples=12, **kw)))},
-    "method": lambda q, k, v, **kw: Santa(samples=12).decode(q, k, v, **kw),
-}
+CALLS = {**{f"decode, {scheme}": lambda q, k, v, scheme=scheme,
+            **kw: santa_decode(q, k, v, samples=12, scheme=scheme, tile=8, **kw) for scheme in SCHEMES},
+         "select": lambda q, k, v, **kw: select_santa(q, k, samples=12, **kw).index, "eps": lambda q, k, v,
+         **kw: santa_decode(q, k, v, eps=0.4, delta=0.2, samples=16, **kw), "replicates": lambda q, k, v,
+         **kw: variance_trace_replicates(q, k, v, samples=12, replicates=5, **kw),
+         **{f"bernoulli {name}, mean_group={mean_group}": lambda q, k, v, f=f, mean_group=mean_group,
+            **kw: f(q, k, v, mean_group=mean_group, **kw) for mean_group in (False, True)
+            for name, f in (("scores", lambda q, k, v, **kw: bernoulli_scores(q, k, samples=2, **kw)[0]),
+                            ("decode", lambda q, k, v, **kw: bernoulli_decode(q, k, v, samples=12, **kw)))},
+         "method": lambda q, k, v, **kw: Santa(samples=12).decode(q, k, v, **kw), }
 # these fold a number into the seed, which from one number happens before row and head
 FOLDING = [CALLS[name] for name in CALLS if name == "replicates" or name.startswith("bernoulli decode")]
 
@@ -191,7 +242,8 @@ def test_a_seed_for_each_sequence_and_head(call):
     if call not in FOLDING: assert all(same(whole, call(q, k, v, seed=seed, **kept)) for seed in (5, torch.tensor(5)))
     row = call(q[1:], k[1:], v[1:], seed=HEADS[1:], kv_start=start[1:], kv_len=stop[1:])[..., :whole.shape[-1]]
     assert same(row, whole[1:, ..., :row.shape[-1]])
-    assert same(whole[:, 3:], call(q[:, 3:], k[:, 1:], v[:, 1:], seed=HEADS[:, 3:], **kept))   # the second of two processes
+    # the second of two processes
+    assert same(whole[:, 3:], call(q[:, 3:], k[:, 1:], v[:, 1:], seed=HEADS[:, 3:], **kept))
     assert not same(whole, call(q, k, v, seed=HEADS.flip(1), **kept))
 
 
@@ -200,13 +252,16 @@ def test_thresholds_are_the_documented_ones():
     zero, keys = torch.zeros(1, 2, 1, 4, dtype=torch.float64), torch.zeros(1, 1, n, 4, dtype=torch.float64)
     for head in range(2):
         seed, j = fold_in(9, 0, head, 0), torch.arange(samples)
-        want = {"iid": philox(seed, j).double(), "stratified": (j + philox(seed, j).double()) / samples, "systematic": (j + philox(seed, 0).double()) / samples}
+        want = {"iid": philox(seed, j).double(), "stratified": (j + philox(seed, j).double()) / samples,
+                "systematic": (j + philox(seed, 0).double()) / samples}
         for scheme, x in want.items():
-            assert same(select_santa(zero, keys, samples=samples, scheme=scheme, seed=9).index[0, head, 0], (x * n).floor().long())
+            assert same(select_santa(zero, keys, samples=samples, scheme=scheme, seed=9).index[0, head, 0],
+                        (x * n).floor().long())
         tiles = select_santa(zero, keys, samples=8, scheme="flash", tile=500, seed=9).index[0, head, 0]
         t, j = torch.tensor([0] * 4 + [1] * 4), torch.arange(4).repeat(2)
         assert same(tiles, t * 500 + ((j + philox(seed, t).double()) / 4 * 500).floor().long())
-        assert same(tiles, select_santa(zero, keys, samples=8, scheme="proportional", tile=500, seed=9).index[0, head, 0])
+        assert same(tiles, select_santa(zero, keys, samples=8, scheme="proportional", tile=500,
+                                        seed=9).index[0, head, 0])
 
 
 # masks and edges
@@ -215,14 +270,17 @@ def test_thresholds_are_the_documented_ones():
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_hidden_has_no_effect(scheme, causal):
     bad_k, bad_v = k.clone(), v.clone()
-    for row in range(2): bad_k[row, :, :start[row]] = bad_v[row, :, :start[row]] = bad_k[row, :, stop[row]:] = bad_v[row, :, stop[row]:] = nan
+    for row in range(2):
+        bad_k[row, :, :start[row]] = bad_v[row, :,
+                                           :start[row]] = bad_k[row, :, stop[row]:] = bad_v[row, :, stop[row]:] = nan
     kept = dict(samples=24, scheme=scheme, tile=8, seed=2, causal=causal, kv_start=start, kv_len=stop)
     clean, stats_ = santa_decode(q, k, v, return_stats=True, **kept)
     assert same(clean, santa_decode(q, bad_k, bad_v, **kept)) and clean.isfinite().all()
     index = select_santa(q, k, **kept).index
     end = stop.view(2, 1, 1) - (torch.arange(2, -1, -1) if causal else 0)
     assert (index >= start.view(2, 1, 1, 1)).all() and (index < end[..., None]).all()
-    assert same(stats_.keys_scored, (end - start.view(2, 1, 1)).expand(2, 6, 3)) and (stats_.values_read <= stats_.budget).all()
+    assert same(stats_.keys_scored,
+                (end - start.view(2, 1, 1)).expand(2, 6, 3)) and (stats_.values_read <= stats_.budget).all()
     assert_close(clean, weighted_attention(q, k, v, select_santa(q, k, **kept)), 1e-5)
 
 
@@ -243,7 +301,9 @@ def test_dtypes_sizes_and_peaks(dtype, scheme):
             out, stats_ = santa_decode(a, b, c, samples=samples, scheme=scheme, tile=16, seed=1, return_stats=True)
             assert out.dtype == dtype and out.isfinite().all() and out.shape == a.shape
             assert (stats_.values_read >= 1).all() and (stats_.values_read <= min(n, max(samples, 4))).all()
-            if n == 1: assert_close(out, c.repeat_interleave(3, 1).expand(2, 6, 3, 8), 1e-7 if dtype != torch.float16 else 1e-3)
+            if n == 1:
+                assert_close(out, c.repeat_interleave(3, 1).expand(2, 6, 3, 8),
+                             1e-7 if dtype != torch.float16 else 1e-3)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -252,15 +312,18 @@ def test_scores_of_minus_infinity_are_never_drawn(scheme):
     some[:, :, :30] = -math.inf
     picked = select_santa(q.abs(), some, samples=64, scheme=scheme, tile=8, seed=0)
     assert (picked.index[picked.weight > 0] >= 30).all()
-    with pytest.raises(ValueError, match="each query must see a key"): select_santa(q.abs(), torch.full_like(k, -math.inf), samples=4, scheme=scheme, seed=0)
+    with pytest.raises(ValueError, match="each query must see a key"):
+        select_santa(q.abs(), torch.full_like(k, -math.inf), samples=4, scheme=scheme, seed=0)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-24])
 def test_the_ends_of_the_uniform_numbers_meet_no_weightless_key(scheme, u):
-    scores = torch.tensor([-math.inf, 0, -math.inf, 1, 0, -math.inf, -math.inf, 0, -math.inf], dtype=torch.float64).view(1, 1, 1, 9)
+    scores = torch.tensor([-math.inf, 0, -math.inf, 1, 0, -math.inf, -math.inf, 0, -math.inf],
+                          dtype=torch.float64).view(1, 1, 1, 9)
     first = torch.zeros(1, 1, 1, dtype=torch.int64)
-    draws = _draw(scores, first, first + 9, first[..., None], 6, scheme, 3, uniform=lambda seeds, offset: torch.full(torch.broadcast_shapes(seeds.shape, offset.shape), u))
+    draws = _draw(scores, first, first + 9, first[..., None], 6, scheme, 3, uniform=lambda seeds,
+                  offset: torch.full(torch.broadcast_shapes(seeds.shape, offset.shape), u))
     used = (draws.share > 0).expand(draws.index.shape)
     assert used.any() and scores.flatten()[draws.index[used]].isfinite().all()
 
@@ -270,14 +333,18 @@ def test_a_peak_takes_all_samples():
     for scheme in ("iid", "stratified", "systematic", "proportional"):
         picked = select_santa(torch.ones(1, 2, 1, 8), keys, samples=50, scheme=scheme, seed=0)
         assert (picked.index == 123).all() and (unique_keys(picked, 300) == 1).all()
-    assert_close(santa_decode(torch.ones(1, 2, 1, 8), keys, torch.randn(1, 1, 300, 8).index_fill(2, torch.tensor([123]), 2.0), scheme="flash", seed=0), torch.full((1, 2, 1, 8), 2.0), 1e-6)
+    assert_close(santa_decode(torch.ones(1, 2, 1, 8), keys,
+                              torch.randn(1, 1, 300, 8).index_fill(2, torch.tensor([123]), 2.0), scheme="flash",
+                              seed=0), torch.full((1, 2, 1, 8), 2.0), 1e-6)
 
 
 def test_flash_budgets():
     zero, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1000, 4)
-    for samples, tile, want in ((128, 100, 130), (4, 100, 10), (25, 100, 30), (24, 100, 20), (5, 2000, 5), (7, 1, 1000)):
+    for samples, tile, want in ((128, 100, 130), (4, 100, 10), (25, 100, 30), (24, 100, 20), (5, 2000, 5),
+                                (7, 1, 1000)):
         assert int(select_santa(zero, keys, samples=samples, scheme="flash", tile=tile, seed=0).budget) == want
-    assert select_santa(zero, keys, samples=50, scheme="flash", tile=100, seed=0, kv_len=torch.tensor([150])).budget.item() == 50
+    assert select_santa(zero, keys, samples=50, scheme="flash", tile=100, seed=0,
+                        kv_len=torch.tensor([150])).budget.item() == 50
 
 
 def test_nothing_of_the_input_is_changed():
@@ -287,8 +354,10 @@ def test_nothing_of_the_input_is_changed():
 
 
 def test_interpreted_triton_is_not_chosen_by_itself():
-    code = "import torch; from sparse_nb.santa import santa_decode; x = torch.ones(1, 1, 1, 16); santa_decode(x, x, x); import sys; print('sparse_nb.kernels.santa' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True)
+    code = """import sys, torch; from sparse_nb.santa import santa_decode
+x = torch.ones(1, 1, 1, 16); santa_decode(x, x, x); print("sparse_nb.kernels.santa" in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
+                          text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
@@ -298,8 +367,10 @@ def test_interpreted_triton_is_not_chosen_by_itself():
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2**40), st.floats(0, 4))
 def test_counts_of_a_systematic_draw_are_floor_or_ceil(n, samples, seed, sharpness):
     g = torch.Generator().manual_seed(seed % 2**31)
-    query, keys = torch.ones(1, 1, 1, 1, dtype=torch.float64), sharpness * torch.randn(1, 1, n, 1, generator=g, dtype=torch.float64)
-    count = torch.bincount(select_santa(query, keys, samples=samples, seed=seed, scale=1.0).index.flatten(), minlength=n)
+    query, keys = torch.ones(1, 1, 1, 1, dtype=torch.float64), sharpness * torch.randn(
+        1, 1, n, 1, generator=g, dtype=torch.float64)
+    count = torch.bincount(select_santa(query, keys, samples=samples, seed=seed, scale=1.0).index.flatten(),
+                           minlength=n)
     quota = samples * attention_weights(query, keys, scale=1.0).flatten()
     assert (count >= (quota - 1e-9).floor()).all() and (count <= (quota + 1e-9).ceil()).all() and count.sum() == samples
 
@@ -333,7 +404,8 @@ def test_keys_are_drawn_as_often_as_their_weight_says(scheme):
 
 def test_iid_counts_are_multinomial():
     m, p = 500, torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
-    index = select_santa(torch.ones(1, 1, m, 1, dtype=torch.float64), p.log().view(1, 1, 4, 1), samples=20, scheme="iid", seed=3, scale=1.0).index
+    index = select_santa(torch.ones(1, 1, m, 1, dtype=torch.float64), p.log().view(1, 1, 4, 1), samples=20,
+                         scheme="iid", seed=3, scale=1.0).index
     count = torch.bincount(index.flatten(), minlength=4)
     assert stats.chisquare(count.numpy(), (20 * m * p).numpy()).pvalue > ALARM
     per = torch.zeros(m, 4).scatter_add(1, index[0, 0], torch.ones(m, 20))
@@ -349,25 +421,34 @@ def test_variance_traces_agree_with_brute_force():
     assert_close(variance_trace(a, b, c, samples=5, scheme="iid"), one / 5, 1e-12)
     grid = (torch.arange(200000, dtype=torch.float64) + 0.5) / 200000    # within each of 5 strata 40,000 points
     for h, i in ((0, 0), (5, 2)):
-        rows = values[0, h, 0][torch.searchsorted(p[0, h, i].cumsum(0), grid, right=True).clamp(max=39)].view(5, 40000, 8)
-        assert_close(variance_trace(a, b, c, samples=5, scheme="stratified")[0, h, i], rows.var(1, correction=0).sum() / 25, 1e-3)
+        rows = values[0, h, 0][torch.searchsorted(p[0, h, i].cumsum(0), grid,
+                                                  right=True).clamp(max=39)].view(5, 40000, 8)
+        assert_close(variance_trace(a, b, c, samples=5, scheme="stratified")[0, h, i],
+                     rows.var(1, correction=0).sum() / 25, 1e-3)
     assert_close(variance_trace(a, b, c, samples=1, scheme="stratified"), one, 1e-12)
     hidden = v.clone(); hidden[1, :, :5] = hidden[1, :, 31:] = nan
-    assert same(variance_trace(q, k, hidden, samples=5, scheme="stratified", kv_start=start, kv_len=stop), variance_trace(q, k, hidden.nan_to_num(), samples=5, scheme="stratified", kv_start=start, kv_len=stop))
+    assert same(variance_trace(q, k, hidden, samples=5, scheme="stratified", kv_start=start, kv_len=stop),
+                variance_trace(q, k, hidden.nan_to_num(), samples=5, scheme="stratified", kv_start=start, kv_len=stop))
 
 
 def test_replicates_are_single_runs():
     outs = torch.stack([santa_decode(q, k, v, samples=6, scheme="stratified", seed=fold_in(4, r)) for r in range(8)])
-    assert_close(variance_trace_replicates(q, k, v, samples=6, scheme="stratified", replicates=8, seed=4), outs.double().var(0).sum(-1), 1e-5)
-    outs = torch.stack([santa_decode(q, k, v, samples=6, scheme="stratified", seed=fold_in(HEADS, r)) for r in range(8)])
-    assert_close(variance_trace_replicates(q, k, v, samples=6, scheme="stratified", replicates=8, seed=HEADS), outs.double().var(0).sum(-1), 1e-5)
+    assert_close(variance_trace_replicates(q, k, v, samples=6, scheme="stratified", replicates=8, seed=4),
+                 outs.double().var(0).sum(-1), 1e-5)
+    outs = torch.stack([santa_decode(q, k, v, samples=6, scheme="stratified", seed=fold_in(HEADS, r))
+                        for r in range(8)])
+    assert_close(variance_trace_replicates(q, k, v, samples=6, scheme="stratified", replicates=8, seed=HEADS),
+                 outs.double().var(0).sum(-1), 1e-5)
 
 
-@pytest.mark.parametrize("settings_", [dict(stratified=False), dict(), dict(mean_group=True), dict(stratified=False, mean_group=True)])
+@pytest.mark.parametrize("settings_", [dict(stratified=False), dict(), dict(mean_group=True),
+                                       dict(stratified=False, mean_group=True)])
 def test_bernoulli_scores_are_unbiased(settings_):
     m = 3000
-    query, keys = torch.randn(1, 6, 1, 16, generator=torch.Generator().manual_seed(1)), torch.randn(1, 2, 10, 16, generator=torch.Generator().manual_seed(2))
-    scores = bernoulli_scores(query.expand(1, 6, m, 16), keys.expand(1, 2, 10, 16), samples=3, seed=6, **settings_)[0][0].double()
+    query, keys = torch.randn(1, 6, 1, 16, generator=torch.Generator().manual_seed(1)), torch.randn(
+        1, 2, 10, 16, generator=torch.Generator().manual_seed(2))
+    scores = bernoulli_scores(query.expand(1, 6, m, 16), keys.expand(1, 2, 10, 16), samples=3, seed=6,
+                              **settings_)[0][0].double()
     z = (scores.mean(1) - attention_scores(query, keys)[0, :, 0]) / (scores.std(1) / m**0.5)
     assert z.abs().max() < stats.norm.isf(ALARM / 120)
 
@@ -375,11 +456,14 @@ def test_bernoulli_scores_are_unbiased(settings_):
 def test_bernoulli_features():
     scores, read = bernoulli_scores(q, k, samples=2, mean_group=True, seed=0, kv_start=start, kv_len=stop)
     assert same(read[:, 0], read[:, 1]) and same(read[:, 0], read[:, 2]) and read.dtype == torch.bool
-    assert (scores[1, ..., :5] == -math.inf).all() and (scores[1, ..., 31:] == -math.inf).all() and scores[1, ..., 5:31].isfinite().all()
+    assert (scores[1, ..., :5] == -math.inf).all() and (
+        scores[1, ..., 31:] == -math.inf).all() and scores[1, ..., 5:31].isfinite().all()
     assert read.any(-1).all()                                       # the largest entry is certain
     changed = k.clone(); changed[..., ~read[0, 0, 0]] = 7.0          # what is not read has no effect
-    assert same(bernoulli_scores(q[:1, :1, :1], k[:1, :1], samples=2, seed=0)[0], bernoulli_scores(q[:1, :1, :1], k[:1, :1], samples=2, seed=torch.tensor(0))[0])
-    assert_close(bernoulli_scores(q, changed, samples=2, mean_group=True, seed=0)[0][0, 0, 0], bernoulli_scores(q, k, samples=2, mean_group=True, seed=0)[0][0, 0, 0], 1e-6)
+    assert same(bernoulli_scores(q[:1, :1, :1], k[:1, :1], samples=2, seed=0)[0],
+                bernoulli_scores(q[:1, :1, :1], k[:1, :1], samples=2, seed=torch.tensor(0))[0])
+    assert_close(bernoulli_scores(q, changed, samples=2, mean_group=True, seed=0)[0][0, 0, 0],
+                 bernoulli_scores(q, k, samples=2, mean_group=True, seed=0)[0][0, 0, 0], 1e-6)
     zero = bernoulli_scores(torch.zeros_like(q), k, samples=2, seed=0)
     assert (zero[0] == 0).all() and not zero[1].any()
     many = bernoulli_scores(q.double(), k.double(), samples=4000, seed=0)[0]
@@ -393,7 +477,8 @@ def test_bernoulli_features():
 def test_bernoulli_decode_is_santa_on_bernoulli_scores(scheme):
     bad_k, bad_v = k.clone(), v.clone()
     bad_k[1, :, :5] = bad_v[1, :, :5] = bad_k[1, :, 31:] = bad_v[1, :, 31:] = nan
-    out, stats_ = bernoulli_decode(q, bad_k, bad_v, features=3, samples=20, scheme=scheme, tile=8, seed=4, kv_start=start, kv_len=stop, return_stats=True)
+    out, stats_ = bernoulli_decode(q, bad_k, bad_v, features=3, samples=20, scheme=scheme, tile=8, seed=4,
+                                   kv_start=start, kv_len=stop, return_stats=True)
     scores, read = bernoulli_scores(q, k, samples=3, seed=fold_in(4, 0), kv_start=start, kv_len=stop)
     first, end = (x.view(2, 1, 1).expand(2, 1, 3) for x in (start, stop))
     draws = _draw(scores, first, end, stream_seeds(q, fold_in(4, 1))[..., None], 20, scheme, 8)
@@ -404,11 +489,15 @@ def test_bernoulli_decode_is_santa_on_bernoulli_scores(scheme):
 
 # promises
 
-@pytest.mark.parametrize("bound, scheme", [("clt", "iid"), ("clt", "stratified"), ("clt", "systematic"), ("bernstein", "iid"), ("bernstein", "stratified")])
+@pytest.mark.parametrize("bound, scheme", [("clt", "iid"), ("clt", "stratified"), ("clt", "systematic"),
+                                           ("bernstein", "iid"), ("bernstein", "stratified")])
 def test_a_promise_is_kept(bound, scheme):
     g = torch.Generator().manual_seed(7)
-    query, keys, values = torch.zeros(1, 1, 300, 8), torch.randn(1, 1, 1500, 8, generator=g), torch.randn(1, 1, 1500, 8, generator=g) + 1
-    out, stats_ = santa_decode(query, keys, values, eps=0.25, delta=0.05, bound=bound, scheme=scheme, seed=3, return_stats=True)
+    query, keys, values = torch.zeros(1, 1, 300, 8), torch.randn(1, 1, 1500, 8,
+                                                                 generator=g), torch.randn(1, 1, 1500, 8,
+                                                                                           generator=g) + 1
+    out, stats_ = santa_decode(query, keys, values, eps=0.25, delta=0.05, bound=bound, scheme=scheme, seed=3,
+                               return_stats=True)
     truth, promise = attention(query.double(), keys.double(), values.double()), stats_.certificate
     assert isinstance(promise, Certificate) and promise.bound == bound and (promise.samples > 0).double().mean() > 0.5
     failed = int(((out - truth).norm(dim=-1) > 0.25 * truth.norm(dim=-1)).sum())
@@ -420,8 +509,10 @@ def test_a_promise_is_kept(bound, scheme):
 @pytest.mark.parametrize("bound", ["clt", "bernstein"])
 def test_the_number_of_samples_follows_the_formula(bound):
     g = torch.Generator().manual_seed(7)
-    query, keys, values = (torch.randn(1, m, n, 8, generator=g, dtype=torch.float64) for m, n in ((3, 1), (1, 20000), (1, 20000)))
-    promise = santa_decode(query, keys, values + 1, eps=0.3, delta=0.1, bound=bound, scheme="iid", seed=3, return_stats=True)[1].certificate
+    query, keys, values = (torch.randn(1, m, n, 8, generator=g, dtype=torch.float64)
+                           for m, n in ((3, 1), (1, 20000), (1, 20000)))
+    promise = santa_decode(query, keys, values + 1, eps=0.3, delta=0.1, bound=bound, scheme="iid", seed=3,
+                           return_stats=True)[1].certificate
     lengths = (values + 1).norm(dim=-1)[0, 0]
     second = (attention_weights(query, keys) * lengths**2).sum(-1)
     assert_close(promise.trace, second - promise.norm**2, 1e-12)
@@ -436,9 +527,11 @@ def test_promises_at_the_edges():
     out, stats_ = decode(eps=0.001, delta=0.01, seed=0, return_stats=True)
     assert_close(out, attention(q, k, v), 1e-6)
     whole = stats_.certificate.samples == 0
-    assert whole.all() and (stats_.values_read == 40).all() and (stats_.density == 1).all() and (stats_.budget == 40).all()
+    assert whole.all() and (stats_.values_read == 40).all() and (stats_.density == 1).all() and (
+        stats_.budget == 40).all()
     one = decode(eps=0.5, delta=0.2, seed=0, kv_start=start, kv_len=start + 1)
-    assert_close(one, torch.stack([v[0, :, 0], v[1, :, 5]]).repeat_interleave(3, 1)[:, :, None].expand(2, 6, 3, 8), 1e-6)
+    assert_close(one, torch.stack([v[0, :, 0], v[1, :, 5]]).repeat_interleave(3, 1)[:, :, None].expand(2, 6, 3, 8),
+                 1e-6)
     norms = v.norm(dim=-1)
     norms[1, :, :5] = nan                                             # padding
     kept = dict(eps=0.4, delta=0.2, seed=0, kv_start=start, kv_len=stop, return_stats=True)
@@ -448,14 +541,75 @@ def test_promises_at_the_edges():
     assert (zero == 0).all()
 
 
+# values of a selection
+
+@pytest.mark.parametrize("scheme", SCHEMES[:3])
+def test_sampling_a_selection_of_all_keys_is_santa(scheme):
+    kept, masks = dict(samples=24, scheme=scheme, seed=HEADS), dict(causal=True, kv_start=start, kv_len=stop)
+    a, b, c = (x.double() for x in (q, k, v))
+    every = Exact().select(a, b, **masks)
+    got, want = draw_selected(a, b, every, **kept), select_santa(a, b, **kept, **masks)
+    assert same(got.index, want.index)
+    assert_close(got.weight, want.weight, 1e-9)
+    assert_close(sample_values(a, b, c, every, **kept), santa_decode(a, b, c, **kept, **masks), 1e-12)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[:3])
+def test_values_of_a_selection_are_drawn_by_their_share_of_it(scheme):
+    "Weights, a key in two slots and an unused slot: each slot's share of the draws, and the mean over many."
+    m, index, weight = 3000, torch.tensor([3, 7, 7, 0, 5]), torch.tensor([1.0, 5.0, 2.0, 0.0, 0.5], dtype=torch.float64)
+    a, b, c = q[:1, :1, :1].double().expand(-1, -1, m, -1) / 3, k[:1, :1].double(), v[:1, :1].double()
+    few = Selection(index.expand(1, 1, m, 5), weight.expand(1, 1, m, 5))
+    share = (weight * torch.exp(b[0, 0, index] @ a[0, 0, 0] / 8**0.5)).double()
+    share = torch.zeros(40, dtype=torch.float64).index_add(0, index, share / share.sum())
+    out, drawn = sample_values(a, b, c, few, samples=6, scheme=scheme, seed=2, return_drawn=True)
+    count = torch.zeros(m, 40, dtype=torch.float64).scatter_add(1, drawn.index[0, 0],
+                                                                torch.full((m, 6), 1 / 6).double())
+    assert not count[:, share == 0].any()
+    z = (count.mean(0) - share)[share > 0] / (count.std(0)[share > 0] / m**0.5)
+    assert z.abs().max() < stats.norm.isf(ALARM / 8)
+    assert_close(out, weighted_attention(a, b, c, drawn), 1e-12)  # its denominator is the selection's
+    error = out[0, 0] - weighted_attention(a, b, c, few)[0, 0]
+    assert (error.mean(0).abs() / (error.std(0) / m**0.5)).max() < stats.norm.isf(ALARM / 16)
+    assert same(drawn.index, draw_selected(a, b, Selection(few.index, 4 * few.weight), samples=6, scheme=scheme,
+                                           seed=2).index)
+
+
+def test_draws_of_a_selection_in_blocks_dtypes_and_rows(monkeypatch):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        few = Uniform(0.5).select(q.to(dtype), k.to(dtype), seed=9)
+        assert sample_values(q.to(dtype), k.to(dtype), v.to(dtype), few, samples=4, seed=1).dtype == dtype
+    whole = chosen(q, k, v, samples=9, seed=HEADS)
+    part = Selection(FEW.index[1:], FEW.weight[1:])
+    assert same(whole[1:], sample_values(q[1:], k[1:], v[1:], part, samples=9, seed=HEADS[1:]))
+    monkeypatch.setattr("sparse_nb.santa.COPIED_AT_ONCE", 1)  # a query at a time
+    assert same(whole, chosen(q, k, v, samples=9, seed=HEADS))
+
+
+def test_a_gradient_reaches_the_values_that_were_drawn_and_nothing_else():
+    a, b, c = (x[:, :, :n].clone().requires_grad_() for x, n in ((q, 1), (k, 40), (v, 40)))
+    for call in (lambda: santa_decode(a, b, c, samples=8, seed=3, return_stats=True),
+                 lambda: (sample_values(a, b, c, TopK(20).select(a, b), samples=8, seed=3), None)):
+        a.grad = b.grad = c.grad = None
+        call()[0].sum().backward()
+        assert a.grad is None and b.grad is None and 0 < int((c.grad != 0).any(-1).sum()) < 60
+        # each of 12 heads shares out 1 for each of 8 numbers
+        assert_close(c.grad.sum(), torch.tensor(2.0 * 6 * 8), 1e-6)
+
+
 # the method
 
-@pytest.mark.parametrize("method", [Santa(), Santa(samples=3, scheme="iid", tile=7), Santa(eps=0.25, delta=0.125), Santa(scheme="stratified", eps=0.25, delta=0.5, bound="bernstein")])
+@pytest.mark.parametrize("method", [Santa(), Santa(samples=3, scheme="iid", tile=7), Santa(eps=0.25, delta=0.125),
+                                    Santa(scheme="stratified", eps=0.25, delta=0.5, bound="bernstein")])
 def test_the_method_survives_json_and_decodes(method):
     assert Method.from_json(method.to_json()) == method and Santa.from_json(method.to_json()) == method
     out, stats_ = method.decode(q, k, v, seed=4, causal=True, return_stats=True)
-    assert same(out, method.decode(q, k, v, seed=4, causal=True)) and (stats_.certificate is not None) == (method.eps is not None)
-    if method.eps is None: assert same(method.select(q, k, seed=4).index, select_santa(q, k, samples=method.samples, scheme=method.scheme, tile=method.tile, seed=4).index)
+    assert same(out,
+                method.decode(q, k, v, seed=4, causal=True)) and (stats_.certificate is not None) == (
+                    method.eps is not None)
+    if method.eps is None:
+        assert same(method.select(q, k, seed=4).index,
+                    select_santa(q, k, samples=method.samples, scheme=method.scheme, tile=method.tile, seed=4).index)
 
 
 def test_the_state_of_the_method():
@@ -465,15 +619,29 @@ def test_the_state_of_the_method():
         a, b, c = (x.to(dtype) for x in (q, k, v))
         state = method.new_state()
         for begin, end in ((0, 17), (17, 18), (18, 40)): state.append(b[:, :, begin:end], c[:, :, begin:end])
-        assert state.rows.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and state.rows.shape == (2, 2, 40)
+        assert state.rows.dtype == (torch.float64 if dtype == torch.float64
+                                    else torch.float32) and state.rows.shape == (2, 2, 40)
         for rows, length in ((torch.arange(2), 40), (torch.tensor([1, 1, 0]), 33)):
             state.pick_rows(rows); state.crop(length)
             a, b, c = a[rows], b[rows, :, :length], c[rows, :, :length]
-            (x, first), (y, second) = (method.decode(a, b, c, seed=3, state=s, return_stats=True) for s in (None, state))
-            assert same(x, y) and same(first.certificate.samples, second.certificate.samples) and same(first.certificate.trace, second.certificate.trace)
-    with pytest.raises(ValueError, match=r"value_norms must have shape \[B, G, N\]"): method.decode(q, k[:, :, :33], v[:, :, :33], seed=3, state=state)
+            (x, first), (y, second) = (method.decode(a, b, c, seed=3, state=s, return_stats=True)
+                                       for s in (None, state))
+            assert same(x, y) and same(first.certificate.samples,
+                                       second.certificate.samples) and same(
+                                           first.certificate.trace, second.certificate.trace)
+    with pytest.raises(ValueError, match=r"value_norms must have shape \[B, G, N\]"):
+        method.decode(q, k[:, :, :33], v[:, :, :33], seed=3, state=state)
+
+
+def test_santa_needs_no_scipy():
+    code = """import sys; sys.modules["scipy"] = None
+import torch; from sparse_nb.santa import santa_decode; x = torch.ones(1, 1, 9, 8)
+for bound in ("clt", "bernstein"): santa_decode(x, x, x, eps=0.3, delta=0.1, bound=bound, scheme="iid")"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_unknown_settings_are_refused():
-    with pytest.raises(ValueError, match="Santa has no setting 'sample'"): Method.from_json('{"method": "Santa", "sample": 3}')
-    with pytest.raises(ValueError, match="scheme must be one of"): Method.from_json('{"method": "Santa", "scheme": "exact"}')
+    with pytest.raises(ValueError, match="Santa has no setting 'sample'"):
+        Method.from_json('{"method": "Santa", "sample": 3}')
+    with pytest.raises(ValueError, match="scheme must be one of"):
+        Method.from_json('{"method": "Santa", "scheme": "exact"}')

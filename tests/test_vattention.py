@@ -1,12 +1,15 @@
-"""vAttention: bad input, exact probabilities, masks and edges, streams, statistics with a stated false-alarm rate, generation.
+"""vAttention: bad input, exact probabilities, masks and edges, streams, statistics with a stated alarm rate, use.
 
-Probabilities are exact where the terms are 0 and 1 (hypergeometric). Statistical checks use fixed seeds; each accepts what a correct
-sampler gives in all but one of 1 / ALARM seeds, and there are fewer than 40 of them.
+Probabilities are exact where the terms are 0 and 1 (hypergeometric). Statistical checks use fixed seeds; each accepts
+what a correct sampler gives in all but one of 1 / ALARM seeds, and there are fewer than 40 of them.
 """
 import dataclasses
 import inspect
 import itertools
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import scipy.stats
@@ -15,14 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparse_nb.attention import Method, Selection, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, method_class, weighted_attention
+from sparse_nb.attention import (
+    Method, Selection, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, method_class,
+    weighted_attention)
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
+from sparse_nb.core.bounds import bernstein_radius, kl_bound, spread_bound
+from sparse_nb.tuning import search
 from sparse_nb.vattention import (
-    BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, _kl_bound, _read, audit, budget_denominator, budget_numerator, budget_output, gaussian_quantile, search, vattention_decode)
+    BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, audit, budget_denominator, budget_numerator,
+    budget_output, gaussian_quantile, select_and_promise, vattention_decode)
 
 ALARM = 1e-8
 SMALL = dict(sinks=4, window=6, topk=10, base=24)
-q, k, v = (torch.randn(2, heads, n, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i, (heads, n) in enumerate(((6, 3), (2, 300), (2, 300))))
+q, k, v = (torch.randn(2, heads, n, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+           for i, (heads, n) in enumerate(((6, 3), (2, 300), (2, 300))))
 v = v + 1
 start, stop = torch.tensor([0, 35]), torch.tensor([300, 281])
 nan = math.nan
@@ -36,7 +45,9 @@ class Norms(State):
 class Guess:
     "A predictor that looks at one number of each key."
     def new_state(self): return Norms()
-    def priorities(self, q, state, *, scale=None): return (q.sum(-1)[..., None] * state.rows.repeat_interleave(q.shape[1] // state.rows.shape[1], 1)[:, :, None]).float()
+    def priorities(self, q, state, *, scale=None):
+        return (q.sum(-1)[..., None] * state.rows.repeat_interleave(q.shape[1] // state.rows.shape[1],
+                                                                    1)[:, :, None]).float()
     def index_bytes(self, head_dim): return 2.0
 
 
@@ -46,58 +57,65 @@ def audited(**kw): return audit(*(kw.pop("args", (attention(q, k, v), q, k, v, T
 
 # bad input
 
-BAD = [
-    (lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got list"),
-    (lambda: decode(q, k[:1], v), ValueError, "k must have the batch size of q, 2, got 1"),
-    (lambda: decode(q, k, v[:, :, :9]), ValueError, "v must have the shape of k"),
-    (lambda: decode(q, k.float(), v), TypeError, "k must have the dtype of q"),
-    (lambda: decode(q * nan, k, v), ValueError, "must be finite, got NaN"),
-    (lambda: decode(scale=-1.0), ValueError, "scale must be positive and finite, got -1.0"),
-    (lambda: decode(kv_len=torch.tensor([0, 300])), ValueError, "kv_len = 0 in row 0"),
-    (lambda: decode(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
-    (lambda: decode(return_stats=1), TypeError, "return_stats must be a bool, got int"),
-    (lambda: decode(eps=0), ValueError, "eps must lie in (0, 1), got 0"),
-    (lambda: decode(eps="small"), TypeError, "eps must be a number, got str"),
-    (lambda: decode(delta=1.0), ValueError, "delta must lie in (0, 1), got 1.0"),
-    (lambda: decode(delta=True), TypeError, "delta must be a number, got bool"),
-    (lambda: decode(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
-    (lambda: decode(window=1.5), ValueError, "window must lie in (0, 1] as a share of the keys, got 1.5"),
-    (lambda: decode(topk=0.0), ValueError, "topk must lie in (0, 1] as a share of the keys, got 0.0"),
-    (lambda: decode(topk="5%"), TypeError, "topk must be an int (keys) or a float (share of the keys), got str"),
-    (lambda: decode(base=1), ValueError, "base must be at least 2, got 1"),
-    (lambda: decode(predictor="quest"), ValueError, "predictor must be 'oracle' or a method with priorities, got 'quest'"),
-    (lambda: decode(predictor=TopK()), ValueError, "predictor must be 'oracle' or a method with priorities"),
-    (lambda: decode(guarantee="all"), ValueError, "guarantee must be one of denominator, numerator, output, got 'all'"),
-    (lambda: decode(bound="chernoff"), ValueError, "bound must be one of clt, hoeffding, bernstein, got 'chernoff'"),
-    (lambda: decode(plugin=None), TypeError, "plugin must be a string, got NoneType"),
-    (lambda: decode(plugin="exact"), ValueError, "plugin must be one of upper, plain, got 'exact'"),
-    (lambda: decode(replacement=0), TypeError, "replacement must be a bool, got int"),
-    (lambda: decode(share="group"), TypeError, "share must be a bool, got str"),
-    (lambda: decode(state=Norms()), ValueError, "state must be None with predictor='oracle', got Norms"),
-    (lambda: decode(predictor=Guess(), state=Norms()), ValueError, "state must hold as many keys as k, 300, got 0"),
-    (lambda: VAttention(guarantee="output").select(q, k), ValueError, "guarantee must be 'denominator' to select without values, got 'output'"),
-    (lambda: gaussian_quantile(0.0), ValueError, "delta must lie in (0, 1), got 0.0"),
-    (lambda: budget_denominator([1.0], 1.0, 9, 0.1, 0.1), TypeError, "sigma must be a tensor or a number, got list"),
-    (lambda: budget_denominator(1.0, -1.0, 9, 0.1, 0.1), ValueError, "D must not be negative, got -1.0"),
-    (lambda: budget_denominator(1.0, 1.0, 9, 0.1, 0.1, "hoeffding"), ValueError, "width must be given for bound='hoeffding', got None"),
-    (lambda: budget_denominator(1.0, 1.0, 9, 0.1, 0.1, "normal"), ValueError, "bound must be one of"),
-    (lambda: budget_denominator(1.0, 1.0, 9, 2, 0.1), ValueError, "eps must lie in (0, 1), got 2"),
-    (lambda: budget_denominator(1.0, 1.0, 9, 0.1, 0.1, replacement=1), TypeError, "replacement must be a bool, got int"),
-    (lambda: budget_numerator(torch.tensor([-2.0]), 1.0, 9, 0.1, 0.1), ValueError, "trace must not be negative, got -2.0"),
-    (lambda: budget_numerator(1.0, 1.0, 9, 0.1, 0.1, "bernstein"), ValueError, "reach must be given for bound='bernstein', got None"),
-    (lambda: budget_output(1.0, 1.0, 1.0, 1.0, 9, 0.1, 0.1, "bernstein", width=1.0), ValueError, "reach must be given"),
-    (lambda: budget_output(1.0, 1.0, 1.0, "x", 9, 0.1, 0.1), TypeError, "norm must be a tensor or a number, got str"),
-    (lambda: audited(samples=7), ValueError, "samples must be at least 8, got 7"),
-    (lambda: audited(samples=0.5), TypeError, "samples must be an int, got float"),
-    (lambda: audited(delta=0), ValueError, "delta must lie in (0, 1), got 0"),
-    (lambda: audited(bound="hoeffding"), ValueError, "bound must be one of clt, bernstein, got 'hoeffding'"),
-    (lambda: audited(largest=1.0), ValueError, "largest must be None or a tensor of shape [B, H, Q] = [2, 6, 3]"),
-    (lambda: audited(args=(None, q, k, v, None)), TypeError, "out must be a torch.Tensor, got NoneType"),
-    (lambda: audited(args=(q[:1], q, k, v, None)), ValueError, "out must have the shape of q"),
-    (lambda: audited(args=(q, q, k, v, None)), TypeError, "selected must be a Selection, got NoneType"),
-    (lambda: audited(args=(q, q, k, v, TopK(budget=3).select(q[:, :, :1], k))), ValueError, "selected must be for [B, H, Q] = [2, 6, 3], got [2, 6, 1]"),
-    (lambda: audited(args=(q, q, k[:, :, :200], v[:, :, :200], TopK(budget=299).select(q, k))), ValueError, "selected must be of the 200 keys of k, got number 299"),
-]
+BAD = [(lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got list"),
+       (lambda: decode(q, k[:1], v), ValueError, "k must have the batch size of q, 2, got 1"),
+       (lambda: decode(q, k, v[:, :, :9]), ValueError, "v must have the shape of k"),
+       (lambda: decode(q, k.float(), v), TypeError, "k must have the dtype of q"),
+       (lambda: decode(q * nan, k, v), ValueError, "must be finite, got NaN"),
+       (lambda: decode(scale=-1.0), ValueError, "scale must be positive and finite, got -1.0"),
+       (lambda: decode(kv_len=torch.tensor([0, 300])), ValueError, "kv_len = 0 in row 0"),
+       (lambda: decode(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
+       (lambda: decode(return_stats=1), TypeError, "return_stats must be a bool, got int"),
+       (lambda: decode(eps=0), ValueError, "eps must lie in (0, 1), got 0"),
+       (lambda: decode(eps="small"), TypeError, "eps must be a number, got str"),
+       (lambda: decode(delta=1.0), ValueError, "delta must lie in (0, 1), got 1.0"),
+       (lambda: decode(delta=True), TypeError, "delta must be a number, got bool"),
+       (lambda: decode(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
+       (lambda: decode(window=1.5), ValueError, "window must lie in (0, 1] as a share of the keys, got 1.5"),
+       (lambda: decode(topk=0.0), ValueError, "topk must lie in (0, 1] as a share of the keys, got 0.0"),
+       (lambda: decode(topk="5%"), TypeError, "topk must be an int (keys) or a float (share of the keys), got str"),
+       (lambda: decode(base=1), ValueError, "base must be at least 2, got 1"),
+       (lambda: decode(predictor="quest"), ValueError,
+        "predictor must be 'oracle' or a method with priorities, got 'quest'"),
+       (lambda: decode(predictor=TopK()), ValueError, "predictor must be 'oracle' or a method with priorities"),
+       (lambda: decode(guarantee="all"), ValueError,
+        "guarantee must be one of denominator, numerator, output, got 'all'"),
+       (lambda: decode(bound="chernoff"), ValueError, "bound must be one of clt, hoeffding, bernstein, got 'chernoff'"),
+       (lambda: decode(plugin=None), TypeError, "plugin must be a string, got NoneType"),
+       (lambda: decode(plugin="exact"), ValueError, "plugin must be one of upper, plain, got 'exact'"),
+       (lambda: decode(replacement=0), TypeError, "replacement must be a bool, got int"),
+       (lambda: decode(share="group"), TypeError, "share must be a bool, got str"),
+       (lambda: decode(state=Norms()), ValueError, "state must be None with predictor='oracle', got Norms"),
+       (lambda: decode(predictor=Guess(), state=Norms()), ValueError, "state must hold as many keys as k, 300, got 0"),
+       (lambda: VAttention(guarantee="output").select(q, k), ValueError,
+        "guarantee must be 'denominator' to select without values (decode has them), got 'output'"),
+       (lambda: gaussian_quantile(0.0), ValueError, "delta must lie in (0, 1), got 0.0"),
+       (lambda: budget_denominator([1.0], 1.0, 9, 0.1, 0.1), TypeError, "sigma must be a tensor or a number, got list"),
+       (lambda: budget_denominator(1.0, -1.0, 9, 0.1, 0.1), ValueError, "D must not be negative, got -1.0"),
+       (lambda: budget_denominator(1.0, 1.0, 9, 0.1, 0.1, "hoeffding"), ValueError,
+        "width must be given for bound='hoeffding', got None"),
+       (lambda: budget_denominator(1.0, 1.0, 9, 0.1, 0.1, "normal"), ValueError, "bound must be one of"),
+       (lambda: budget_denominator(1.0, 1.0, 9, 2, 0.1), ValueError, "eps must lie in (0, 1), got 2"),
+       (lambda: budget_denominator(1.0, 1.0, 9, 0.1, 0.1, replacement=1), TypeError,
+        "replacement must be a bool, got int"), (lambda: budget_numerator(torch.tensor([-2.0]), 1.0, 9, 0.1, 0.1),
+                                                 ValueError, "trace must not be negative, got -2.0"),
+       (lambda: budget_numerator(1.0, 1.0, 9, 0.1, 0.1, "bernstein"), ValueError,
+        "reach must be given for bound='bernstein', got None"),
+       (lambda: budget_output(1.0, 1.0, 1.0, 1.0, 9, 0.1, 0.1, "bernstein", width=1.0), ValueError,
+        "reach must be given"), (lambda: budget_output(1.0, 1.0, 1.0, "x", 9, 0.1, 0.1), TypeError,
+                                 "norm must be a tensor or a number, got str"),
+       (lambda: audited(samples=7), ValueError, "samples must be at least 8, got 7"),
+       (lambda: audited(samples=0.5), TypeError, "samples must be an int, got float"),
+       (lambda: audited(delta=0), ValueError, "delta must lie in (0, 1), got 0"),
+       (lambda: audited(bound="hoeffding"), ValueError, "bound must be one of clt, bernstein, got 'hoeffding'"),
+       (lambda: audited(largest=1.0), ValueError, "largest must be None or a tensor of shape [B, H, Q] = [2, 6, 3]"),
+       (lambda: audited(args=(None, q, k, v, None)), TypeError, "out must be a torch.Tensor, got NoneType"),
+       (lambda: audited(args=(q[:1], q, k, v, None)), ValueError, "out must have the shape of q"),
+       (lambda: audited(args=(q, q, k, v, None)), TypeError, "selected must be a Selection, got NoneType"),
+       (lambda: audited(args=(q, q, k, v, TopK(budget=3).select(q[:, :, :1], k))), ValueError,
+        "selected must be for [B, H, Q] = [2, 6, 3], got [2, 6, 1]"),
+       (lambda: audited(args=(q, q, k[:, :, :200], v[:, :, :200], TopK(budget=299).select(q, k))), ValueError,
+        "selected must be of the 200 keys of k, got number 299"), ]
 
 
 @pytest.mark.parametrize("call, error, message", BAD, ids=range(len(BAD)))
@@ -115,7 +133,8 @@ def failure(n, ones, b, allowed):
 
 
 @settings(max_examples=150, deadline=None)
-@given(n=st.integers(2, 400), ones=st.floats(0.001, 0.999), kept=st.floats(0, 100), eps=st.floats(0.02, 0.9), delta=st.floats(0.001, 0.9), bound=st.sampled_from(["hoeffding", "bernstein"]))
+@given(n=st.integers(2, 400), ones=st.floats(0.001, 0.999), kept=st.floats(0, 100), eps=st.floats(0.02, 0.9),
+       delta=st.floats(0.001, 0.9), bound=st.sampled_from(["hoeffding", "bernstein"]))
 def test_bounds_hold_exactly_on_zeros_and_ones(n, ones, kept, eps, delta, bound):
     K = min(max(1, round(ones * n)), n)
     b = int(budget_denominator((K * (n - K) / (n * max(n - 1, 1))) ** 0.5, K + kept, n, eps, delta, bound, width=1.0))
@@ -123,10 +142,13 @@ def test_bounds_hold_exactly_on_zeros_and_ones(n, ones, kept, eps, delta, bound)
 
 
 @settings(max_examples=60, deadline=None)
-@given(sigma=st.floats(0, 10), D=st.floats(0.1, 1000), n=st.integers(1, 10**6), eps=st.floats(0.01, 0.9), delta=st.floats(0.001, 0.4), bound=st.sampled_from(BOUNDS))
+@given(sigma=st.floats(0, 10), D=st.floats(0.1, 1000), n=st.integers(1, 10**6), eps=st.floats(0.01, 0.9),
+       delta=st.floats(0.001, 0.4), bound=st.sampled_from(BOUNDS))
 def test_budgets_are_monotone(sigma, D, n, eps, delta, bound):
-    get = lambda s=sigma, D=D, eps=eps, delta=delta, **kw: int(budget_denominator(s, D, n, eps, delta, bound, width=20.0, **kw))
-    assert get(2 * sigma) >= get() >= get(D=2 * D) and get(eps=eps / 2) >= get() >= get(delta=2 * delta) and get(replacement=True) >= get()
+    get = lambda s=sigma, D=D, eps=eps, delta=delta, **kw: int(
+        budget_denominator(s, D, n, eps, delta, bound, width=20.0, **kw))
+    assert get(2 * sigma) >= get() >= get(D=2 * D) and get(eps=eps / 2) >= get() >= get(delta=2 * delta) and get(
+        replacement=True) >= get()
 
 
 def test_finite_population_form_and_limits():
@@ -138,33 +160,42 @@ def test_finite_population_form_and_limits():
         assert int(budget_denominator(sigma, 300.0, n, 0.1, 0.05, replacement=True)) == min(n, math.ceil(want))
     assert b0 <= 10**9
     edge = torch.tensor([0.0, nan, 1.0, math.inf], dtype=torch.float64)
-    for bound in BOUNDS: assert budget_denominator(edge, 1.0, 50, 0.1, 0.1, bound, width=edge).tolist() == [1, 50, 50, 50]
-    assert budget_numerator(0.0, 0.0, 50, 0.1, 0.1).item() == 50 and budget_denominator(1.0, 1.0, 0, 0.1, 0.1).item() == 0
+    for bound in BOUNDS:
+        assert budget_denominator(edge, 1.0, 50, 0.1, 0.1, bound, width=edge).tolist() == [1, 50, 50, 50]
+    assert budget_numerator(0.0, 0.0, 50, 0.1, 0.1).item() == 50 and budget_denominator(
+        1.0, 1.0, 0, 0.1, 0.1).item() == 0
 
 
 def test_numerator_in_one_direction_is_the_denominator():
     for eps, delta in itertools.product((0.05, 0.3), (0.01, 0.2)):
         assert budget_numerator(4.0, 700.0, 5000, eps, delta) == budget_denominator(2.0, 700.0, 5000, eps, delta)
     assert budget_numerator(4.0, 700.0, 5000, 0.3, 0.4) > budget_denominator(2.0, 700.0, 5000, 0.3, 0.4)
-    assert gaussian_quantile(0.3) == pytest.approx(max(scipy.stats.chi2.isf(0.3, m) / m for m in range(1, 200)), rel=1e-9)
+    assert gaussian_quantile(0.3) == pytest.approx(max(scipy.stats.chi2.isf(0.3, m) / m for m in range(1, 200)),
+                                                   rel=1e-9)
 
 
 def test_budget_of_the_output_is_enough_for_both_and_batched():
     sigma, D, trace, norm = (torch.rand(3, 4, dtype=torch.float64) + x for x in (0.1, 3000, 0.1, 2000))
     got = budget_output(sigma, D, trace, norm, 9000, 0.2, 0.1)
     assert got.shape == (3, 4) and got.dtype == torch.int64
-    for i, j in itertools.product(range(3), range(4)): assert got[i, j] == budget_output(*(float(x[i, j]) for x in (sigma, D, trace, norm)), 9000, 0.2, 0.1)
-    assert (got >= budget_denominator(sigma, D, 9000, 0.2, 0.1)).all() and (got >= budget_numerator(trace, norm, 9000, 0.2, 0.1)).all()
-    for bound in BOUNDS[1:]: assert (budget_output(sigma, D, trace, norm, 9000, 0.2, 0.1, bound, width=3.0, reach=3.0) >= budget_denominator(sigma, D, 9000, 0.2, 0.1, bound, width=3.0)).all()
+    for i, j in itertools.product(range(3), range(4)):
+        assert got[i, j] == budget_output(*(float(x[i, j]) for x in (sigma, D, trace, norm)), 9000, 0.2, 0.1)
+    assert (got >= budget_denominator(sigma, D, 9000, 0.2, 0.1)).all() and (
+        got >= budget_numerator(trace, norm, 9000, 0.2, 0.1)).all()
+    for bound in BOUNDS[1:]:
+        assert (budget_output(sigma, D, trace, norm, 9000, 0.2, 0.1, bound, width=3.0,
+                              reach=3.0) >= budget_denominator(sigma, D, 9000, 0.2, 0.1, bound, width=3.0)).all()
     assert budget_output(1.0, 1.0, 1.0, 0.0, 77, 0.2, 0.1).item() == 77
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_budget_of_the_output_compiles_and_copies_nothing_from_the_host(bound):
     numbers = [torch.rand(3, 4, dtype=torch.float64) * x for x in (1, 900, 1, 900, 9)]
-    call = lambda sigma, D, trace, norm, reach: budget_output(sigma, D, trace, norm, 5000, 0.3, 0.1, bound, width=reach, reach=reach)
+    call = lambda sigma, D, trace, norm, reach: budget_output(sigma, D, trace, norm, 5000, 0.3, 0.1, bound, width=reach,
+                                                              reach=reach)
     want = call(*numbers)
-    assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(*numbers), want) and 1 < want.double().mean() < 5000
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(*numbers),
+                       want) and 1 < want.double().mean() < 5000
     made = []
 
     class Watch(TorchDispatchMode):
@@ -173,7 +204,8 @@ def test_budget_of_the_output_compiles_and_copies_nothing_from_the_host(bound):
             return func(*args, **(kwargs or {}))
 
     with Watch(): torch.tensor([1.0, 2.0])
-    assert "aten::lift_fresh" in made  # so a list of numbers becomes a tensor; a CUDA graph does not capture the copy to the device
+    # so a list of numbers becomes a tensor; a CUDA graph does not capture the copy to the device
+    assert "aten::lift_fresh" in made
     made.clear()
     with Watch(): assert torch.equal(call(*numbers), want)
     assert made and "aten::lift_fresh" not in made
@@ -188,15 +220,47 @@ def test_bounds_on_a_mean_fail_at_most_as_promised(n, share, count, delta):
     K, count = round(share * n), min(count, n)
     hits = torch.arange(count + 1).double()
     chance = scipy.stats.hypergeom(n, K, count).pmf(hits.numpy())
-    low, high = (_kl_bound(hits / count, torch.tensor(math.log(1 / delta) / count), upper) for upper in (False, True))
-    assert chance[(low > K / n * (1 + 1e-12)).numpy()].sum() <= delta and chance[(high < K / n * (1 - 1e-12)).numpy()].sum() <= delta
+    low, high = (kl_bound(hits / count, torch.tensor(math.log(1 / delta) / count), upper) for upper in (False, True))
+    assert chance[(low > K / n * (1 + 1e-12)).numpy()].sum() <= delta and chance[
+        (high < K / n * (1 - 1e-12)).numpy()].sum() <= delta
     assert (low <= hits / count + 1e-12).all() and (high >= hits / count - 1e-12).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(20, 200), share=st.floats(0.0, 1.0), count=st.integers(8, 40), delta=st.floats(0.001, 0.5))
+def test_a_bound_on_a_spread_fails_at_most_as_promised(n, share, count, delta):
+    "Zeros and ones: the chance of each outcome of the two parts of the sample is hypergeometric."
+    K, count = round(share * n), min(count, n)
+    quarter = count // 4
+    h1, h2 = (x.flatten() for x in torch.meshgrid(torch.arange(quarter + 1), torch.arange(count - quarter + 1),
+                                                  indexing="ij"))
+    fits = (h1 + h2 <= K) & (quarter - h1 + count - quarter - h2 <= n - K)
+    h1, h2 = h1[fits], h2[fits]
+    chance = scipy.stats.hypergeom(n, K, quarter).pmf(h1.numpy())
+    chance = chance * scipy.stats.hypergeom(n - quarter, K - h1.numpy(), count - quarter).pmf(h2.numpy())
+    place = torch.arange(count)
+    x = ((place < h1[:, None]) | (place >= quarter) & (place < quarter + h2[:, None])).double()
+    parts = ((place < quarter).expand(x.shape), (place >= quarter).expand(x.shape))
+    whole, others = spread_bound(x[..., None], *parts, n, lambda c: torch.maximum(c[..., 0], 1 - c[..., 0]) ** 2,
+                                 math.log(1 / delta))
+    left, rest = (K - h1 - h2).double(), n - count
+    from_mean = left * (rest - left) / max(rest, 1)
+    assert chance[(others < from_mean * (1 - 1e-9)).numpy()].sum() <= delta
+    assert chance[(whole < K * (n - K) / n * (1 - 1e-9)).numpy()].sum() <= delta
+
+
+def test_bernsteins_radius_is_solved():
+    for variance, largest, draws, delta in itertools.product((0.1, 4.0), (0.5, 9.0), (1, 200), (0.01, 0.4)):
+        t = bernstein_radius(variance, largest, draws, delta)
+        assert 2 * math.exp(-draws * t**2 / (2 * (variance + largest * t / 3))) == pytest.approx(delta, rel=1e-9)
 
 
 # the selection
 
 @pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("kw", [{}, dict(bound="bernstein"), dict(guarantee="output"), dict(plugin="plain"), dict(predictor=Guess()), dict(sinks=0, window=0, topk=0), dict(sinks=0.1, window=0.05, topk=0.1, base=0.2)])
+@pytest.mark.parametrize("kw", [{}, dict(bound="bernstein"), dict(guarantee="output"), dict(plugin="plain"),
+                                dict(predictor=Guess()), dict(sinks=0, window=0, topk=0),
+                                dict(sinks=0.1, window=0.05, topk=0.1, base=0.2)])
 def test_parts_do_not_overlap_and_weights_add_up(kw, share):
     method = VAttention(**(dict(eps=0.3, delta=0.2, share=share) | SMALL | kw))
     if method.guarantee != "denominator": chosen = None
@@ -204,7 +268,8 @@ def test_parts_do_not_overlap_and_weights_add_up(kw, share):
     out, stats = method.decode(q, k, v, seed=5, kv_start=start, kv_len=stop, return_stats=True)
     p = stats.certificate
     visible = (stop - start)[:, None, None]
-    assert (p.kept + p.base + p.rest == visible).all() and (p.asked <= p.budget).all() and (p.budget <= p.rest).all() and (p.exact == (p.budget == p.rest)).all()
+    assert (p.kept + p.base + p.rest == visible).all() and (p.asked <= p.budget).all() and (
+        p.budget <= p.rest).all() and (p.exact == (p.budget == p.rest)).all()
     assert (stats.budget == p.kept + p.base + p.budget).all() and torch.equal(stats.values_read, stats.budget)
     assert_close(stats.density, stats.budget / visible, 1e-6)
     assert (p.group_density >= p.density.unflatten(1, (2, 3)).amax(2) - 1e-6).all()
@@ -214,7 +279,9 @@ def test_parts_do_not_overlap_and_weights_add_up(kw, share):
     dense = chosen.dense(300)
     assert_close(dense.sum(-1), visible.expand(2, 6, 3).double(), 1e-12)
     assert not dense[1, ..., :35].any() and not dense[1, ..., 281:].any()
-    if kw == {}: assert (dense[0, ..., :4] == 1).all() and (dense[1, ..., 275:281] == 1).all() and (p.kept == 20).all() and (p.base == 24).all()
+    if kw == {}:
+        assert (dense[0, ..., :4] == 1).all() and (dense[1, ..., 275:281] == 1).all() and (p.kept == 20).all() and (
+            p.base == 24).all()
     if share: assert torch.equal(dense[:, ::3], dense[:, 1::3]) and torch.allclose(p.group_density, p.density[:, ::3])
 
 
@@ -224,7 +291,9 @@ def test_kept_keys_are_the_heaviest_between_sinks_and_window():
     for share, heavy in ((False, weights), (True, group)):
         chosen = VAttention(eps=0.3, delta=0.2, share=share, **SMALL).select(q, k, seed=1)
         want = heavy[..., 4:294].topk(10).indices + 4
-        assert torch.equal(chosen.index[..., :20].sort(-1).values, torch.cat([torch.arange(4).expand(2, 6, 3, 4), want, torch.arange(294, 300).expand(2, 6, 3, 6)], -1).sort(-1).values)
+        assert torch.equal(chosen.index[..., :20].sort(-1).values,
+                           torch.cat([torch.arange(4).expand(2, 6, 3, 4), want,
+                                      torch.arange(294, 300).expand(2, 6, 3, 6)], -1).sort(-1).values)
 
 
 def test_heads_of_a_group_choose_together_unless_told_otherwise():
@@ -234,30 +303,39 @@ def test_heads_of_a_group_choose_together_unless_told_otherwise():
     assert VAttention().share and torch.equal(found[True][0], decode(eps=0.4, delta=0.4))
     shared, own = (found[share][1].certificate for share in (True, False))
     heads = lambda x: x.unflatten(1, (2, 3))
-    assert torch.equal(heads(shared.budget), heads(shared.asked).amax(2, keepdim=True).expand(-1, -1, 3, -1)) and torch.equal(own.budget, own.asked) and (own.budget < own.rest).any()
-    assert torch.allclose(shared.group_density, shared.density[:, ::3]) and (own.group_density > heads(own.density).amax(2)).any()
+    assert torch.equal(heads(shared.budget),
+                       heads(shared.asked).amax(2, keepdim=True).expand(-1, -1, 3, -1)) and torch.equal(
+                           own.budget, own.asked) and (own.budget < own.rest).any()
+    assert torch.allclose(shared.group_density,
+                          shared.density[:, ::3]) and (own.group_density > heads(own.density).amax(2)).any()
 
 
 def test_everything_read_is_exact():
-    for kw in (dict(eps=1e-9), dict(eps=1e-9, replacement=True), dict(eps=1e-9, guarantee="output", bound="bernstein"), dict(base=300), dict(sinks=300), dict(topk=1.0), dict(sinks=10**6, window=10**6)):
+    for kw in (dict(eps=1e-9), dict(eps=1e-9, replacement=True), dict(eps=1e-9, guarantee="output", bound="bernstein"),
+               dict(base=300), dict(sinks=300), dict(topk=1.0), dict(sinks=10**6, window=10**6)):
         out, stats = decode(return_stats=True, kv_start=start, kv_len=stop, **kw)
         assert_close(out, attention(q, k, v, kv_start=start, kv_len=stop), 1e-13)
         assert stats.certificate.exact.all() and (stats.density == 1).all()
-    for n in range(1, 12): assert_close(vattention_decode(q[:, :, :1], k[:, :, :n], v[:, :, :n]), attention(q[:, :, :1], k[:, :, :n], v[:, :, :n]), 1e-13)
+    for n in range(1, 12):
+        assert_close(vattention_decode(q[:, :, :1], k[:, :, :n], v[:, :, :n]),
+                     attention(q[:, :, :1], k[:, :, :n], v[:, :, :n]), 1e-13)
 
 
 def test_first_causal_query_is_a_decode_step():
     seed = torch.full((2, 6), 9)
-    assert_close(decode(causal=True, seed=seed)[:, :, :1], decode(q[:, :, :1], k[:, :, :298], v[:, :, :298], seed=seed), 1e-12)
+    assert_close(decode(causal=True, seed=seed)[:, :, :1], decode(q[:, :, :1], k[:, :, :298], v[:, :, :298], seed=seed),
+                 1e-12)
 
 
 def test_streams_and_padding():
     assert torch.equal(decode(), decode()) and not torch.equal(decode(), decode(seed=4))
-    assert torch.equal(decode(seed=fold_in(3, torch.arange(2)[:, None], torch.arange(6))), decode())  # the streams, written out
+    # the streams, written out
+    assert torch.equal(decode(seed=fold_in(3, torch.arange(2)[:, None], torch.arange(6))), decode())
     padded_k, padded_v = (torch.cat([torch.full((2, 2, 7, 8), 9.0, dtype=torch.float64), x], 2) for x in (k, v))
     for kw in (dict(), dict(bound="bernstein"), dict(guarantee="output", eps=0.5, delta=0.5)):
         assert_close(decode(q, padded_k, padded_v, kv_start=torch.tensor([7, 7]), **kw), decode(**kw), 1e-12)
-    assert_close(decode(q, torch.cat([k, 50 * k], 2), torch.cat([v, 50 * v], 2), kv_len=torch.tensor([300, 300]), bound="bernstein", predictor=Guess()), decode(bound="bernstein", predictor=Guess()), 1e-12)
+    assert_close(decode(q, torch.cat([k, 50 * k], 2), torch.cat([v, 50 * v], 2), kv_len=torch.tensor([300, 300]),
+                        bound="bernstein", predictor=Guess()), decode(bound="bernstein", predictor=Guess()), 1e-12)
     steps = decode(q[:1].expand(1, 6, 3, 8), k[:1], v[:1], seed=3)
     assert_close(steps, decode()[:1], 1e-12)
 
@@ -288,7 +366,8 @@ def check_mean(errors):
     assert float(z.abs().max()) < scipy.stats.norm.isf(ALARM / z.numel() / 2)
 
 
-@pytest.mark.parametrize("kw", [dict(share=False, plugin="plain"), dict(share=False), dict(plugin="plain"), dict(predictor=Guess(), plugin="plain"), dict(share=False, bound="hoeffding")])
+@pytest.mark.parametrize("kw", [dict(share=False, plugin="plain"), dict(share=False), dict(plugin="plain"),
+                                dict(predictor=Guess(), plugin="plain"), dict(share=False, bound="hoeffding")])
 def test_denominator_and_numerator_are_unbiased(kw):
     many = q[:1, :, :1].expand(-1, -1, 1500, -1)
     chosen = VAttention(**(dict(eps=0.5, delta=0.5) | SMALL | kw)).select(many, k[:1], seed=8)
@@ -296,7 +375,8 @@ def test_denominator_and_numerator_are_unbiased(kw):
     weight = chosen.dense(300)
     check_mean((weight * share).sum(-1) - 1)
     values = v[:1].repeat_interleave(3, 1)[:, :, None]
-    check_mean(((weight[..., None, :] @ (share[..., None] * values)).squeeze(-2) - (share[..., None, :] @ values).squeeze(-2)).movedim(2, -1))
+    check_mean(((weight[..., None, :] @ (share[..., None] * values)).squeeze(-2)
+                - (share[..., None, :] @ values).squeeze(-2)).movedim(2, -1))
 
 
 @pytest.mark.parametrize("bound", ["bernstein", "hoeffding", "clt"])
@@ -305,15 +385,19 @@ def test_promise_is_kept(bound, guarantee):
     "Residual with rare heavy keys: the pooled rate's lower end at ALARM is not above delta."
     eps, delta, times = 0.3, 0.2, 400
     many = q[:1, :, :1].expand(-1, -1, times, -1) * 2
-    out, stats = vattention_decode(many, k[:1], v[:1] + 2, eps=eps, delta=delta, bound=bound, guarantee=guarantee, share=False, seed=6, sinks=0, window=2, topk=4, base=24, return_stats=True)
+    out, stats = vattention_decode(many, k[:1], v[:1] + 2, eps=eps, delta=delta, bound=bound, guarantee=guarantee,
+                                   share=False, seed=6, sinks=0, window=2, topk=4, base=24, return_stats=True)
     p, scores = stats.certificate, attention_scores(many[:, :, :1], k[:1])
     assert isinstance(p, Promise) and p.proven == (bound != "clt") and (p.norm is None) == (guarantee == "denominator")
     D = torch.exp(scores - p.shift[..., None]).sum(-1)
     assert clopper_pearson(int((p.D > D * (1 + 1e-9)).sum()), p.D.numel(), 1 - ALARM).low <= 0.2 * delta / 2
-    chosen = _read(many, k[:1], v[:1] + 2, VAttention(eps, delta, 0, 2, 4, 24, bound=bound, guarantee=guarantee, share=False), None, 6, False, None, None, None)[0]
+    method = VAttention(eps, delta, 0, 2, 4, 24, bound=bound, guarantee=guarantee, share=False)
+    chosen = select_and_promise(many, k[:1], v[:1] + 2, method, seed=6)[0]
     assert_close(out, weighted_attention(many, k[:1], v[:1] + 2, chosen), 1e-15)
-    ratio, exact = (attention_weights(many, k[:1]).gather(-1, chosen.index) * chosen.weight).sum(-1), attention(many, k[:1], v[:1] + 2)
-    wrong = {"denominator": (ratio - 1).abs(), "numerator": relative_error(out * ratio[..., None], exact), "output": relative_error(out, exact)}[guarantee] > eps
+    ratio, exact = (attention_weights(many, k[:1]).gather(-1, chosen.index)
+                    * chosen.weight).sum(-1), attention(many, k[:1], v[:1] + 2)
+    wrong = {"denominator": (ratio - 1).abs(), "numerator": relative_error(out * ratio[..., None], exact),
+             "output": relative_error(out, exact)}[guarantee] > eps
     assert clopper_pearson(int(wrong.sum()), wrong.numel(), 1 - ALARM).low <= delta
 
 
@@ -331,25 +415,65 @@ def test_plain_plugin_breaks_its_promise_where_the_tail_is_heavy_and_bounds_do_n
 
 def test_least_draws_and_base():
     flat = torch.zeros_like(k)
-    p = vattention_decode(q, flat, v, sinks=0, window=0, topk=0, base=0.01, plugin="plain", eps=0.9, seed=1, return_stats=True)[1].certificate
+    p = vattention_decode(q, flat, v, sinks=0, window=0, topk=0, base=0.01, plugin="plain", eps=0.9, seed=1,
+                          return_stats=True)[1].certificate
     assert (p.base == BASE_LEAST).all() and (p.budget == CLT_LEAST).all() and (p.sigma == 0).all()
 
 
+def test_without_triton_the_reference_decodes():
+    "The default backend where Triton is not installed, as on macOS."
+    code = """import sys; sys.modules["triton"] = None
+import torch; from sparse_nb.vattention import vattention_decode; x = torch.ones(1, 1, 300, 8)
+assert vattention_decode(x[:, :, :1], x, x).shape == (1, 1, 1, 8)"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_kernels_refuse_in_words():
+    pytest.importorskip("triton")
+    one = [q[:, :, :1].float(), k.float(), v.float()]
+    for args, kw, error, message in ((one, dict(guarantee="output"), ValueError,
+                                      "guarantee must be 'denominator' for backend='triton', got 'output'"),
+                                     (one, dict(replacement=True), ValueError,
+                                      "replacement must be False for backend='triton', got True"),
+                                     ([x.double() for x in one], {}, TypeError,
+                                      "q must be float16, bfloat16 or float32 for backend='triton'"),
+                                     ([q.float(), *one[1:]], {}, ValueError,
+                                      "q must have one query for backend='triton', got 3"),
+                                     ([x.clone().requires_grad_() for x in one], {}, ValueError,
+                                      "backend must be 'torch' or 'auto' where a gradient")):
+        with pytest.raises(error) as found: decode(*args, backend="triton", **kw)
+        assert message in str(found.value) and type(found.value) is error
+
+
 # predictors
+
+def test_a_predictor_from_json():
+    from sparse_nb.baselines import Quest
+    settings = dict(eps=0.4, delta=0.3) | SMALL
+    written = {"method": "VAttention", "predictor": {"method": "Quest", "page": 8}} | settings
+    nested = VAttention(predictor=Method.from_json('{"method": "Quest", "page": 8}'), **settings)
+    assert nested == VAttention(predictor=Quest(page=8), **settings) == Method.from_json(json.dumps(written))
+    assert torch.equal(nested.decode(q, k, v, seed=1),
+                       VAttention(predictor=Quest(page=8), **settings).decode(q, k, v, seed=1))
+
 
 def test_predictor_state_and_bytes():
     method = VAttention(predictor=Guess(), eps=0.3, delta=0.3, plugin="plain", **SMALL)
     state = method.new_state()
     state.append(k, v)
     out, stats = method.decode(q, k, v, seed=2, state=state, return_stats=True)
-    assert torch.equal(out, method.decode(q, k, v, seed=2)) and stats.index_bytes == 600 and torch.equal(stats.keys_scored, stats.budget)
-    assert not method.scores_all and VAttention().scores_all and VAttention().new_state() is None and (stats.density < 1).any()
-    proven = VAttention(predictor=Guess(), bound="bernstein", **SMALL).decode(q, k, v, seed=2, return_stats=True)[1].certificate
+    assert torch.equal(out, method.decode(q, k, v, seed=2)) and stats.index_bytes == 600 and torch.equal(
+        stats.keys_scored, stats.budget)
+    assert not method.scores_all and VAttention().scores_all and VAttention().new_state() is None and (
+        stats.density < 1).any()
+    proven = VAttention(predictor=Guess(), bound="bernstein",
+                        **SMALL).decode(q, k, v, seed=2, return_stats=True)[1].certificate
     assert proven.proven and proven.density.mean() > stats.density.mean()
 
 
 def test_json():
-    for method in (VAttention(), VAttention(0.1, 0.2, 0, 0.5, 7, 0.1, guarantee="output", bound="bernstein", replacement=True, plugin="plain", share=False)):
+    for method in (VAttention(), VAttention(0.1, 0.2, 0, 0.5, 7, 0.1, guarantee="output", bound="bernstein",
+                                            replacement=True, plugin="plain", share=False)):
         assert Method.from_json(method.to_json()) == method and hash(method) == hash(Method.from_json(method.to_json()))
     assert VAttention.random and method_class("VAttention") is VAttention
 
@@ -371,13 +495,23 @@ def test_audit_that_reads_everything_is_the_error():
 
 
 @pytest.mark.parametrize("bound", ["clt", "bernstein"])
+def test_audit_with_a_scale_of_its_own(bound):
+    keys = TopK(budget=0.2).select(q, k)
+    for scale in (0.1, 0.7):
+        out = weighted_attention(q, k, v, keys, scale=scale)
+        got = audit(out, q, k, v, keys, samples=300, bound=bound, scale=scale)
+        assert_close(got.error, relative_error(out, attention(q, k, v, scale=scale)), 1e-9)
+
+
+@pytest.mark.parametrize("bound", ["clt", "bernstein"])
 def test_audit_covers(bound):
     times = 300
     one = TopK(budget=0.4).select(q[:1, :, :1], k[:1])
     out, exact = weighted_attention(q[:1, :, :1], k[:1], v[:1], one), attention(q[:1, :, :1], k[:1], v[:1])
     left = attention_scores(q[:1, :, :1], k[:1]).scatter(-1, one.index, -math.inf).amax(-1)
     many = lambda x: x.expand(-1, -1, times, *x.shape[3:])
-    got = audit(many(out), many(q[:1, :, :1]), k[:1], v[:1], Selection(many(one.index), many(one.weight)), samples=40, delta=0.1, bound=bound, seed=4, largest=many(left) + 1e-9)
+    got = audit(many(out), many(q[:1, :, :1]), k[:1], v[:1], Selection(many(one.index), many(one.weight)), samples=40,
+                delta=0.1, bound=bound, seed=4, largest=many(left) + 1e-9)
     missed = got.bound < many(relative_error(out, exact))
     assert clopper_pearson(int(missed.sum()), missed.numel(), 1 - ALARM).low <= 0.1 and got.bound.isfinite().any()
 
@@ -393,7 +527,8 @@ def test_audit_masks_streams_and_causal():
     some = audit(out, q, wild_k, wild_v, keys, samples=300, bound="bernstein", kv_start=start, kv_len=stop)
     assert_close(some.error, relative_error(out, attention(q, k, v, kv_start=start, kv_len=stop)), 1e-9)
     causal = TopK(budget=30).select(q, k, causal=True)
-    assert_close(audit(weighted_attention(q, k, v, causal), q, k, v, causal, samples=300, causal=True).error, relative_error(weighted_attention(q, k, v, causal), attention(q, k, v, causal=True)), 1e-9)
+    assert_close(audit(weighted_attention(q, k, v, causal), q, k, v, causal, samples=300, causal=True).error,
+                 relative_error(weighted_attention(q, k, v, causal), attention(q, k, v, causal=True)), 1e-9)
 
 
 # generation
@@ -409,8 +544,11 @@ def test_generation():
     with sparsify(model, decode=VAttention()) as session: assert torch.equal(ids_of(model), plain)
     method = VAttention(eps=0.9, delta=0.5, sinks=2, window=4, topk=2, base=4, plugin="plain", bound="bernstein")
     with sparsify(model, decode=method, audit=True) as session: got = ids_of(model)
-    assert torch.equal(got, step_by_step(model, method, IDS, 6)) and session.stats().error.min() > 1e-5 and session.stats().density.max() <= 1
-    indexed = VAttention(eps=0.9, delta=0.5, sinks=2, window=4, topk=4, base=4, plugin="plain", bound="bernstein", predictor=Guess())
+    assert torch.equal(got,
+                       step_by_step(model, method, IDS,
+                                    6)) and session.stats().error.min() > 1e-5 and session.stats().density.max() <= 1
+    indexed = VAttention(eps=0.9, delta=0.5, sinks=2, window=4, topk=4, base=4, plugin="plain", bound="bernstein",
+                         predictor=Guess())
     with sparsify(model, decode=indexed): got = ids_of(model)
     assert torch.equal(got, step_by_step(model, indexed, IDS, 6))
 
@@ -419,30 +557,41 @@ def test_search_finds_the_least_error_among_those_that_read_little_enough():
     pytest.importorskip("transformers")
     from test_hf import build
     from sparse_nb.hf import capture
-    model, prompts = build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    model, prompts = build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(i))
+                                      for i in range(2)]
     start, grid = VAttention(sinks=4, window=4, plugin="plain"), dict(topk=(0.05, 0.2), base=(0.05,), eps=(0.05, 0.3))
     best, table = search(model, prompts, 0.6, method=start, grid=grid, queries=2, progress=False)
-    assert len(table) == 4 and table.error.is_monotonic_increasing and best == dataclasses.replace(start, **{x: getattr(best, x) for x in grid})
+    assert len(table) == 4 and table.error.is_monotonic_increasing and best == dataclasses.replace(
+        start, **{x: getattr(best, x) for x in grid})
     row = table[(table.topk == best.topk) & (table.eps == best.eps)].iloc[0]
     assert row.density <= 0.6 and row.error == table[table.density <= 0.6].error.min()
     errors, densities = [], []
-    for i, (c, j) in enumerate((c, j) for ids in prompts for c in capture(model, ids, positions=[-2, -1]) for j in range(2)):
+    for i, (c, j) in enumerate((c, j) for ids in prompts for c in capture(model, ids, positions=[-2, -1])
+                               for j in range(2)):
         q, k, v = c.seen(j)
         out, stats = best.decode(q, k, v, scale=c.scale, seed=fold_in(0, i), return_stats=True)
-        errors.append(relative_error(out, attention(q, k, v, scale=c.scale)).double().mean()), densities.append(stats.density.double().mean())
-    assert_close(row.error, torch.stack(errors).mean(), 1e-9), assert_close(row.density, torch.stack(densities).mean(), 1e-9)
+        errors.append(relative_error(out,
+                                     attention(q, k, v, scale=c.scale)).double().mean()), densities.append(
+                                         stats.density.double().mean())
+    assert_close(row.error, torch.stack(errors).mean(),
+                 1e-9), assert_close(row.density, torch.stack(densities).mean(), 1e-9)
 
-@pytest.mark.parametrize("call, error, message", [
-    (lambda m, x: search(m, x, 0.01, grid=dict(eps=(0.1,))), ValueError, "density: no setting reads so little, got 0.01, the least is"),
-    (lambda m, x: search(m, x, 0.3), ValueError, "density must be one of 0.1, 0.15, 0.2 unless a grid is given, got 0.3"),
-    (lambda m, x: search(m, x, 0.1, grid=dict(epsilon=(0.1,))), ValueError, "grid must name settings of VAttention, got 'epsilon'"),
-    (lambda m, x: search(m, [], 0.1), ValueError, "prompts must hold at least one, got none"),
-    (lambda m, x: search(m, x, 0.1, queries=0), ValueError, "queries"),
-    (lambda m, x: search(m, x, 1.5, grid=dict(eps=(0.1,))), ValueError, "density must lie in (0, 1), got 1.5"),
-    (lambda m, x: search(m, x, method=TopK()), TypeError, "method must be a VAttention, got TopK"),
-])
+@pytest.mark.parametrize("call, error, message",
+                         [(lambda m, x: search(m, x, 0.01, grid=dict(eps=(0.1,))), ValueError,
+                           "which a setting of the grid reads, got 0.01; fewer sinks"),
+                          (lambda m, x: search(m, x, 0.3), ValueError,
+                           "density must be one of 0.1, 0.15, 0.2 unless a grid is given, got 0.3"),
+                          (lambda m, x: search(m, x, 0.1, grid=dict(epsilon=(0.1,))), ValueError,
+                           "grid must name settings of VAttention, got 'epsilon'"),
+                          (lambda m, x: search(m, [], 0.1), ValueError, "prompts must hold at least one, got none"),
+                          (lambda m, x: search(m, x, 0.1, queries=0), ValueError, "queries"),
+                          (lambda m, x: search(m, x, 1.5, grid=dict(eps=(0.1,))), ValueError,
+                           "density must lie in (0, 1), got 1.5"),
+                          (lambda m, x: search(m, x, method=TopK()), TypeError,
+                           "method must be a VAttention, got TopK"), ])
 def test_search_names_what_is_wrong(call, error, message):
     pytest.importorskip("transformers")
     from test_hf import build
-    with pytest.raises(error) as found: call(build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(0))])
+    with pytest.raises(error) as found:
+        call(build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(0))])
     assert message in str(found.value)
