@@ -26,41 +26,81 @@ _SANTA, _VATT, _METRICS = "nbs/10_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/
 _BOUNDS = "nbs/08_bounds.ipynb"
 
 CLAIMS = {
-    "SANTA-1": Claim("SANTA, Prop. A.2 and A.4", "The mean of values sampled iid, stratified or systematically is, on average over the draws, exactly the attention output.", _SANTA),
-    "SANTA-2": Claim("SANTA, Prop. A.3", "The covariance matrix of the estimate from S iid samples is that of one sampled value, divided by S.", _SANTA),
-    "SANTA-3": Claim("SANTA, Thm. A.6", "Stratifying never hurts: in no direction has the stratified estimate more variance than the iid one.", _SANTA),
-    "SANTA-4": Claim("SANTA, Thm. B.1", "A Bernstein inequality for vectors bounds how often the iid estimate is further than t from the exact output.", _SANTA),
-    "SANTA-5": Claim("SANTA, App. M", "The trace of the covariance has closed forms for iid and stratified samples; for systematic ones, independent repetitions estimate it.", _SANTA),
-    "SANTA-6": Claim("SANTA, Fig. 7", "The variance falls with S as a power: slopes -1.1 (iid), -1.27 (stratified) and -1.29 (systematic) on log axes.", _SANTA),
-    "SANTA-7": Claim("SANTA, Table 9", "In a causal prefill of Gaussian inputs, the union over all queries reads 49.90, 79.95, 88.92 and 94.07 % of 1,024 value rows for S = 1, 4, 8, 16, and as much of longer contexts.", _SANTA),
-    "SANTA-8": Claim("SANTA, Table 17", "A query draws fewer different keys than samples, and iid fewer than stratified fewer than systematic.", _SANTA),
-    "SANTA-9": Claim("SANTA, Tables 8 and 10", "Additions, multiplications and reads of a decode step and of a prefill, by formula: the value stage needs no multiplication for each value.", _SANTA),
-    "SANTA-10": Claim("SANTA, Fig. 6", "Four Bernoulli samples a feature leave a score error of about 60 %, or 30 % if stratified; the error falls as 1/sqrt(B), or as 1/B.", _SANTA),
-    "SANTA-11": Claim("SANTA, App. C", "Bernoulli scores are unbiased, plain, stratified, and with the mean query of a group.", _SANTA),
-    "SANTA-12": Claim("SANTA, Tables 5 and 6", "A few Bernoulli samples read only a share of the key features, less for one head than for the group that shares the keys.", _SANTA),
-    "SANTA-13": Claim("SANTA, Section 3.2, Alg. 2-5", "Giving each tile a rounded, proportional number of samples is presented as an unbiased way to sample in parallel.", _SANTA),
-    "SANTA-14": Claim("SANTA, Section 3.3, Alg. 6-8", "Equal budgets for all tiles, weighed afterwards, are unbiased but waste samples: 2,048 do the work of 128 proportional ones.", _SANTA),
-    "SANTA-15": Claim("SANTA, Tables 1, 4, 12 and 15", "Accuracy reaches that of exact attention as S grows; stratified and systematic sampling get there before iid, and pass top-k on tasks that aggregate.", _SANTA),
-    "SANTA-16": Claim("SANTA, Fig. 8", "Sampling a single value in one layer at a time shows which layers need precision.", _SANTA),
-    "SANTA-17": Claim("SANTA, Alg. 1, Table 16", "A schedule of samples per layer, learned with REINFORCE, is better than the same number in every layer.", None),
-    "SANTA-18": Claim("SANTA, Fig. 4", "At 32 thousand keys the sampling kernels need 1/1.5 of the time of FlashInfer and FlashDecoding (RTX 6000 Ada).", _SANTA),
-    "VATT-1": Claim("vAttention, Lemma 4.1 and D.1", "So many uniform samples as a Gaussian quantile and the trace of the covariance ask for estimate a sum of vectors to within tau, with probability 1 - delta.", _BOUNDS),
+    "SANTA-1": Claim("SANTA, Prop. A.2 and A.4", "The mean of values sampled iid, stratified or systematically is, on "
+                     "average over the draws, exactly the attention output.", _SANTA),
+    "SANTA-2": Claim("SANTA, Prop. A.3", "The covariance matrix of the estimate from S iid samples is that of one "
+                     "sampled value, divided by S.", _SANTA),
+    "SANTA-3": Claim("SANTA, Thm. A.6", "Stratifying never hurts: in no direction has the stratified estimate more "
+                     "variance than the iid one.", _SANTA),
+    "SANTA-4": Claim("SANTA, Thm. B.1", "A Bernstein inequality for vectors bounds how often the iid estimate is "
+                     "further than t from the exact output.", _SANTA),
+    "SANTA-5": Claim("SANTA, App. M", "The trace of the covariance has closed forms for iid and stratified samples; "
+                     "for systematic ones, independent repetitions estimate it.", _SANTA),
+    "SANTA-6": Claim("SANTA, Fig. 7", "The variance falls with S as a power: slopes -1.1 (iid), -1.27 (stratified) and "
+                     "-1.29 (systematic) on log axes.", _SANTA),
+    "SANTA-7": Claim("SANTA, Table 9", "In a causal prefill of Gaussian inputs, the union over all queries reads "
+                     "49.90, 79.95, 88.92 and 94.07 % of 1,024 value rows for S = 1, 4, 8, 16, and as much of longer "
+                     "contexts.", _SANTA),
+    "SANTA-8": Claim("SANTA, Table 17", "A query draws fewer different keys than samples, and iid fewer than "
+                     "stratified fewer than systematic.", _SANTA),
+    "SANTA-9": Claim("SANTA, Tables 8 and 10", "Additions, multiplications and reads of a decode step and of a "
+                     "prefill, by formula: the value stage needs no multiplication for each value.", _SANTA),
+    "SANTA-10": Claim("SANTA, Fig. 6", "Four Bernoulli samples a feature leave a score error of about 60 %, or 30 % if "
+                      "stratified; the error falls as 1/sqrt(B), or as 1/B.", _SANTA),
+    "SANTA-11": Claim("SANTA, App. C", "Bernoulli scores are unbiased, plain, stratified, and with the mean query of a "
+                      "group.", _SANTA),
+    "SANTA-12": Claim("SANTA, Tables 5 and 6", "A few Bernoulli samples read only a share of the key features, less "
+                      "for one head than for the group that shares the keys.", _SANTA),
+    "SANTA-13": Claim("SANTA, Section 3.2, Alg. 2-5", "Giving each tile a rounded, proportional number of samples is "
+                      "presented as an unbiased way to sample in parallel.", _SANTA),
+    "SANTA-14": Claim("SANTA, Section 3.3, Alg. 6-8", "Equal budgets for all tiles, weighed afterwards, are unbiased "
+                      "but waste samples: 2,048 do the work of 128 proportional ones.", _SANTA),
+    "SANTA-15": Claim("SANTA, Tables 1, 4, 12 and 15", "Accuracy reaches that of exact attention as S grows; "
+                      "stratified and systematic sampling get there before iid, and pass top-k on tasks that "
+                      "aggregate.", _SANTA),
+    "SANTA-16": Claim("SANTA, Fig. 8", "Sampling a single value in one layer at a time shows which layers need "
+                      "precision.", _SANTA),
+    "SANTA-17": Claim("SANTA, Alg. 1, Table 16", "A schedule of samples per layer, learned with REINFORCE, is better "
+                      "than the same number in every layer.", None),
+    "SANTA-18": Claim("SANTA, Fig. 4", "At 32 thousand keys the sampling kernels need 1/1.5 of the time of FlashInfer "
+                      "and FlashDecoding (RTX 6000 Ada).", _SANTA),
+}
+
+# %% ../nbs/90_claims.ipynb #3d744ee0
+CLAIMS |= {
+    "VATT-1": Claim("vAttention, Lemma 4.1 and D.1", "So many uniform samples as a Gaussian quantile and the trace of "
+                    "the covariance ask for estimate a sum of vectors to within tau, with probability 1 - delta.",
+                    _BOUNDS),
     "VATT-2": Claim("vAttention, Lemma 4.1", "The same number of samples without replacement is enough.", _BOUNDS),
-    "VATT-3": Claim("vAttention, Cor. D.2 and D.3", "With such budgets numerator and denominator are within eps with probability 1 - delta.", _VATT),
-    "VATT-4": Claim("vAttention, Lemma 4.2 and D.4", "If numerator and denominator are within e1 and e2 < 1/2, the output is within 2 (e1 + e2).", _BOUNDS),
-    "VATT-5": Claim("vAttention, Thm. 4.3", "A budget for the output is the minimum over how eps and delta are shared out between numerator and denominator.", _BOUNDS),
+    "VATT-3": Claim("vAttention, Cor. D.2 and D.3", "With such budgets numerator and denominator are within eps with "
+                    "probability 1 - delta.", _VATT),
+    "VATT-4": Claim("vAttention, Lemma 4.2 and D.4", "If numerator and denominator are within e1 and e2 < 1/2, the "
+                    "output is within 2 (e1 + e2).", _BOUNDS),
+    "VATT-5": Claim("vAttention, Thm. 4.3", "A budget for the output is the minimum over how eps and delta are shared "
+                    "out between numerator and denominator.", _BOUNDS),
     "VATT-6": Claim("vAttention, Section D.4", "Over n steps a bias adds up as n^2, a variance as n.", _VATT),
-    "VATT-7": Claim("vAttention, Fig. 2", "No single simple method is best on all heads; the heaviest keys together with a uniform sample of the others are consistently better.", _METRICS),
-    "VATT-8": Claim("vAttention, Fig. 1 and 10", "The tolerance eps and the observed error correlate above 0.99.", _VATT),
-    "VATT-9": Claim("vAttention, App. E", "Hoeffding's inequality asks for 2.8 times the samples of the CLT, and then fewer than 2 % of the steps fail.", _VATT),
-    "VATT-10": Claim("vAttention, Alg. 2", "What the budget needs to know may be estimated from a small base sample.", _VATT),
-    "VATT-11": Claim("vAttention, Tables 1 and 4 to 8, Fig. 4", "At equal density top-k with a sample is more accurate than top-k.", _VATT),
-    "VATT-12": Claim("vAttention, Table 10", "Whether a question is read exactly (set-up A) or by the method (B) changes the ranking.", _VATT),
-    "VATT-13": Claim("vAttention, Fig. 5", "With the cache in host memory a step is faster nearly in proportion to what it reads.", _VATT),
-    "VATT-14": Claim("vAttention, Fig. of App. A.5", "Over 32 thousand generated tokens density and error stay level.", _VATT),
-    "OURS-1": Claim("ours, mends SANTA-13", "One systematic draw over all tiles gives each its proportional share without bias, at the cost of the biased rule.", _SANTA),
-    "OURS-2": Claim("ours, extends SANTA-4 and SANTA-5", "The number of samples can be chosen for each head so that the error stays below eps with probability 1 - delta, from cached value norms.", _SANTA),
-    "OURS-3": Claim("ours", "A small random sample of what any method skipped gives an upper confidence bound on its error.", _VATT),
+    "VATT-7": Claim("vAttention, Fig. 2", "No single simple method is best on all heads; the heaviest keys together "
+                    "with a uniform sample of the others are consistently better.", _METRICS),
+    "VATT-8": Claim("vAttention, Fig. 1 and 10", "The tolerance eps and the observed error correlate above 0.99.",
+                    _VATT),
+    "VATT-9": Claim("vAttention, App. E", "Hoeffding's inequality asks for 2.8 times the samples of the CLT, and then "
+                    "fewer than 2 % of the steps fail.", _VATT),
+    "VATT-10": Claim("vAttention, Alg. 2", "What the budget needs to know may be estimated from a small base sample.",
+                     _VATT),
+    "VATT-11": Claim("vAttention, Tables 1 and 4 to 8, Fig. 4", "At equal density top-k with a sample is more accurate "
+                     "than top-k.", _VATT),
+    "VATT-12": Claim("vAttention, Table 10", "Whether a question is read exactly (set-up A) or by the method (B) "
+                     "changes the ranking.", _VATT),
+    "VATT-13": Claim("vAttention, Fig. 5", "With the cache in host memory a step is faster nearly in proportion to "
+                     "what it reads.", _VATT),
+    "VATT-14": Claim("vAttention, Fig. of App. A.5", "Over 32 thousand generated tokens density and error stay level.",
+                     _VATT),
+    "OURS-1": Claim("ours, mends SANTA-13", "One systematic draw over all tiles gives each its proportional share "
+                    "without bias, at the cost of the biased rule.", _SANTA),
+    "OURS-2": Claim("ours, extends SANTA-4 and SANTA-5", "The number of samples can be chosen for each head so that "
+                    "the error stays below eps with probability 1 - delta, from cached value norms.", _SANTA),
+    "OURS-3": Claim("ours", "A small random sample of what any method skipped gives an upper confidence bound on its "
+                    "error.", _VATT),
 }
 
 # %% ../nbs/90_claims.ipynb #0587b392
@@ -68,7 +108,8 @@ VERDICTS = ("holds", "reproduced", "same shape", "corrected", "not here")
 
 def _number(name, x):
     "`x` as an int or a float of six digits."
-    if isinstance(x, bool) or not isinstance(x, (int, float)): raise TypeError(f"{name} must be a str, a number or a flat sequence of numbers, got {type(x).__name__} {x!r}")
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} must be a str, a number or a flat sequence of numbers, got {type(x).__name__} {x!r}")
     if not math.isfinite(x): raise ValueError(f"{name} must be finite, got {x}")
     return x if isinstance(x, int) else float(f"{x:.6g}")
 
@@ -76,20 +117,67 @@ def _value(name, x):
     "`x` as what JSON keeps: a str, a number or a list of numbers."
     if hasattr(x, "tolist"): x = x.tolist()  # of an array, a tensor, or one number of either
     if isinstance(x, str):
-        if not x.strip(): raise ValueError(f"{name} must not be empty")
+        if not x.strip(): raise ValueError(f"{name} must not be empty, got {x!r}")
         return x
     if not isinstance(x, (list, tuple)): return _number(name, x)
     if not x: raise ValueError(f"{name} must hold at least one number, got an empty sequence")
     return [_number(name, y.tolist() if hasattr(y, "tolist") else y) for y in x]
 
 def _text(name, x, empty=False):
+    "`x` if it is a str, and not an empty one."
     if not isinstance(x, str): raise TypeError(f"{name} must be a str, got {type(x).__name__}")
-    if not (empty or x.strip()): raise ValueError(f"{name} must not be empty")
+    if not (empty or x.strip()): raise ValueError(f"{name} must not be empty, got {x!r}")
     return x
 
+def _checked(checks):
+    "`checks` as a dict from sentence to bool."
+    if not isinstance(checks, Mapping):
+        raise TypeError(f"checks must be a dict of sentence -> bool, got {type(checks).__name__}")
+    checks = {_text("a sentence of checks", sentence): x.tolist() if hasattr(x, "tolist") else x
+              for sentence, x in checks.items()}
+    for sentence, x in checks.items():
+        if not isinstance(x, bool):
+            raise TypeError(f"checks must map to bool, got {type(x).__name__} {x!r} for {sentence!r}")
+    return checks
+
+def _said(x):
+    "A value as a reader sees it."
+    if isinstance(x, str): return x
+    if not isinstance(x, list): return f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
+    return ", ".join(map(_said, x[:8])) + (f", ... ({len(x)} numbers)" if len(x) > 8 else "")
+
+def _cell(text):
+    "`text` for a cell of a Markdown table."
+    return " ".join(text.split()).replace("|", "\\|")
+
+# %% ../nbs/90_claims.ipynb #a2592948
+def _check_evidence(row):
+    "Raise ValueError unless the verdict of `row` has what it needs, and nothing that belongs to another."
+    counts = [len(x) for x in (row.paper, row.ours) if isinstance(x, list)]
+    if len(counts) == 2 and counts[0] != counts[1]:
+        raise ValueError(f"ours must hold as many numbers as paper, {counts[0]}, got {counts[1]}")
+    if row.verdict == "reproduced":
+        if row.tolerance is None:
+            raise ValueError("tolerance must be the largest difference allowed for 'reproduced', got None")
+        if row.tolerance < 0: raise ValueError(f"tolerance must not be negative, got {row.tolerance}")
+        if str in map(type, (row.paper, row.ours)) or isinstance(row.paper, list) != isinstance(row.ours, list):
+            raise ValueError(f"paper and ours must both be a number, or both numbers, for 'reproduced', got "
+                             f"{row.paper!r} and {row.ours!r}")
+        return
+    if row.tolerance is not None:
+        raise ValueError(f"tolerance must be None for {row.verdict!r}, got {row.tolerance}: it belongs to 'reproduced'")
+    if row.verdict == "not here" and row.command is None:
+        raise ValueError("command must name what would measure it for 'not here', got None")
+    if row.verdict != "not here" and not row.checks:
+        raise ValueError(f"checks must hold a sentence that was checked for {row.verdict!r}, got {row.checks}")
+
+# %% ../nbs/90_claims.ipynb #1ae214a8
 @dataclass(frozen=True)
 class Row:
-    "One verdict with its evidence. Raises TypeError or ValueError for an unknown id or verdict, and for missing or useless pieces."
+    """One verdict with its evidence.
+
+    Raises TypeError or ValueError for an unknown id or verdict, and for missing or useless pieces.
+    """
     id: str                        # a key of `CLAIMS` that has a chapter
     verdict: str                   # one of `VERDICTS`
     paper: object                  # the paper's value: a short str, a number, or numbers
@@ -101,31 +189,16 @@ class Row:
 
     def __post_init__(self):
         if self.id not in CLAIMS: raise ValueError(f"id must be one of {', '.join(CLAIMS)}, got {self.id!r}")
-        if CLAIMS[self.id].chapter is None: raise ValueError(f"id must be of a claim that is due, got {self.id!r}: name its chapter in CLAIMS first")
-        if self.verdict not in VERDICTS: raise ValueError(f"verdict must be one of {', '.join(VERDICTS)}, got {self.verdict!r}")
+        if CLAIMS[self.id].chapter is None:
+            raise ValueError(f"id must be of a claim that is due, got {self.id!r}: name its chapter in CLAIMS first")
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"verdict must be one of {', '.join(VERDICTS)}, got {self.verdict!r}")
         _text("note", self.note, empty=True)
         if self.command is not None: _text("command", self.command)
         for name in "paper", "ours": object.__setattr__(self, name, _value(name, getattr(self, name)))
-        counts = [len(x) for x in (self.paper, self.ours) if isinstance(x, list)]
-        if len(counts) == 2 and counts[0] != counts[1]: raise ValueError(f"ours must hold as many numbers as paper, {counts[0]}, got {counts[1]}")
-        if self.checks is not None: object.__setattr__(self, "checks", self._checked())
-        if self.verdict == "reproduced":
-            if self.tolerance is None: raise ValueError("tolerance is missing: 'reproduced' needs the largest difference allowed")
-            object.__setattr__(self, "tolerance", _number("tolerance", self.tolerance))
-            if self.tolerance < 0: raise ValueError(f"tolerance must not be negative, got {self.tolerance}")
-            if str in map(type, (self.paper, self.ours)) or isinstance(self.paper, list) != isinstance(self.ours, list):
-                raise ValueError(f"paper and ours must both be a number, or both numbers, for 'reproduced', got {self.paper!r} and {self.ours!r}")
-        else:
-            if self.tolerance is not None: raise ValueError(f"tolerance belongs to 'reproduced', got {self.tolerance} with {self.verdict!r}")
-            if self.verdict == "not here" and self.command is None: raise ValueError("command is missing: 'not here' names what would measure it")
-            if self.verdict != "not here" and not self.checks: raise ValueError(f"checks are missing: {self.verdict!r} needs at least one sentence that was checked")
-
-    def _checked(self):
-        if not isinstance(self.checks, Mapping): raise TypeError(f"checks must be a dict of sentence -> bool, got {type(self.checks).__name__}")
-        checks = {_text("a sentence of checks", sentence): x.tolist() if hasattr(x, "tolist") else x for sentence, x in self.checks.items()}
-        for sentence, x in checks.items():
-            if not isinstance(x, bool): raise TypeError(f"checks must map to bool, got {type(x).__name__} {x!r} for {sentence!r}")
-        return checks
+        if self.checks is not None: object.__setattr__(self, "checks", _checked(self.checks))
+        if self.tolerance is not None: object.__setattr__(self, "tolerance", _number("tolerance", self.tolerance))
+        _check_evidence(self)
 
     def difference(self) -> float | None:
         "Largest |ours - paper|, or None where one of them is a text or they are not alike."
@@ -138,28 +211,24 @@ class Row:
         for sentence, true in (self.checks or {}).items():
             if not true: return f"{self.id}: {self.verdict!r} is refused, it is not true that {sentence}"
         if self.verdict == "reproduced" and self.difference() > self.tolerance:
-            return f"{self.id}: 'reproduced' is refused, ours differs from the paper by {self.difference():.4g}, allowed is {self.tolerance:.4g}"
+            return (f"{self.id}: 'reproduced' is refused, ours differs from the paper by {self.difference():.4g}, "
+                    f"allowed is {self.tolerance:.4g}")
 
     def to_json(self) -> str:
         "The row as it is kept: one JSON object, without the fields that are not used."
-        return json.dumps({name: x for name, x in asdict(self).items() if x not in (None, "")}, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps({name: x for name, x in asdict(self).items() if x not in (None, "")}, indent=1,
+                          ensure_ascii=False) + "\n"
 
     def _repr_markdown_(self):
         said = CLAIMS[self.id]
-        lines = [("claim", said.statement), ("paper", _shown(self.paper)), ("ours", _shown(self.ours))]
-        if self.tolerance is not None: lines.append(("largest difference", f"{self.difference():.4g}, allowed {self.tolerance:.4g}"))
+        lines = [("claim", said.statement), ("paper", _said(self.paper)), ("ours", _said(self.ours))]
+        if self.tolerance is not None:
+            lines.append(("largest difference", f"{self.difference():.4g}, allowed {self.tolerance:.4g}"))
         lines += [("checked", sentence) for sentence in self.checks or {}]
         if self.command: lines.append(("command", f"`{self.command}`"))
         if self.note: lines.append(("note", self.note))
-        return f"| {self.id} | **{self.verdict}** ({_cell(said.source)}) |\n|---|---|\n" + "".join(f"| {name} | {_cell(x)} |\n" for name, x in lines)
-
-def _shown(x):
-    "A value as a reader sees it."
-    if isinstance(x, str): return x
-    if not isinstance(x, list): return f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
-    return ", ".join(map(_shown, x[:8])) + (f", ... ({len(x)} numbers)" if len(x) > 8 else "")
-
-def _cell(text): return " ".join(text.split()).replace("|", "\\|")
+        return f"| {self.id} | **{self.verdict}** ({_cell(said.source)}) |\n|---|---|\n" + "".join(
+            f"| {name} | {_cell(x)} |\n" for name, x in lines)
 
 # %% ../nbs/90_claims.ipynb #2f909bd6
 def claim(
@@ -169,13 +238,14 @@ def claim(
     paper,                     # the paper's value: a short str, a number, or a flat sequence of numbers
     ours,                      # our value, likewise; as many numbers as the paper's
     tolerance: float = None,   # largest |ours - paper| allowed; needed for "reproduced", refused elsewhere
-    checks: dict = None,       # sentence -> bool, all of which must be true; needed for "holds", "same shape" and "corrected"
+    checks: dict = None,       # sentence -> bool, all true; needed for "holds", "same shape" and "corrected"
     command: str = None,       # what would measure it; needed for "not here"
     note: str = "",            # what else a reader should know
 ) -> Row:
-    """The row of the ledger for one claim, written as `<id>.json` into the folder that SPARSE_NB_LEDGER names, if it names one.
+    """The row of the ledger for one claim, written as `<id>.json` into the folder that SPARSE_NB_LEDGER names, if any.
 
-    Raises AssertionError where the evidence does not support the verdict, TypeError or ValueError where it is not complete (`Row`).
+    Raises AssertionError where the evidence does not support the verdict, TypeError or ValueError where it is not
+    complete (`Row`).
     """
     row = Row(id, verdict, paper, ours, tolerance, checks, command, note)
     if why := row.contradiction(): raise AssertionError(why)
@@ -186,16 +256,21 @@ def claim(
 
 # %% ../nbs/90_claims.ipynb #8e98d77f
 def _folder(folder):
+    "The folder of the ledger."
     if folder is not None: return Path(folder)
     import sparse_nb
     root = Path(sparse_nb.__file__).parents[1]
-    if not (root / "settings.ini").exists(): raise ValueError(f"folder is missing: the ledger is part of the source tree, and {root} is none")
+    if not (root / "settings.ini").exists():
+        raise ValueError(f"folder must be given outside of the source tree, which holds the ledger, got None in {root}")
     return root / "nbs" / "claims"
 
 def rows(
     folder=None, # of the JSON files; None: nbs/claims of the source tree
 ) -> dict:       # id -> Row, in the order of `CLAIMS`
-    "The ledger as kept on disk, every row checked again. Raises ValueError, with the file's name, for a row that is malformed or contradicts itself."
+    """The ledger as kept on disk, every row checked again.
+
+    Raises ValueError, with the file's name, for a row that is malformed or contradicts itself.
+    """
     found = {}
     for path in Path(_folder(folder)).glob("*.json"):
         try: row = Row(**json.loads(path.read_text(encoding="utf-8")))
@@ -216,13 +291,20 @@ def missing(
 def table(
     folder=None, # of the JSON files; None: nbs/claims of the source tree
 ):               # pandas.DataFrame
-    "The whole ledger: id, claim, source, verdict, paper, ours, note and chapter of every claim. A claim without a row is 'missing', or 'not due' while it has no chapter."
+    """The whole ledger: id, claim, source, verdict, paper, ours, note and chapter of every claim.
+
+    A claim without a row is 'missing', or 'not due' while it has no chapter.
+    """
     import pandas as pd
     there, lines = rows(folder), []
     for id, said in CLAIMS.items():
         row = there.get(id)
-        lines.append(dict(id=id, claim=said.statement, source=said.source, verdict=row.verdict if row else "missing" if said.chapter else "not due", paper=_shown(row.paper) if row else "",
-                          ours=_shown(row.ours) if row else "", note=" ".join(filter(None, [row.note, row.command and f"`{row.command}`"])) if row else "", chapter=said.chapter or ""))
+        line = dict(id=id, claim=said.statement, source=said.source, verdict="missing" if said.chapter else "not due",
+                    paper="", ours="", note="", chapter=said.chapter or "")
+        if row:
+            line |= dict(verdict=row.verdict, paper=_said(row.paper), ours=_said(row.ours),
+                         note=" ".join(filter(None, [row.note, row.command and f"`{row.command}`"])))
+        lines.append(line)
     return pd.DataFrame(lines)
 
 def ledger(
@@ -231,5 +313,10 @@ def ledger(
 ) -> str:               # Markdown
     "`table` as Markdown, each row with a link to the chapter that measured it."
     head = "| id | claim | source | verdict | paper | ours | notes |\n|---|---|---|---|---|---|---|\n"
-    link = lambda line: f"[{line.id}]({Path(os.path.relpath(line.chapter, start)).as_posix()})" if line.chapter else line.id
-    return head + "".join("| " + " | ".join([link(line), *map(_cell, (line.claim, line.source, f"**{line.verdict}**", line.paper, line.ours, line.note))]) + " |\n" for line in table(folder).itertuples())
+    def link(line):
+        if not line.chapter: return line.id
+        return f"[{line.id}]({Path(os.path.relpath(line.chapter, start)).as_posix()})"
+    def cells(line):
+        said = line.claim, line.source, f"**{line.verdict}**", line.paper, line.ours, line.note
+        return " | ".join([link(line), *map(_cell, said)])
+    return head + "".join(f"| {cells(line)} |\n" for line in table(folder).itertuples())

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['relative_error', 'cosine', 'spearman', 'coverage', 'coverage_curve', 'keys_for_coverage', 'rows_read', 'density',
-           'Ledger', 'bytes_read', 'Interval', 'clopper_pearson', 'bootstrap_interval']
+           'BytesRead', 'bytes_read', 'Interval', 'clopper_pearson', 'bootstrap_interval']
 
 # %% ../nbs/01_metrics.ipynb #34b2e4a8
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import scipy.stats
 import torch
 import torch.nn.functional as F
 
-from .core.checks import on_cpu_eagerly
+from .core.checks import check_count, check_level, check_mass, on_cpu_eagerly
 from .core.methods import Stats
 from .core.selection import Selection
 
@@ -24,15 +24,18 @@ def _floats(name, x):
     "`x` in at least float32, after the checks that every metric shares."
     if not isinstance(x, torch.Tensor): raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point(): raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
-    if x.ndim == 0 or x.numel() == 0: raise ValueError(f"{name} must hold at least one row of at least one number, got shape {list(x.shape)}")
+    if x.ndim == 0 or x.numel() == 0:
+        raise ValueError(f"{name} must hold at least one row of at least one number, got shape {list(x.shape)}")
     if on_cpu_eagerly(x) and not x.isfinite().all(): raise ValueError(f"{name} must be finite, got NaN or inf")
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 def _pair(a_name, a, b_name, b):
     "Two tensors of one shape on one device, in one dtype."
     a, b = _floats(a_name, a), _floats(b_name, b)
-    if a.shape != b.shape: raise ValueError(f"{a_name} and {b_name} must have the same shape, got {list(a.shape)} and {list(b.shape)}")
-    if a.device != b.device: raise ValueError(f"{a_name} and {b_name} must be on the same device, got {a.device} and {b.device}")
+    if a.shape != b.shape:
+        raise ValueError(f"{a_name} and {b_name} must have the same shape, got {list(a.shape)} and {list(b.shape)}")
+    if a.device != b.device:
+        raise ValueError(f"{a_name} and {b_name} must be on the same device, got {a.device} and {b.device}")
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 
@@ -43,11 +46,13 @@ def relative_error(
 ) -> torch.Tensor:     # [B, H, Q]
     """Relative L2 error of each head and query, in at least float32.
 
-    Raises TypeError or ValueError for tensors that do not match, and, on the CPU, for NaN, inf, and where `ref` is zero.
+    Raises TypeError or ValueError for tensors that do not match, and, on the CPU, for NaN, inf, and where `ref` is
+    zero.
     """
     out, ref = _pair("out", out, "ref", ref)
     size = torch.linalg.vector_norm(ref, dim=-1)
-    if on_cpu_eagerly(size) and (size == 0).any(): raise ValueError("ref must not be zero: a relative error has no meaning there")
+    if on_cpu_eagerly(size) and (size == 0).any():
+        raise ValueError("ref must not be zero: a relative error has no meaning there")
     return torch.linalg.vector_norm(out - ref, dim=-1) / size
 
 # %% ../nbs/01_metrics.ipynb #49bdb201
@@ -57,11 +62,13 @@ def cosine(
 ) -> torch.Tensor:     # [B, H, Q], in [-1, 1]
     """Cosine of the angle between `out` and `ref`, which no change of scale moves.
 
-    Raises TypeError or ValueError for tensors that do not match, and, on the CPU, for NaN, inf, and where either is zero.
+    Raises TypeError or ValueError for tensors that do not match, and, on the CPU, for NaN, inf, and where either is
+    zero.
     """
     out, ref = _pair("out", out, "ref", ref)
     for name, x in (("out", out), ("ref", ref)):
-        if on_cpu_eagerly(x) and (x == 0).all(-1).any(): raise ValueError(f"{name} must not be zero: it has no direction there")
+        if on_cpu_eagerly(x) and (x == 0).all(-1).any():
+            raise ValueError(f"{name} must not be zero: it has no direction there")
     return F.cosine_similarity(out, ref, dim=-1)
 
 # %% ../nbs/01_metrics.ipynb #05ef4477
@@ -71,7 +78,8 @@ def spearman(
 ) -> torch.Tensor:   # [...], float64, on the CPU
     """Spearman's rank correlation of each row, computed by scipy.
 
-    Raises TypeError or ValueError for tensors that do not match or hold NaN or inf, for fewer than 2 keys, and for a row of equal values.
+    Raises TypeError or ValueError for tensors that do not match or hold NaN or inf, for fewer than 2 keys, and for a
+    row of equal values.
     """
     a, b = _pair("a", a, "b", b)
     ranks = []
@@ -85,7 +93,7 @@ def spearman(
 
 # %% ../nbs/01_metrics.ipynb #5600c22d
 def _weights(weights):
-    "Attention weights in at least float32: rows that are not negative and sum to one (values looked at on the CPU only)."
+    "Attention weights in at least float32: rows that sum to one and are not negative (looked at on the CPU only)."
     weights = _floats("weights", weights)
     if on_cpu_eagerly(weights):
         if (weights < 0).any(): raise ValueError(f"weights must not be negative, got {weights.min().item():.3g}")
@@ -93,16 +101,11 @@ def _weights(weights):
         if off > 1e-2: raise ValueError(f"weights must sum to 1 over the last axis, got a row that is off by {off:.3g}")
     return weights
 
-def _share(name, x):
-    "Accept a number in (0, 1]."
-    if isinstance(x, bool) or not isinstance(x, (int, float)): raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    if not 0 < x <= 1: raise ValueError(f"{name} must lie in (0, 1], got {x}")
-
 def _kept(selection, n):
     "Which of the `n` keys a selection kept [B, H, Q, n], bool."
-    if not isinstance(selection, Selection): raise TypeError(f"selection must be a Selection, got {type(selection).__name__}")
-    if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"n must be an int, got {type(n).__name__}")
-    if n < 1: raise ValueError(f"n must be at least 1, got {n}")
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection must be a Selection, got {type(selection).__name__}")
+    check_count("n", n)
     return selection.dense(n) > 0
 
 # %% ../nbs/01_metrics.ipynb #6b06f0db
@@ -112,11 +115,14 @@ def coverage(
 ) -> torch.Tensor:         # [B, H, Q], in [0, 1]
     """Attention mass of the keys that a selection kept, each key counted once.
 
-    Raises TypeError or ValueError for a selection of another shape, and, on the CPU, for weights that are no distribution.
+    Raises TypeError or ValueError for a selection of another shape, and, on the CPU, for weights that are no
+    distribution.
     """
     weights = _weights(weights)
     kept = _kept(selection, weights.shape[-1])
-    if kept.shape != weights.shape: raise ValueError(f"selection must fit weights of shape {list(weights.shape)}, got one that fits {list(kept.shape)}")
+    if kept.shape != weights.shape:
+        raise ValueError(f"selection must fit weights of shape {list(weights.shape)}, got one that fits "
+                         f"{list(kept.shape)}")
     return (weights * kept).sum(-1)
 
 # %% ../nbs/01_metrics.ipynb #3579203d
@@ -136,9 +142,10 @@ def keys_for_coverage(
 ) -> torch.Tensor:         # [...], int64
     """The smallest number of keys that together hold `mass` of the attention, which is what oracle top-p reads.
 
-    Raises TypeError or ValueError for weights that are no distribution (values looked at on the CPU only) and for a mass outside (0, 1].
+    Raises TypeError or ValueError for weights that are no distribution (values looked at on the CPU only) and for a
+    mass outside (0, 1].
     """
-    _share("mass", mass)
+    check_mass(mass)
     curve = coverage_curve(weights)
     return 1 + (curve[..., :-1] < mass * curve[..., -1:]).sum(-1)
 
@@ -147,16 +154,18 @@ def rows_read(
     selection: Selection,      # what each query head keeps
     n: int,                    # number of keys N
     *,
-    groups: int | None = None, # key/value heads G: count a row once for the heads of a group; None counts for each query head
+    groups: int | None = None, # key/value heads G: count a row once for the heads of a group; None: for each query head
 ) -> torch.Tensor:             # int64, [B, H, Q], or [B, G, Q] with `groups`
     """Number of different rows that each query head, or each group of query heads, has to read.
 
-    Raises TypeError or ValueError for a `groups` that does not divide the query heads, an `n` below 1 or, on the CPU, below a selected key.
+    Raises TypeError or ValueError for a `groups` that does not divide the query heads, an `n` below 1 or, on the CPU,
+    below a selected key.
     """
     kept = _kept(selection, n)
     if groups is None: return kept.sum(-1)
-    if isinstance(groups, bool) or not isinstance(groups, int): raise TypeError(f"groups must be an int or None, got {type(groups).__name__}")
-    if groups < 1 or kept.shape[1] % groups: raise ValueError(f"groups must divide the {kept.shape[1]} query heads, got {groups}")
+    check_count("groups", groups)
+    if kept.shape[1] % groups:
+        raise ValueError(f"groups must divide the {kept.shape[1]} query heads, got {groups}")
     return kept.unflatten(1, (groups, -1)).any(2).sum(-1)
 
 # %% ../nbs/01_metrics.ipynb #5bf64359
@@ -171,7 +180,7 @@ def density(
 
 # %% ../nbs/01_metrics.ipynb #0d624ed9
 @dataclass(frozen=True)
-class Ledger:
+class BytesRead:
     "Bytes read from the cache in one decode step, each [B, H, Q], or [B, G, Q] where a group reads a row once."
     keys: torch.Tensor   # bytes of keys
     values: torch.Tensor # bytes of values
@@ -182,17 +191,18 @@ class Ledger:
         "All bytes."
         return self.keys + self.values + self.index
 
-    def sum(self) -> "Ledger":
-        "The ledger of the whole step: rows of the batch, heads and queries added up."
-        return Ledger(self.keys.sum(), self.values.sum(), self.index.sum())
+    def sum(self) -> "BytesRead":
+        "Those of the whole step: rows of the batch, heads and queries added up."
+        return BytesRead(self.keys.sum(), self.values.sum(), self.index.sum())
 
     def ratio(
         self,
-        dense: "Ledger", # what exact attention reads, of the same shape
-    ) -> torch.Tensor:   # of the ledgers' shape
-        "Bytes read as a share of what `dense` reads; raises ValueError for ledgers of different shapes."
+        dense: "BytesRead", # what exact attention reads, of the same shape
+    ) -> torch.Tensor:   # of that shape
+        "Bytes read as a share of what `dense` reads; raises ValueError for different shapes."
         if self.total.shape != dense.total.shape:
-            raise ValueError(f"dense must have the ledger's shape {list(self.total.shape)}, got {list(dense.total.shape)}; compare .sum() with .sum()")
+            raise ValueError(f"dense must have the shape {list(self.total.shape)}, got "
+                             f"{list(dense.total.shape)}; compare .sum() with .sum()")
         return self.total / dense.total
 
 # %% ../nbs/01_metrics.ipynb #79b475e6
@@ -201,29 +211,30 @@ def bytes_read(
     head_dim: int,                      # numbers in a row, D
     itemsize: int,                      # bytes of a number: 2 for bfloat16
     *,
-    shared: torch.Tensor | None = None, # rows that each group reads once: `rows_read(selection, n, groups=G)`, [B, G, Q]
-) -> Ledger:                            # per query head, or per group with `shared`
+    shared: torch.Tensor | None = None, # rows that a group reads once: `rows_read(selection, n, groups=G)`, [B, G, Q]
+) -> BytesRead:                            # per query head, or per group with `shared`
     """Bytes of keys, values and index that a decode step reads.
 
-    With `shared`, the heads of a group read a row once. Their keys are then the group's rows if they scored just what they kept, else the largest
-    count of a head, which is exact for methods that score every key. The heads of a group look at one index.
-    Raises TypeError or ValueError for sizes below 1 and for a `shared` that does not fit.
+    With `shared`, the heads of a group read a row once. Their keys are then the group's rows if they scored just what
+    they kept, else the largest count of a head, which is exact for methods that score every key. The heads of a group
+    look at one index. Raises TypeError or ValueError for sizes below 1 and for a `shared` that does not fit.
     """
     if not isinstance(stats, Stats): raise TypeError(f"stats must be a Stats, got {type(stats).__name__}")
-    for name, x in (("head_dim", head_dim), ("itemsize", itemsize)):
-        if isinstance(x, bool) or not isinstance(x, int): raise TypeError(f"{name} must be an int, got {type(x).__name__}")
-        if x < 1: raise ValueError(f"{name} must be at least 1, got {x}")
+    for name, x in (("head_dim", head_dim), ("itemsize", itemsize)): check_count(name, x)
     keys, values, index = (torch.as_tensor(x, device=stats.density.device).expand_as(stats.density)
                            for x in (stats.keys_scored, stats.values_read, stats.index_bytes))
     if shared is not None:
-        if not isinstance(shared, torch.Tensor): raise TypeError(f"shared must be a tensor or None, got {type(shared).__name__}")
-        if shared.ndim != 3 or shared.shape[::2] != keys.shape[::2] or not shared.shape[1] or keys.shape[1] % shared.shape[1]:
-            raise ValueError(f"shared must be [B, G, Q] with G dividing the heads of {list(keys.shape)}, got {list(shared.shape)}")
+        if not isinstance(shared, torch.Tensor):
+            raise TypeError(f"shared must be a tensor or None, got {type(shared).__name__}")
+        if (shared.ndim != 3 or shared.shape[::2] != keys.shape[::2]
+                or not shared.shape[1] or keys.shape[1] % shared.shape[1]):
+            raise ValueError(f"shared must be [B, G, Q] with G dividing the heads of {list(keys.shape)}, got "
+                             f"{list(shared.shape)}")
         keys, values, index = (x.unflatten(1, (shared.shape[1], -1)) for x in (keys, values, index))
         keys = torch.where((keys == values).all(2), shared, keys.amax(2).maximum(shared))
         values, index = shared, index.amax(2)
     row = head_dim * itemsize
-    return Ledger(keys * row, values * row, index)
+    return BytesRead(keys * row, values * row, index)
 
 # %% ../nbs/01_metrics.ipynb #7ea63b2a
 class Interval(NamedTuple):
@@ -241,11 +252,6 @@ class Interval(NamedTuple):
 
     def __str__(self): return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
-def _confidence(confidence):
-    "Accept a number in (0, 1)."
-    _share("confidence", confidence)
-    if confidence == 1: raise ValueError("confidence must be below 1: certainty has no finite interval")
-
 # %% ../nbs/01_metrics.ipynb #302d678d
 def clopper_pearson(
     successes: int,           # how often it happened
@@ -257,10 +263,11 @@ def clopper_pearson(
     Raises TypeError for counts that are no ints, ValueError for counts that cannot be and a confidence outside (0, 1).
     """
     for name, x in (("successes", successes), ("trials", trials)):
-        if isinstance(x, bool) or not isinstance(x, (int, np.integer)): raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+        if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+            raise TypeError(f"{name} must be an int, got {type(x).__name__}")
     if trials < 1: raise ValueError(f"trials must be at least 1, got {trials}")
     if not 0 <= successes <= trials: raise ValueError(f"successes must lie in 0 to trials = {trials}, got {successes}")
-    _confidence(confidence)
+    check_level("confidence", confidence)
     test = scipy.stats.binomtest(int(successes), int(trials))
     ends = test.proportion_ci(confidence, method="exact")
     return Interval(float(ends.low), float(test.statistic), float(ends.high))
@@ -272,15 +279,19 @@ def bootstrap_interval(
     confidence: float = 0.95, # nominal confidence
     seed: int = 0,            # of the resampling
 ) -> Interval:
-    """Bias-corrected and accelerated bootstrap interval (Efron, 1987) of a statistic, computed by `scipy.stats.bootstrap`.
+    """Bias-corrected and accelerated bootstrap interval (Efron, 1987) of a statistic, computed by
+    `scipy.stats.bootstrap`.
 
-    Raises ValueError for anything but a row of at least 2 finite numbers that differ, and for a confidence outside (0, 1).
+    Raises ValueError for anything but a row of at least 2 finite numbers that differ, and for a confidence outside (0,
+    1).
     """
     x = np.asarray(x.detach().cpu().double() if isinstance(x, torch.Tensor) else x, dtype=float)
     if x.ndim != 1 or x.size < 2: raise ValueError(f"x must be a row of at least 2 numbers, got shape {list(x.shape)}")
     if not np.isfinite(x).all(): raise ValueError("x must be finite, got NaN or inf")
-    if np.ptp(x) == 0: raise ValueError(f"x must vary, got {x.size} times {x[0]:.6g}: resampling cannot tell how sure that is (clopper_pearson can, for a share)")
-    _confidence(confidence)
+    if np.ptp(x) == 0:
+        raise ValueError(f"x must vary, got {x.size} times {x[0]:.6g}: resampling cannot tell how sure that is "
+                         f"(clopper_pearson can, for a share)")
+    check_level("confidence", confidence)
     ends = scipy.stats.bootstrap((x,), statistic, confidence_level=confidence, rng=np.random.default_rng(seed),
                                  batch=max(1, 2**22 // x.size)).confidence_interval
     return Interval(float(ends.low), float(statistic(x)), float(ends.high))

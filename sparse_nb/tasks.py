@@ -21,10 +21,14 @@ def _words(rng, count): return _distinct(rng, count, lambda r: "".join(r.choices
 def _numbers(rng, count): return _distinct(rng, count, lambda r: "".join(r.choices(string.digits, k=4)))
 
 # %% ../nbs/71_tasks.ipynb #cd326278
-_WHO = "The old sailor|A young teacher|My neighbour|The quiet baker|Her brother|Our guide|The tall gardener|A tired driver|The new doctor|Their cousin".split("|")
-_DID = "walked to|looked at|thought about|came back from|waited near|wrote about|drove past|asked about|heard of|painted".split("|")
-_WHAT = "the market|the river|a small house|the old bridge|the station|a green field|the harbour|the library|a long road|the mill".split("|")
-_WHEN = "in the morning|after the rain|before dinner|on a cold day|late at night|without a word|as every year|for a while|in early spring|with a smile".split("|")
+_WHO = ("The old sailor|A young teacher|My neighbour|The quiet baker|Her brother|Our guide|The tall gardener|A tired "
+        "driver|The new doctor|Their cousin".split("|"))
+_DID = ("walked to|looked at|thought about|came back from|waited near|wrote about|drove past|asked about|heard "
+        "of|painted".split("|"))
+_WHAT = ("the market|the river|a small house|the old bridge|the station|a green field|the harbour|the library|a long "
+         "road|the mill".split("|"))
+_WHEN = ("in the morning|after the rain|before dinner|on a cold day|late at night|without a word|as every year|for a "
+         "while|in early spring|with a smile".split("|"))
 
 def filler_text(
     rng: random.Random, # source of randomness
@@ -32,7 +36,8 @@ def filler_text(
 ) -> str: # plain English sentences, cut at the front to `chars` characters exactly
     "Dull sentences for the haystack"
     count = chars // 30 + 1
-    text = " ".join(f"{w} {d} {t} {n}." for w, d, t, n in zip(*(rng.choices(x, k=count) for x in (_WHO, _DID, _WHAT, _WHEN))))
+    text = " ".join(f"{w} {d} {t} {n}."
+                    for w, d, t, n in zip(*(rng.choices(x, k=count) for x in (_WHO, _DID, _WHAT, _WHEN))))
     return text[len(text) - chars:]
 
 # %% ../nbs/71_tasks.ipynb #713e9995
@@ -83,7 +88,8 @@ def _multivalue(rng, chars, filler, *, keys=2, values=3, questions=1):
     rng.shuffle(facts)
     context = plant(rng, [_is(*f) for f in facts], chars, filler)
     asked = rng.sample(names, min(questions, keys))
-    return context, [(f"\nWhat are all the numbers of {k}? The numbers of {k} are", ", ".join(v for n, v in facts if n == k)) for k in asked]
+    return (context, [(f"\nWhat are all the numbers of {k}? The numbers of {k} are",
+                       ", ".join(v for n, v in facts if n == k)) for k in asked])
 
 def _multiquery(rng, chars, filler, *, keys=8, queries=3, questions=1):
     pairs = dict(zip(_words(rng, keys), _numbers(rng, keys)))
@@ -102,22 +108,26 @@ def _variable_tracking(rng, chars, filler, *, chains=2, copies=3, questions=1):
     rng.shuffle(turns)
     step, facts = [0] * chains, []
     for i in turns:
-        facts.append(f"Store {numbers[i]} in {chain[i][0]}." if step[i] == 0 else f"Copy {chain[i][step[i] - 1]} to {chain[i][step[i]]}.")
+        facts.append(f"Store {numbers[i]} in {chain[i][0]}." if step[i] == 0 else f"Copy {chain[i][step[i] - 1]} to "
+                     f"{chain[i][step[i]]}.")
         step[i] += 1
     context = plant(rng, facts, chars, filler)
     asked = rng.sample(range(chains), min(questions, chains))
-    return context, [(f"\nWhich variables hold {numbers[i]}? The number {numbers[i]} is in", ", ".join(chain[i])) for i in asked]
+    return (context, [(f"\nWhich variables hold {numbers[i]}? The number {numbers[i]} is in", ", ".join(chain[i]))
+                      for i in asked])
 
 # %% ../nbs/71_tasks.ipynb #0492e6a2
 def _frequent_words(rng, chars, filler, *, others=24, ratio=5):
     count = chars // len("abcde ")
-    if count < 2 * (others + ratio): raise ValueError(f"length: counting {others + 1} words needs {12 * (others + ratio)} characters, got {chars}")
+    if count < 2 * (others + ratio):
+        raise ValueError(f"length: counting {others + 1} words needs {12 * (others + ratio)} characters, got {chars}")
     top, *rest = _words(rng, others + 1)
     each = count // (others + ratio)
     words = [w for w in rest for _ in range(each)]
     words += [top] * (count - len(words))
     rng.shuffle(words)
-    return filler(rng, chars - 6 * count) + " ".join(words) + " ", [("\nWhich word appears most often? The most frequent word is", top)]
+    return (filler(rng, chars - 6 * count) + " ".join(words) + " ",
+            [("\nWhich word appears most often? The most frequent word is", top)])
 
 TASKS = dict(needle=_needle, multikey=_multikey, kv=_kv, multivalue=_multivalue, multiquery=_multiquery,
              variable_tracking=_variable_tracking, frequent_words=_frequent_words)
@@ -145,9 +155,12 @@ def make(
     filler=filler_text, # `(rng, chars) -> str`, the haystack
     **settings,         # the task's own, such as `keys=32`
 ) -> Example: # at most `length` tokens
-    "A prompt of a task, in the manner of RULER (Hsieh et al., 2024); raises ValueError for an unknown task or a length too short for it"
+    """A prompt of a task, in the manner of RULER (Hsieh et al., 2024); raises ValueError for an unknown task or a
+    length too short for it
+    """
     if task not in TASKS: raise ValueError(f"task: got {task!r}, allowed are {', '.join(TASKS)}")
-    if isinstance(length, bool) or not isinstance(length, int): raise TypeError(f"length: got {length!r}, allowed is an int of tokens")
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"length: got {length!r}, allowed is an int of tokens")
     def build(chars):
         context, [(question, answer)] = TASKS[task](random.Random(f"{task} {seed}"), chars, filler, **settings)
         return Example(task, context, question, answer, seed, length)
@@ -155,7 +168,8 @@ def make(
         text = f"{example.prompt} {example.answer}."
         return len(text) + 1 if tokenizer is None else len(tokenizer(text)["input_ids"])
     sample = filler(random.Random(0), 2000)
-    chars, best, left = (length if tokenizer is None else length * 2000 // len(tokenizer(sample)["input_ids"])), None, length
+    chars, best, left = ((length if tokenizer is None else length * 2000 // len(tokenizer(sample)["input_ids"])),
+                         None, length)
     for _ in range(12):
         example = build(chars)
         used = tokens(example)
@@ -163,7 +177,8 @@ def make(
         if 0 <= spare < left: best, left = example, spare
         if spare == 0: break
         chars += round(spare * chars / used) or spare
-    if best is None: raise ValueError(f"length: {length} tokens are too few for task {task!r}, which takes at least {used}")
+    if best is None:
+        raise ValueError(f"length: {length} tokens are too few for task {task!r}, which takes at least {used}")
     return best
 
 # %% ../nbs/71_tasks.ipynb #3e2e78de

@@ -1,4 +1,6 @@
-"Exact attention, partial states, weighted keys and the four simple rules, against independent formulas and generated examples."
+"""Exact attention, partial states, weighted keys and the four simple rules, against independent formulas and generated
+examples.
+"""
 import itertools
 import math
 import subprocess
@@ -10,8 +12,10 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_nb.attention import (
-    Exact, Method, Selection, SoftmaxState, State, Streaming, TopK, TopP, Uniform, assert_close, attention, attention_scores, attention_weights,
-    budget_counts, fold_in, merge_states, partial_attention, visible_range, select_sinks_window, select_topk, select_topp, select_uniform, stream_seeds, weighted_attention, weighted_state)
+    Exact, Method, Selection, SoftmaxState, State, Streaming, TopK, TopP, Uniform, assert_close, attention,
+    attention_scores, attention_weights,
+    budget_counts, fold_in, merge_states, partial_attention, visible_range, select_sinks_window, select_topk,
+    select_topp, select_uniform, stream_seeds, weighted_attention, weighted_state)
 
 METHODS = [Exact(), Streaming(sinks=2, window=0.2), TopK(budget=0.3), TopP(mass=0.8), Uniform(samples=0.4)]
 WHOLE = [Exact(), Streaming(sinks=1, window=1.0), TopK(budget=1.0), TopP(mass=1.0), Uniform(samples=1.0)]
@@ -31,7 +35,8 @@ def naive(q, k, v, *, causal=False, kv_start=None, kv_len=None, scale=None, weig
         stop = k.shape[2] if kv_len is None else int(kv_len[b])
         if causal: stop += i + 1 - q.shape[2]
         g = h * k.shape[1] // q.shape[1]
-        e = torch.exp(k[b, g, start:stop].double() @ q[b, h, i].double() * (q.shape[3]**-0.5 if scale is None else scale))
+        e = torch.exp(k[b, g, start:stop].double() @ q[b, h, i].double()
+                      * (q.shape[3]**-0.5 if scale is None else scale))
         if weight is not None: e = e * weight[b, h, i, start:stop]
         out[b, h, i] = (e[:, None] * v[b, g, start:stop].double()).sum(0) / e.sum()
     return out
@@ -46,7 +51,8 @@ def test_attention_is_sdpa(heads, groups, queries, keys, size, dtype, rtol):
     q, k, v = make(2, heads, groups, queries, keys, size, dtype)
     assert_close(attention(q, k, v), scaled_dot_product_attention(q, k, v, enable_gqa=True), rtol)
     mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    assert_close(attention(q, k, v, causal=True, scale=0.3), scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True), rtol)
+    assert_close(attention(q, k, v, causal=True, scale=0.3),
+                 scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True), rtol)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -58,7 +64,8 @@ def test_masks(causal, start, length, int_type):
                  kv_len=None if length is None else torch.tensor(length, dtype=int_type))
     want = naive(q, k, v, **masks)
     assert_close(attention(q, k, v, **masks), want, 1e-13)
-    assert_close(attention_weights(q, k, **masks).unflatten(1, (2, 3)) @ v[:, :, None], want.unflatten(1, (2, 3)), 1e-13)
+    assert_close(attention_weights(q, k, **masks).unflatten(1, (2, 3)) @ v[:, :, None],
+                 want.unflatten(1, (2, 3)), 1e-13)
     for method in WHOLE: assert_close(method.decode(q, k, v, seed=0, **masks), want, 1e-13, repr(method))
 
 
@@ -67,7 +74,8 @@ def test_rows_outside_start_and_len_are_never_used():
     masks = dict(kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([45, 20]))
     want = {m: m.decode(q, k, v, seed=0, causal=True, **masks) for m in METHODS}
     k[1, :, :7], k[1, :, 20:], v[1, :, :7], v[1, :, 20:] = math.nan, math.inf, math.nan, math.inf
-    for method in METHODS: assert torch.equal(method.decode(q, k, v, seed=0, causal=True, **masks), want[method]), method
+    for method in METHODS:
+        assert torch.equal(method.decode(q, k, v, seed=0, causal=True, **masks), want[method]), method
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -99,7 +107,8 @@ def test_strides_change_nothing(method):
 def test_gradients(method):
     q, k, v = (x.requires_grad_() for x in make(1, 2, 1, 2, 9, 4))
     assert torch.autograd.gradcheck(lambda v: method.decode(q, k, v, seed=0, causal=True), (v,))
-    if method in (Exact(), METHODS[1]): assert torch.autograd.gradcheck(lambda q, k: method.decode(q, k, v, seed=0, causal=True), (q, k))
+    if method in (Exact(), METHODS[1]):
+        assert torch.autograd.gradcheck(lambda q, k: method.decode(q, k, v, seed=0, causal=True), (q, k))
     out = method.decode(q, k, v, seed=0)
     with torch.no_grad(): assert torch.equal(method.decode(q, k, v, seed=0), out)
     with torch.inference_mode(): assert torch.equal(method.decode(q, k, v, seed=0), out)
@@ -107,7 +116,8 @@ def test_gradients(method):
 
 def test_huge_scores_do_not_overflow():
     q, k, v = make(dtype=torch.float32)
-    assert_close(attention(q * 1e4, k, v), v.repeat_interleave(3, 1).gather(2, attention_scores(q, k).argmax(-1)[..., None].expand(q.shape)), 1e-6)
+    assert_close(attention(q * 1e4, k, v), v.repeat_interleave(3, 1)
+                 .gather(2, attention_scores(q, k).argmax(-1)[..., None].expand(q.shape)), 1e-6)
 
 
 # partial states
@@ -120,7 +130,8 @@ def state(draw):
     "A state of two queries; -inf is the empty one."
     m = torch.tensor([draw(values), draw(values)], dtype=torch.float64).view(1, 1, 2)
     l = torch.tensor([draw(st.floats(1e-3, 1e6)), draw(st.floats(1e-3, 1e6))], dtype=torch.float64).view(1, 1, 2)
-    o = torch.tensor([[draw(st.floats(-9, 9)) for _ in range(3)] for _ in range(2)], dtype=torch.float64).view(1, 1, 2, 3) * l[..., None]
+    o = torch.tensor([[draw(st.floats(-9, 9)) for _ in range(3)] for _ in range(2)],
+                     dtype=torch.float64).view(1, 1, 2, 3) * l[..., None]
     return SoftmaxState(m, l.masked_fill(m == -math.inf, 0), o.masked_fill((m == -math.inf)[..., None], 0))
 
 
@@ -146,7 +157,8 @@ def test_empty_state_is_neutral_to_the_last_bit(a):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sets(st.integers(1, 44), max_size=8), st.randoms(use_true_random=False), st.booleans(), st.integers(0, 30), st.integers(34, 45))
+@given(st.sets(st.integers(1, 44), max_size=8), st.randoms(use_true_random=False), st.booleans(), st.integers(0, 30),
+       st.integers(34, 45))
 def test_any_parts_in_any_order_are_the_whole(cuts, random, causal, start, length):
     q, k, v = make()
     masks = dict(causal=causal, kv_start=torch.tensor([0, start]), kv_len=torch.tensor([length, 45]))
@@ -165,7 +177,8 @@ def test_weighted_attention_is_equation_3():
     rng = torch.Generator().manual_seed(1)
     index = torch.rand(2, 6, 3, 45, generator=rng).argsort(-1)[..., :12]
     selection = Selection(index, torch.randint(0, 5, index.shape, generator=rng).double())
-    assert_close(weighted_attention(q, k, v, selection, scale=0.4), naive(q, k, v, scale=0.4, weight=selection.dense(45)), 1e-13)
+    assert_close(weighted_attention(q, k, v, selection, scale=0.4),
+                 naive(q, k, v, scale=0.4, weight=selection.dense(45)), 1e-13)
     assert torch.equal(selection.budget, (selection.dense(45) > 0).sum(-1))
     assert torch.equal(selection.density(45), selection.budget / 45)
 
@@ -183,9 +196,11 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
 def test_disjoint_selections_merge_to_their_union():
     q, k, v = make()
     top = select_topk(q, k, budget=10)
-    first, rest = (Selection(top.index[..., s], top.weight[..., s] * w) for s, w in ((slice(0, 4), 1), (slice(4, 10), 3)))
+    first, rest = (Selection(top.index[..., s], top.weight[..., s] * w)
+                   for s, w in ((slice(0, 4), 1), (slice(4, 10), 3)))
     union = Selection(top.index, torch.cat([first.weight, rest.weight], -1))
-    assert_close(merge_states(weighted_state(q, k, v, first), weighted_state(q, k, v, rest)).output(), weighted_attention(q, k, v, union), 1e-13)
+    assert_close(merge_states(weighted_state(q, k, v, first), weighted_state(q, k, v, rest)).output(),
+                 weighted_attention(q, k, v, union), 1e-13)
 
 
 def test_numerator_and_denominator_are_unbiased_for_unequal_probabilities():
@@ -206,7 +221,8 @@ def test_numerator_and_denominator_are_unbiased_for_unequal_probabilities():
 
 def test_streaming_keeps_ends():
     q, k, _ = make()
-    kept = select_sinks_window(q, k, sinks=2, window=3, causal=True, kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([45, 20])).dense(45)
+    kept = select_sinks_window(q, k, sinks=2, window=3, causal=True, kv_start=torch.tensor([0, 7]),
+                               kv_len=torch.tensor([45, 20])).dense(45)
     assert kept[0, 5, 2].nonzero().flatten().tolist() == [0, 1, 42, 43, 44]
     assert kept[0, 0, 0].nonzero().flatten().tolist() == [0, 1, 40, 41, 42]
     assert kept[1, 3, 1].nonzero().flatten().tolist() == [7, 8, 16, 17, 18]
@@ -231,7 +247,8 @@ def test_topp_is_the_smallest_set_with_the_mass(seed, mass):
     kept = weights.gather(-1, selection.index) * selection.weight
     assert (kept.sum(-1) >= mass - 1e-12).all()
     largest = weights.sort(-1, descending=True).values.cumsum(-1)
-    one_less = torch.where(selection.budget > 1, largest.gather(-1, (selection.budget - 2).clamp(min=0)[..., None])[..., 0], 0)
+    one_less = torch.where(selection.budget > 1,
+                           largest.gather(-1, (selection.budget - 2).clamp(min=0)[..., None])[..., 0], 0)
     assert (one_less < mass + 1e-12).all()
     assert (selection.dense(45)[weights == 0] == 0).all()
 
@@ -285,7 +302,8 @@ def test_methods_in_methods_go_to_json_and_back():
     assert Method.from_json(pair.to_json()) == pair
 
 
-@pytest.mark.parametrize("method", [TopK(50), Uniform(50), Streaming(sinks=3, window=50), Streaming(sinks=60, window=1)], ids=repr)
+@pytest.mark.parametrize("method", [TopK(50), Uniform(50), Streaming(sinks=3, window=50),
+                                    Streaming(sinks=60, window=1)], ids=repr)
 def test_a_count_beyond_the_visible_keys_means_all_of_them(method):
     q, k, v = make(queries=3, keys=41)
     masks = dict(causal=True, kv_start=torch.tensor([0, 30]))
@@ -297,7 +315,8 @@ def test_a_count_beyond_the_visible_keys_means_all_of_them(method):
 
 # prompts
 
-PROMPTS = [Exact(), Streaming(sinks=3, window=20), Streaming(sinks=200, window=0.2), TopK(budget=30), TopK(budget=0.3), TopP(mass=0.7), Uniform(samples=25), Uniform(samples=0.3)]
+PROMPTS = [Exact(), Streaming(sinks=3, window=20), Streaming(sinks=200, window=0.2), TopK(budget=30), TopK(budget=0.3),
+           TopP(mass=0.7), Uniform(samples=25), Uniform(samples=0.3)]
 
 
 def of_heads(seed, batch, heads): return fold_in(seed, torch.arange(batch)[:, None], torch.arange(heads))
@@ -308,7 +327,8 @@ def test_a_prompt_of_any_length_is_causal_attention(dtype, rtol):
     for n, last in ((1, 1), (127, 127), (128, 128), (300, 300), (300, 40)):
         q, k, v = make(queries=last, keys=n, dtype=dtype)
         want = attention(q, k, v, causal=True, scale=0.3)
-        for method in (Exact(), Streaming(sinks=4, window=300), Streaming(window=1.0, sinks=0), TopK(budget=10**6), TopP(mass=1.0), Uniform(samples=300)):
+        for method in (Exact(), Streaming(sinks=4, window=300), Streaming(window=1.0, sinks=0), TopK(budget=10**6),
+                       TopP(mass=1.0), Uniform(samples=300)):
             out = method.prefill(q, k, v, seed=0, scale=0.3)
             assert out.dtype == dtype
             assert_close(out, want, rtol, repr(method))
@@ -326,7 +346,8 @@ def test_a_padded_prompt_is_its_rows_alone(method):
         alone = [x[row:row + 1, :, s:].clone() for x in (q, k, v)]
         assert torch.equal(out[row:row + 1, :, s:], method.prefill(*alone, seed=seeds[row:row + 1]))
     same = method.prefill(q[:2, :, 33:], k[:2, :, 33:], v[:2, :, 33:], seed=seeds[:2])
-    assert torch.equal(same, method.prefill(q[:2], k[:2], v[:2], seed=seeds[:2], kv_start=torch.tensor([33, 33]))[:, :, 33:])
+    assert torch.equal(same,
+                       method.prefill(q[:2], k[:2], v[:2], seed=seeds[:2], kv_start=torch.tensor([33, 33]))[:, :, 33:])
 
 
 @pytest.mark.parametrize("method", PROMPTS, ids=repr)
@@ -336,7 +357,8 @@ def test_a_prompt_in_chunks(method, start):
     q, k, v = make(queries=280, keys=280)
     whole = method.prefill(q, k, v, seed=4, kv_start=start)
     cuts = [0, 1, 60, 200, 280]
-    chunks = torch.cat([method.prefill(q[:, :, a:b], k[:, :, :b], v[:, :, :b], seed=4, kv_start=start) for a, b in itertools.pairwise(cuts)], 2)
+    chunks = torch.cat([method.prefill(q[:, :, a:b], k[:, :, :b], v[:, :, :b], seed=4, kv_start=start)
+                        for a, b in itertools.pairwise(cuts)], 2)
     if method.random: assert not torch.equal(chunks, whole) and torch.equal(chunks == 0, whole == 0)
     else: assert_close(chunks, whole, 1e-13)
 
@@ -344,17 +366,22 @@ def test_a_prompt_in_chunks(method, start):
 def test_the_streams_of_a_prompt_are_all_different(monkeypatch):
     q, k, v = make(queries=300, keys=300)
     drawn = []
-    monkeypatch.setattr("sparse_nb.core.selection.stream_seeds", lambda q, seed: drawn.append(stream_seeds(q, seed)) or drawn[-1])
+    monkeypatch.setattr("sparse_nb.core.selection.stream_seeds",
+                        lambda q, seed: drawn.append(stream_seeds(q, seed)) or drawn[-1])
     Uniform(0.1).prefill(q, k, v, seed=0, kv_start=torch.tensor([0, 17]))
     found = torch.cat([x.flatten() for x in drawn])
     assert len(found) == 6 * (300 + 283) and len(found.unique()) == len(found)
 
 
 @pytest.mark.parametrize("call, error, message", [
-    (lambda q, k, v: Exact().prefill(q, k[:, :, :2], v[:, :, :2]), ValueError, "q must not have more positions than k, 2, when causal, got 3"),
-    (lambda q, k, v: Exact().prefill(q, k, v, kv_start=torch.tensor([0, -1])), ValueError, "kv_start must not be negative, got -1"),
-    (lambda q, k, v: Exact().prefill(q, k, v, kv_start=torch.tensor([0])), ValueError, "kv_start must have shape [B] = [2], got [1]"),
-    (lambda q, k, v: Exact().prefill(q, k, v, kv_start=[0, 1]), TypeError, "kv_start must be an integer tensor of shape [B], got list"),
+    (lambda q, k, v: Exact().prefill(q, k[:, :, :2], v[:, :, :2]), ValueError,
+     "q must not have more positions than k, 2, when causal, got 3"),
+    (lambda q, k, v: Exact().prefill(q, k, v, kv_start=torch.tensor([0, -1])), ValueError,
+     "kv_start must not be negative, got -1"),
+    (lambda q, k, v: Exact().prefill(q, k, v, kv_start=torch.tensor([0])), ValueError,
+     "kv_start must have shape [B] = [2], got [1]"),
+    (lambda q, k, v: Exact().prefill(q, k, v, kv_start=[0, 1]), TypeError,
+     "kv_start must be an integer tensor of shape [B], got list"),
     (lambda q, k, v: Uniform().prefill(q, k, v, scale=0), ValueError, "scale must be positive and finite, got 0"),
     (lambda q, k, v: Uniform().prefill(q, k, v, seed=-1), ValueError, "seed must lie in [0, 2**63), got -1")])
 def test_bad_prompts(call, error, message):
@@ -404,16 +431,19 @@ def test_a_state_follows_its_cache():
 @pytest.mark.parametrize("call, error, message", [
     (lambda s, k, v: s.append(k[:1], v[:1]), ValueError, "k must have the batch size of the state, 2, got 1"),
     (lambda s, k, v: s.append(k[:, :1], v[:, :1]), ValueError, "k must have the heads of the state, 2, got 1"),
-    (lambda s, k, v: s.append(k, v[:, :, 1:]), ValueError, "v must have the shape of k up to the last axis, [2, 2, 45], got [2, 2, 44]"),
+    (lambda s, k, v: s.append(k, v[:, :, 1:]), ValueError, "v must have the shape of k up to the last axis, [2, 2, "
+     "45], got [2, 2, 44]"),
     (lambda s, k, v: s.append(k[0], v[0]), ValueError, "k must have shape [B, G, n, D], got [2, 45, 16]"),
     (lambda s, k, v: s.append(k, None), TypeError, "v must be a torch.Tensor, got NoneType"),
-    (lambda s, k, v: s.append(k.to("meta"), v.to("meta")), ValueError, "k must be on the device of the state, cpu, got meta"),
+    (lambda s, k, v: s.append(k.to("meta"), v.to("meta")), ValueError,
+     "k must be on the device of the state, cpu, got meta"),
     (lambda s, k, v: s.crop(46), ValueError, "length must lie in [0, 45], got 46"),
     (lambda s, k, v: s.crop(-1), ValueError, "length must lie in [0, 45], got -1"),
     (lambda s, k, v: s.crop(3.0), TypeError, "length must be an int, got float"),
     (lambda s, k, v: s.pick_rows([0]), TypeError, "rows must be an int64 tensor, got list"),
     (lambda s, k, v: s.pick_rows(torch.tensor([0.0])), TypeError, "rows must be an int64 tensor, got torch.float32"),
-    (lambda s, k, v: s.pick_rows(torch.tensor([True, False])), TypeError, "rows must be an int64 tensor, got torch.bool"),
+    (lambda s, k, v: s.pick_rows(torch.tensor([True, False])), TypeError,
+     "rows must be an int64 tensor, got torch.bool"),
     (lambda s, k, v: s.pick_rows(torch.tensor(0)), ValueError, "rows must have shape [B'] with nothing empty, got []"),
     (lambda s, k, v: s.pick_rows(torch.tensor([0, 2])), ValueError, "rows must lie in [0, 2), got [0, 2]"),
     (lambda s, k, v: s.pick_rows(torch.tensor([-1])), ValueError, "rows must lie in [0, 2), got [-1]"),
@@ -432,7 +462,8 @@ def test_what_a_state_refuses(call, error, message):
 def test_a_prompt_on_a_gpu(method):
     inputs, start, seeds = make(queries=200, keys=200), torch.tensor([0, 50]), of_heads(7, 2, 6)
     want = method.prefill(*inputs, seed=7, kv_start=start)
-    for seed in (7, torch.tensor(7), seeds.cuda()): assert_close(method.prefill(*(x.cuda() for x in inputs), seed=seed, kv_start=start.cuda()), want, 1e-12)
+    for seed in (7, torch.tensor(7), seeds.cuda()):
+        assert_close(method.prefill(*(x.cuda() for x in inputs), seed=seed, kv_start=start.cuda()), want, 1e-12)
 
 
 @pytest.mark.gpu
@@ -442,7 +473,8 @@ def test_a_gpu_gives_the_same_and_is_never_waited_for(method):
     masks = dict(kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([45, 20]))
     inputs = make()
     want = method.decode(*inputs, seed=7, causal=True, **masks)
-    inputs, masks, seed = [x.cuda() for x in inputs], {name: x.cuda() for name, x in masks.items()}, torch.tensor(7).cuda()
+    inputs, masks, seed = ([x.cuda() for x in inputs], {name: x.cuda() for name, x in masks.items()},
+                           torch.tensor(7).cuda())
     method.decode(*inputs, seed=seed, causal=True, **masks)
     if not isinstance(method, TopP): torch.cuda.set_sync_debug_mode("error")
     try: out = method.decode(*inputs, seed=seed, causal=True, **masks)

@@ -1,4 +1,6 @@
-"""The ledger: every claim that is due has a row, every row stands in its chapter, and no row says more than its numbers."""
+"""The ledger: every claim that is due has a row, every row stands in its chapter, and no row says more than its
+numbers.
+"""
 import ast
 import json
 import os
@@ -19,13 +21,17 @@ GOOD = {"id": "SANTA-7", "verdict": "reproduced", "paper": [49.9, 79.95], "ours"
 
 def claimed(nb):
     "The ids that the cells of `nb` claim, directly or through a function of theirs."
-    calls = [node for cell in nb.cells if cell.cell_type == "code" for node in ast.walk(ast.parse(re.sub(r"^[%!].*", "", cell.source, flags=re.M))) if isinstance(node, ast.Call)]
-    return {call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value in CLAIMS}
+    calls = [node for cell in nb.cells if cell.cell_type == "code"
+             for node in ast.walk(ast.parse(re.sub(r"^[%!].*", "", cell.source, flags=re.M)))
+             if isinstance(node, ast.Call)]
+    return {call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)
+            and call.args[0].value in CLAIMS}
 
 
 def shown(nb):
     "The Markdown outputs of `nb`."
-    return {"".join(o.data["text/markdown"]).strip() for cell in nb.cells if cell.cell_type == "code" for o in cell.outputs if "text/markdown" in o.get("data", {})}
+    return {"".join(o.data["text/markdown"]).strip() for cell in nb.cells if cell.cell_type == "code"
+            for o in cell.outputs if "text/markdown" in o.get("data", {})}
 
 
 def write(folder, name="SANTA-7", **changes):
@@ -46,7 +52,8 @@ def test_every_id_of_the_first_methods_is_a_claim():
 def test_rows_are_those_of_the_executed_chapter(chapter):
     nb, there = read_nb(ROOT / chapter), {id: row for id, row in rows().items() if CLAIMS[id].chapter == chapter}
     assert claimed(nb) == there.keys()
-    assert [id for id, row in there.items() if row._repr_markdown_().strip() not in shown(nb)] == [], "the chapter shows other rows than nbs/claims holds"
+    assert [id for id, row in there.items() if row._repr_markdown_()
+            .strip() not in shown(nb)] == [], "the chapter shows other rows than nbs/claims holds"
 
 
 def test_the_last_chapter_shows_this_ledger():
@@ -56,12 +63,14 @@ def test_the_last_chapter_shows_this_ledger():
 # What the ledger refuses.
 
 @pytest.mark.parametrize("name, changes, why", [
-    ("SANTA-7", {"ours": [50.01, 81.02]}, "'reproduced' is refused, ours differs from the paper by 1.07, allowed is 0.3"),
+    ("SANTA-7", {"ours": [50.01, 81.02]}, "'reproduced' is refused, ours differs from the paper by 1.07, "
+     "allowed is 0.3"),
     ("SANTA-7", {"tolerance": 0.01}, "allowed is 0.01"),
     ("SANTA-7", {"checks": {"all lengths were tried": False}}, "it is not true that all lengths were tried"),
-    ("SANTA-7", {"verdict": "holds", "tolerance": None, "checks": {"it is so": True, "so is that": False}}, "it is not true that so is that"),
-    ("SANTA-7", {"verdict": "holds", "tolerance": None}, "checks are missing"),
-    ("SANTA-7", {"verdict": "not here", "tolerance": None}, "command is missing"),
+    ("SANTA-7", {"verdict": "holds", "tolerance": None, "checks": {"it is so": True, "so is that": False}},
+     "it is not true that so is that"),
+    ("SANTA-7", {"verdict": "holds", "tolerance": None}, "checks must hold a sentence that was checked"),
+    ("SANTA-7", {"verdict": "not here", "tolerance": None}, "command must name what would measure it"),
     ("SANTA-7", {"verdict": "plausible"}, "verdict must be one of"),
     ("SANTA-7", {"proof": "obvious"}, "proof"),
     ("SANTA-8", {}, "holds the row of SANTA-7"),
@@ -70,7 +79,8 @@ def test_the_last_chapter_shows_this_ledger():
 ])
 def test_false_rows_are_not_read(tmp_path, name, changes, why):
     write(tmp_path)
-    assert rows(tmp_path) == {"SANTA-7": Row(**GOOD)} and "SANTA-7" not in missing(tmp_path) and "SANTA-17" not in missing(tmp_path)
+    assert (rows(tmp_path) == {"SANTA-7": Row(**GOOD)} and "SANTA-7" not in missing(tmp_path)
+            and "SANTA-17" not in missing(tmp_path))
     write(tmp_path, name, **changes)
     for read in rows, missing, table, ledger:
         with pytest.raises(ValueError, match=f"(?s)^{name}.json: .*{re.escape(why)}"): read(tmp_path)
@@ -78,11 +88,17 @@ def test_false_rows_are_not_read(tmp_path, name, changes, why):
 
 @pytest.mark.parametrize("changes, error, why", [
     ({"id": "SANTA"}, ValueError, "id must be one of"), ({"verdict": None}, ValueError, "verdict must be one of"),
-    ({"ours": float("inf")}, ValueError, "ours must be finite"), ({"ours": []}, ValueError, "ours must hold at least one"), ({"ours": [[1.0], [2.0]]}, TypeError, "ours must be"),
-    ({"ours": None}, TypeError, "ours must be"), ({"ours": {1.0}}, TypeError, "ours must be"), ({"paper": " "}, ValueError, "paper must not be empty"),
-    ({"ours": [1, 2, 3]}, ValueError, "as many numbers as paper, 2, got 3"), ({"tolerance": None}, ValueError, "tolerance is missing"),
-    ({"tolerance": -1}, ValueError, "tolerance must not be negative"), ({"tolerance": "small"}, TypeError, "tolerance must be"), ({"note": 3}, TypeError, "note must be a str"),
-    ({"checks": ["yes"]}, TypeError, "checks must be a dict"), ({"checks": {"yes": "yes"}}, TypeError, "checks must map to bool"), ({"checks": {"": True}}, ValueError, "sentence"),
+    ({"ours": float("inf")}, ValueError, "ours must be finite"),
+    ({"ours": []}, ValueError, "ours must hold at least one"), ({"ours": [[1.0], [2.0]]}, TypeError, "ours must be"),
+    ({"ours": None}, TypeError, "ours must be"), ({"ours": {1.0}}, TypeError, "ours must be"),
+    ({"paper": " "}, ValueError, "paper must not be empty"),
+    ({"ours": [1, 2, 3]}, ValueError, "as many numbers as paper, 2, got 3"),
+    ({"tolerance": None}, ValueError, "tolerance must be the largest difference allowed"),
+    ({"tolerance": -1}, ValueError, "tolerance must not be negative"),
+    ({"tolerance": "small"}, TypeError, "tolerance must be"), ({"note": 3}, TypeError, "note must be a str"),
+    ({"checks": ["yes"]}, TypeError, "checks must be a dict"),
+    ({"checks": {"yes": "yes"}}, TypeError, "checks must map to bool"),
+    ({"checks": {"": True}}, ValueError, "sentence"),
     ({"command": ""}, ValueError, "command must not be empty"),
 ])
 def test_incomplete_rows_cannot_be_made(changes, error, why):
@@ -92,10 +108,12 @@ def test_incomplete_rows_cannot_be_made(changes, error, why):
 def test_numbers_of_arrays_and_tensors_are_kept_as_plain_ones():
     import numpy as np
     import torch
-    row = Row("SANTA-7", "reproduced", paper=np.array([1 / 3, 2]), ours=torch.tensor([1 / 3, 2.0], dtype=torch.float64), tolerance=np.float64(0), checks={"equal": np.bool_(True), "finite": torch.tensor(True)})
+    row = Row("SANTA-7", "reproduced", paper=np.array([1 / 3, 2]), ours=torch.tensor([1 / 3, 2.0], dtype=torch.float64),
+              tolerance=np.float64(0), checks={"equal": np.bool_(True), "finite": torch.tensor(True)})
     assert row.contradiction() is None and row.paper == [0.333333, 2.0] == row.ours
     assert Row(**json.loads(row.to_json())) == row
-    assert Row("SANTA-7", "same shape", paper="falls", ours=[np.float32(0.5), 1], checks={"it falls": True}).ours == [0.5, 1]
+    assert Row("SANTA-7", "same shape", paper="falls", ours=[np.float32(0.5), 1],
+               checks={"it falls": True}).ours == [0.5, 1]
 
 
 def test_equal_to_the_tolerance_is_within_it():
@@ -105,9 +123,12 @@ def test_equal_to_the_tolerance_is_within_it():
 
 @pytest.mark.parametrize("verdict", VERDICTS)
 def test_a_row_shows_its_evidence(verdict):
-    evidence = dict(tolerance=0.3) if verdict == "reproduced" else dict(command="make bench") if verdict == "not here" else dict(checks={"a | b": True})
+    evidence = (dict(tolerance=0.3) if verdict == "reproduced" else dict(command="make bench") if verdict == "not here"
+                else dict(checks={"a | b": True}))
     text = Row("SANTA-18", verdict, paper=1.5, ours=1.6, note="one GPU", **evidence)._repr_markdown_()
-    for part in (verdict, "SANTA, Fig. 4", "1.5", "1.6", "one GPU", {"reproduced": "0.1, allowed 0.3", "not here": "`make bench`"}.get(verdict, "a \\| b")): assert part in text
+    for part in (verdict, "SANTA, Fig. 4", "1.5", "1.6", "one GPU",
+                 {"reproduced": "0.1, allowed 0.3", "not here": "`make bench`"}.get(verdict, "a \\| b")):
+        assert part in text
 
 
 # Where rows come from.
@@ -129,7 +150,8 @@ def test_executing_a_chapter_writes_its_rows(tmp_path):
     nb = new_nb([mk_cell("from sparse_nb.claims import claim"), mk_cell("claim(**" + repr(GOOD) + ")")])
     write_nb(nb, tmp_path / "nbs/10_toy.ipynb")
     env = {name: value for name, value in os.environ.items() if name != "SPARSE_NB_LEDGER"} | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, ROOT / "tools/book.py", "execute", "nbs/10_toy.ipynb"], cwd=tmp_path, env=env, check=True)
+    subprocess.run([sys.executable, ROOT / "tools/book.py", "execute", "nbs/10_toy.ipynb"], cwd=tmp_path,
+                   env=env, check=True)
     assert rows(tmp_path / "nbs/claims") == {"SANTA-7": Row(**GOOD)}
     assert shown(read_nb(tmp_path / "nbs/10_toy.ipynb")) == {Row(**GOOD)._repr_markdown_().strip()}
 

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from sparse_nb.attention import Exact, Selection, Stats, Streaming, TopK, TopP, Uniform, attention_weights
-from sparse_nb.metrics import (Interval, bootstrap_interval, bytes_read, clopper_pearson, cosine, coverage, coverage_curve, density,
+from sparse_nb.metrics import (Interval, bootstrap_interval, bytes_read, clopper_pearson, cosine, coverage,
+                               coverage_curve, density,
                                keys_for_coverage, relative_error, rows_read, spearman)
-from sparse_nb.plots import METHOD_COLOURS, METHOD_LABELS, METHOD_MARKERS, plot_coverage, plot_error_budget, plot_kept, style
+from sparse_nb.plots import (METHOD_COLOURS, METHOD_LABELS, METHOD_MARKERS, plot_coverage, plot_error_budget,
+                             plot_kept, style)
 
 B, H, G, Q, N, D = 2, 6, 2, 3, 50, 8
 
@@ -24,7 +26,8 @@ B, H, G, Q, N, D = 2, 6, 2, 3, 50, 8
 @pytest.fixture(scope="module")
 def tensors():
     rng = torch.Generator().manual_seed(0)
-    return (torch.randn(B, H, Q, D, generator=rng), torch.randn(B, G, N, D, generator=rng), torch.randn(B, G, N, D, generator=rng))
+    return (torch.randn(B, H, Q, D, generator=rng), torch.randn(B, G, N, D, generator=rng),
+            torch.randn(B, G, N, D, generator=rng))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,8 @@ def test_relative_error_is_scale_free_and_cosine_blind_to_scale(seed, factor):
     out, ref = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     torch.testing.assert_close(relative_error(factor * out, factor * ref), relative_error(out, ref))
     torch.testing.assert_close(cosine(factor * out, ref), cosine(out, ref))
-    torch.testing.assert_close(relative_error(factor * ref, ref), torch.full((4,), abs(factor - 1), dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(relative_error(factor * ref, ref),
+                               torch.full((4,), abs(factor - 1), dtype=torch.float64), rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=50, deadline=None)
@@ -55,7 +59,8 @@ def test_low_precision_is_measured_in_at_least_float32(dtype):
     ref = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
     error = relative_error(torch.tensor([[3.0, 4.5]]).to(dtype), ref)
     assert error.dtype == torch.float64 and error.item() == pytest.approx(0.1)
-    assert relative_error(ref.to(dtype), ref.to(dtype)).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert relative_error(ref.to(dtype), ref.to(dtype)).dtype == (torch.float64 if dtype == torch.float64
+                                                                  else torch.float32)
 
 
 def test_float16_does_not_overflow():
@@ -100,7 +105,8 @@ def test_coverage_ignores_unused_slots(weights):
 
 def test_causal_coverage_of_everything_is_one(tensors):
     q, k, _ = tensors
-    torch.testing.assert_close(coverage(attention_weights(q, k, causal=True), Exact().select(q, k, causal=True)), torch.ones(B, H, Q))
+    torch.testing.assert_close(coverage(attention_weights(q, k, causal=True), Exact().select(q, k, causal=True)),
+                               torch.ones(B, H, Q))
 
 
 # rows and bytes
@@ -121,7 +127,8 @@ def test_sharing_lies_between_one_head_and_all(tensors, method):
     shared = rows_read(method.select(q, k, seed=0), N, groups=G)
     each, group = bytes_read(stats, D, 2), bytes_read(stats, D, 2, shared=shared)
     for one, together in ((each.keys, group.keys), (each.values, group.values)):
-        assert (together >= one.unflatten(1, (G, -1)).amax(2)).all() and (together <= one.unflatten(1, (G, -1)).sum(2)).all()
+        assert ((together >= one.unflatten(1, (G, -1)).amax(2)).all()
+                and (together <= one.unflatten(1, (G, -1)).sum(2)).all())
     assert group.sum().total <= each.sum().total
 
 
@@ -129,15 +136,19 @@ def test_ledger_of_exact_attention(tensors):
     stats = Exact().decode(*tensors, return_stats=True)[1]
     ledger = bytes_read(stats, D, 2)
     assert ledger.sum().total == 2 * B * H * Q * N * D * 2 and ledger.index.sum() == 0
-    assert bytes_read(stats, D, 2, shared=rows_read(Exact().select(*tensors[:2]), N, groups=G)).sum().total == 2 * B * G * Q * N * D * 2
+    assert bytes_read(stats, D, 2, shared=rows_read(Exact().select(*tensors[:2]), N,
+                                                    groups=G)).sum().total == 2 * B * G * Q * N * D * 2
     assert (ledger.ratio(ledger) == 1).all()
 
 
 def test_oracles_pay_for_every_key_and_an_index_is_read_once_in_a_group():
-    stats = Stats(torch.full((1, 4, 1), 100), torch.full((1, 4, 1), 10), 64, torch.full((1, 4, 1), 0.1), torch.full((1, 4, 1), 10))
+    stats = Stats(torch.full((1, 4, 1), 100), torch.full((1, 4, 1), 10), 64, torch.full((1, 4, 1), 0.1),
+                  torch.full((1, 4, 1), 10))
     each, group = bytes_read(stats, 16, 2), bytes_read(stats, 16, 2, shared=torch.tensor([[[15], [20]]]))
-    assert each.keys.flatten().tolist() == [3200] * 4 and each.values.flatten().tolist() == [320] * 4 and each.index.flatten().tolist() == [64] * 4
-    assert group.keys.flatten().tolist() == [3200] * 2 and group.values.flatten().tolist() == [480, 640] and group.index.flatten().tolist() == [64] * 2
+    assert (each.keys.flatten().tolist() == [3200] * 4 and each.values.flatten().tolist() == [320] * 4
+            and each.index.flatten().tolist() == [64] * 4)
+    assert (group.keys.flatten().tolist() == [3200] * 2 and group.values.flatten().tolist() == [480, 640]
+            and group.index.flatten().tolist() == [64] * 2)
 
 
 # intervals
@@ -155,7 +166,8 @@ def test_clopper_pearson_covers_at_every_rate(trials, confidence):
 def test_interval():
     interval = clopper_pearson(5, 10)
     assert isinstance(interval, Interval) and interval == clopper_pearson(np.int64(5), np.int64(10))
-    assert interval.covers(interval.low) and interval.covers(interval.value) and not interval.covers(interval.high + 1e-9)
+    assert (interval.covers(interval.low) and interval.covers(interval.value)
+            and not interval.covers(interval.high + 1e-9))
     assert str(Interval(0.25, 0.5, 0.75)) == "0.5 [0.25, 0.75]"
 
 
@@ -168,7 +180,8 @@ def test_bootstrap_covers_a_normal_mean_as_often_as_it_says():
 
 def test_bootstrap_takes_tensors_arrays_and_lists_and_replays():
     x = np.random.default_rng(1).exponential(size=30)
-    assert bootstrap_interval(x) == bootstrap_interval(torch.tensor(x)) == bootstrap_interval(list(x)) != bootstrap_interval(x, seed=1)
+    assert bootstrap_interval(x) == bootstrap_interval(torch.tensor(x)) == bootstrap_interval(
+        list(x)) != bootstrap_interval(x, seed=1)
     assert bootstrap_interval(x, np.median).value == np.median(x)
 
 
@@ -177,7 +190,8 @@ def test_bootstrap_takes_tensors_arrays_and_lists_and_replays():
 X, TWO = torch.ones(2, 3), torch.ones(1, 1, 1, 2)
 NAN, HALVES = torch.tensor([[1.0, float("nan")]]), torch.full((1, 1, 1, 2), 0.5)
 KEPT = Selection(torch.zeros(1, 1, 1, 1, dtype=torch.int64), torch.ones(1, 1, 1, 1))
-STATS = Stats(torch.ones(1, 4, 1, dtype=torch.int64), torch.ones(1, 4, 1, dtype=torch.int64), 0, torch.ones(1, 4, 1), torch.ones(1, 4, 1))
+STATS = Stats(torch.ones(1, 4, 1, dtype=torch.int64), torch.ones(1, 4, 1, dtype=torch.int64), 0, torch.ones(1, 4, 1),
+              torch.ones(1, 4, 1))
 
 
 @pytest.mark.parametrize("call, error, names", [
@@ -234,9 +248,12 @@ STATS = Stats(torch.ones(1, 4, 1, dtype=torch.int64), torch.ones(1, 4, 1, dtype=
     (lambda: plot_coverage(HALVES[0], mass=0), ValueError, "mass .*0"),
     (lambda: plot_error_budget([1]), TypeError, "table .*list"),
     (lambda: plot_error_budget(pd.DataFrame({"method": ["topk"], "error": [1.0]})), ValueError, "table .*budget"),
-    (lambda: plot_error_budget(pd.DataFrame({"method": ["topk"], "budget": [0.1], "error": [0.0]})), ValueError, "table.*positive"),
-    (lambda: plot_error_budget(pd.DataFrame({"method": ["topk"], "budget": [10], "error": [0.1]})), ValueError, r"table.*\(0, 1\]"),
-    (lambda: plot_error_budget(pd.DataFrame({"method": ["mine"], "budget": [0.1], "error": [0.1]})), ValueError, "method .*topk.*'mine'"),
+    (lambda: plot_error_budget(pd.DataFrame({"method": ["topk"], "budget": [0.1], "error": [0.0]})), ValueError,
+     "table.*positive"),
+    (lambda: plot_error_budget(pd.DataFrame({"method": ["topk"], "budget": [10], "error": [0.1]})), ValueError,
+     r"table.*\(0, 1\]"),
+    (lambda: plot_error_budget(pd.DataFrame({"method": ["mine"], "budget": [0.1], "error": [0.1]})), ValueError,
+     "method .*topk.*'mine'"),
     (lambda: plot_kept(HALVES, {"topk": [1, 0]}), ValueError, r"weights .*one axis.*\[1, 1, 1, 2\]"),
     (lambda: plot_kept(HALVES.flatten(), {}), ValueError, "selections .*at least one"),
     (lambda: plot_kept(HALVES.flatten(), {"mine": [1, 0]}), ValueError, "method .*topk.*'mine'"),
@@ -261,8 +278,10 @@ def test_every_method_has_a_look():
 def test_plots_take_tensors_arrays_and_lists(kind):
     style()
     weights = [0.5, 0.25, 0.125, 0.125]
-    table = pd.DataFrame({"method": ["topk", "uniform"] * 2, "budget": [0.1, 0.1, 0.2, 0.2], "error": [0.3, 0.2, 0.1, 0.1]})
-    for fig in (plot_coverage(kind(weights)), plot_error_budget(table), plot_kept(kind(weights), {"topk": kind([1, 1, 0, 0])}, answer=(1, 2))):
+    table = pd.DataFrame({"method": ["topk", "uniform"] * 2, "budget": [0.1, 0.1, 0.2, 0.2],
+                          "error": [0.3, 0.2, 0.1, 0.1]})
+    for fig in (plot_coverage(kind(weights)), plot_error_budget(table),
+                plot_kept(kind(weights), {"topk": kind([1, 1, 0, 0])}, answer=(1, 2))):
         assert isinstance(fig, Figure)
         fig.canvas.draw()
         plt.close(fig)
@@ -293,7 +312,8 @@ def test_metrics_on_a_gpu_match_the_cpu():
         selection, ref = TopK(7).select(q, k), Exact().decode(q, k, v)
         w = attention_weights(q, k)
         shared = rows_read(selection, N, groups=G)
-        return [relative_error(out, ref), cosine(out, ref), coverage(w, selection), coverage_curve(w), keys_for_coverage(w, 0.5), shared,
+        return [relative_error(out, ref), cosine(out, ref), coverage(w, selection), coverage_curve(w),
+                keys_for_coverage(w, 0.5), shared,
                 bytes_read(stats, D, 4).total, bytes_read(stats, D, 4, shared=shared).total]
     for cpu, gpu in zip(measure(q, k, v), measure(q.cuda(), k.cuda(), v.cuda())):
         assert gpu.is_cuda

@@ -37,7 +37,8 @@ def test_bytes_fill_the_length(task, length):
 @pytest.mark.parametrize("task", TASKS)
 def test_bytes_as_a_tokenizer_fill_it_too(task):
     from sparse_nb.pocket import byte_tokenizer
-    for length in (1500, 32768): assert make(task, length, seed=2, tokenizer=byte_tokenizer()) == make(task, length, seed=2)
+    for length in (1500, 32768):
+        assert make(task, length, seed=2, tokenizer=byte_tokenizer()) == make(task, length, seed=2)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -96,8 +97,10 @@ def test_own_filler():
 
 
 @pytest.mark.parametrize("written, expected, exact, characters", [
-    (" 4821.", "4821", True, 1.0), ("4821\n4822", "4821", True, 1.0), ("4821", "4821", True, 1.0), ("4820", "4821", False, 0.75),
-    ("", "4821", False, 0.0), ("\n", "4821", False, 0.0), ("48213", "4821", False, 1.0), ("ab, cd", "ab, cd", True, 1.0)])
+    (" 4821.", "4821", True, 1.0), ("4821\n4822", "4821", True, 1.0), ("4821", "4821", True, 1.0),
+    ("4820", "4821", False, 0.75),
+    ("", "4821", False, 0.0), ("\n", "4821", False, 0.0), ("48213", "4821", False, 1.0),
+    ("ab, cd", "ab, cd", True, 1.0)])
 def test_score(written, expected, exact, characters): assert score(written, expected) == Score(exact, characters)
 
 

@@ -15,7 +15,10 @@ import torch
 def on_cpu_eagerly(
     x: torch.Tensor, # any tensor
 ) -> bool:
-    "Whether values of `x` may be looked at: on the CPU, outside `torch.compile`. A look at a GPU tensor would stall the GPU."
+    """Whether values of `x` may be looked at: on the CPU, outside `torch.compile`.
+
+    A look at a GPU tensor would stall the GPU.
+    """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 # %% ../../nbs/a0_checks.ipynb #85adb7af
@@ -51,7 +54,8 @@ def check_number(
     x,         # int or float
 ):
     "Raise TypeError unless `x` is a number."
-    if isinstance(x, bool) or not isinstance(x, (int, float)): raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
 
 def check_level(
     name: str, # of the argument, for the message
@@ -97,10 +101,12 @@ def check_integer(
     elif not 0 <= x < 2**63: raise ValueError(f"{name} must lie in [0, 2**63), got {x}")
 
 def check_seed(
-    seed,                          # int in [0, 2**63), integer tensor without axes or [B, H] (see `stream_seeds`), or None
+    seed, # int in [0, 2**63), integer tensor without axes or [B, H] (see `stream_seeds`), or None
     q: torch.Tensor | None = None, # queries [B, H, Q, D] that it is for; None: not known yet
 ):
-    "Raise TypeError or ValueError unless `seed` is one non-negative integer, one for each sequence and head of `q`, or None."
+    """Raise TypeError or ValueError unless `seed` is one non-negative integer, one for each sequence and head of `q`,
+    or None.
+    """
     if seed is None: return
     check_integer("seed", seed)
     if not isinstance(seed, torch.Tensor): return
@@ -125,8 +131,10 @@ def _check_tensor(name, x, q):
     if x.ndim != 4:
         raise ValueError(f"{name} must have 4 axes (batch, heads, positions, head size), got shape {list(x.shape)}")
     if 0 in x.shape: raise ValueError(f"{name} must not be empty, got shape {list(x.shape)}")
-    if x.shape[0] != q.shape[0]: raise ValueError(f"{name} must have the batch size of q, {q.shape[0]}, got {x.shape[0]}")
-    if x.shape[3] != q.shape[3]: raise ValueError(f"{name} must have the head size of q, {q.shape[3]}, got {x.shape[3]}")
+    if x.shape[0] != q.shape[0]:
+        raise ValueError(f"{name} must have the batch size of q, {q.shape[0]}, got {x.shape[0]}")
+    if x.shape[3] != q.shape[3]:
+        raise ValueError(f"{name} must have the head size of q, {q.shape[3]}, got {x.shape[3]}")
 
 def check_bounds(
     q: torch.Tensor, # queries [B, H, Q, D]
@@ -137,10 +145,12 @@ def check_bounds(
         if bound is None: continue
         if not isinstance(bound, torch.Tensor):
             raise TypeError(f"{name} must be an integer tensor of shape [B], got {type(bound).__name__}")
-        if bound.dtype not in (torch.int32, torch.int64): raise TypeError(f"{name} must be int32 or int64, got {bound.dtype}")
+        if bound.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {bound.dtype}")
         if bound.shape != q.shape[:1]:
             raise ValueError(f"{name} must have shape [B] = [{q.shape[0]}], got {list(bound.shape)}")
-        if bound.device != q.device: raise ValueError(f"{name} must be on the device of q, {q.device}, got {bound.device}")
+        if bound.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {bound.device}")
 
 # %% ../../nbs/a0_checks.ipynb #25bca9b1
 def _check_positions(q, keys, positions, causal, starts):
@@ -173,10 +183,13 @@ def check_inputs(
     scale: float | None = None,            # factor on the dot products, positive
     seed=None,                             # see `check_seed`
 ):
-    "Raise TypeError (types, dtypes) or ValueError (shapes, devices, values) that names the argument, what it must be and what came."
+    """Raise TypeError (types, dtypes) or ValueError (shapes, devices, values) that names the argument, what it must be
+    and what came.
+    """
     for name, x in (("q", q), ("k", k)) + ((("v", v),) if v is not None else ()): _check_tensor(name, x, q)
     heads, groups, queries, keys = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-    if v is not None and v.shape != k.shape: raise ValueError(f"v must have the shape of k, {list(k.shape)}, got {list(v.shape)}")
+    if v is not None and v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k, {list(k.shape)}, got {list(v.shape)}")
     if heads % groups: raise ValueError(f"q must have a multiple of the heads of k, {groups}, got {heads}")
     check_flag("causal", causal)
     if causal and queries > keys:
@@ -193,7 +206,8 @@ def check_inputs(
     ends = [keys] * q.shape[0] if kv_len is None else kv_len.tolist()
     for row, (start, end) in enumerate(zip(starts, ends)):
         if not 0 <= start < end <= keys:
-            raise ValueError(f"0 <= kv_start < kv_len <= {keys} must hold, got kv_start = {start} and kv_len = {end} in row {row}")
+            raise ValueError(f"0 <= kv_start < kv_len <= {keys} must hold, got kv_start = {start} and kv_len = {end} "
+                             f"in row {row}")
         if causal and queries > end - start:
             raise ValueError(f"kv_start and kv_len must leave a key to each of the {queries} causal queries, "
                              f"got {end - start} keys in row {row}")
@@ -204,4 +218,5 @@ def check_scores(
 ):
     "Raise ValueError when a score is NaN or +inf (looked at on the CPU only)."
     if on_cpu_eagerly(scores) and not scores.detach().amax() < math.inf:
-        raise ValueError("the scores of q and k must be finite, got NaN or +inf: look for NaN, inf or huge numbers in q and k")
+        raise ValueError("the scores of q and k must be finite, got NaN or +inf: look for NaN, inf or huge numbers "
+                         "in q and k")

@@ -84,7 +84,10 @@ def masked_scores(
     end: torch.Tensor,   # from `visible_range` [B, 1, Q]
     scale: float | None, # factor on the dot products; None is D ** -0.5
 ) -> torch.Tensor:       # [B, H, Q, n], float32 or float64
-    "Scaled scores of the queries with keys number begin, begin + 1, ...; -inf outside [first, end). Raises as `check_scores`."
+    """Scaled scores of the queries with keys number begin, begin + 1, ...; -inf outside [first, end).
+
+    Raises as `check_scores`.
+    """
     scaled = promote(q) * (q.shape[3]**-0.5 if scale is None else scale)
     with no_autocast(q): scores = grouped(scaled, k.shape[1]) @ promote(to_device_of(k, q)).transpose(-1, -2)
     i = begin + torch.arange(k.shape[2], device=q.device)
@@ -123,13 +126,19 @@ def attention_weights(
     kv_len: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
     scale: float | None = None,            # factor on the dot products; None is D ** -0.5
 ) -> torch.Tensor:                         # [B, H, Q, N], float32 or float64, each row sums to one
-    "The share of each key in the output: softmax of `attention_scores`, and raises as that (vAttention Eq. 1, with the scale)."
+    """The share of each key in the output: softmax of `attention_scores`, and raises as that (vAttention Eq.
+
+    1, with the scale).
+    """
     masks = dict(causal=causal, positions=positions, kv_start=kv_start, kv_len=kv_len)
     return attention_scores(q, k, scale=scale, **masks).softmax(-1)
 
 # %% ../../nbs/04_exact.ipynb #cc2d68e6
 class SoftmaxState(NamedTuple):
-    "What attention over some keys leaves behind, enough to go on with other keys. Weights w are 1 unless the keys were sampled."
+    """What attention over some keys leaves behind, enough to go on with other keys.
+
+    Weights w are 1 unless the keys were sampled.
+    """
     m: torch.Tensor # largest score so far [B, H, Q], -inf before any key
     l: torch.Tensor # sum of w e^(s - m) [B, H, Q]
     o: torch.Tensor # sum of w e^(s - m) v [B, H, Q, D]

@@ -26,7 +26,8 @@ def _check_index(index, n):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Which keys each query reads, and their weights: 1 / p for a key included with probability p, 0 for an unused slot.
+    """Which keys each query reads, and their weights: 1 / p for a key included with probability p, 0 for an unused
+    slot.
 
     Raises TypeError or ValueError for anything else.
     """
@@ -36,7 +37,8 @@ class Selection:
     def __post_init__(self):
         index, weight = self.index, self.weight
         for name, x in (("index", index), ("weight", weight)):
-            if not isinstance(x, torch.Tensor): raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if index.dtype != torch.int64: raise TypeError(f"index must be int64, got {index.dtype}")
         if weight.dtype not in FLOATS: raise TypeError(f"weight must be floating point, got {weight.dtype}")
         if index.ndim != 4 or 0 in index.shape:
@@ -47,7 +49,8 @@ class Selection:
             raise ValueError(f"weight must be on the device of index, {index.device}, got {weight.device}")
         if not on_cpu_eagerly(index): return
         if index.min() < 0: raise ValueError(f"index must not be negative, got {int(index.min())}")
-        if not (weight.min() >= 0 and weight.max() < math.inf): raise ValueError("weight must be finite and not negative")
+        if not (weight.min() >= 0 and weight.max() < math.inf):
+            raise ValueError("weight must be finite and not negative")
 
     @property
     def budget(self) -> torch.Tensor:
@@ -74,7 +77,10 @@ def take_rows(
     x: torch.Tensor,     # keys or values [B, G, N, D]
     index: torch.Tensor, # row numbers [B, H, ...], int64
 ) -> torch.Tensor:       # [B, H, ..., D] on the device of `index`
-    "The rows that each head picks from those of its group. Checks nothing; a number beyond N gives an error on the CPU and NaN or an error on a GPU."
+    """The rows that each head picks from those of its group.
+
+    Checks nothing; a number beyond N gives an error on the CPU and NaN or an error on a GPU.
+    """
     if x.device != index.device:
         from sparse_nb.kernels.host import rows
         return rows(x, index)
@@ -89,11 +95,13 @@ COPIED_AT_ONCE = 2**24  # numbers of k or v: 64 MiB in float32
 def _check_selection(q, k, v, selection, scale):
     "Raise unless `selection` is for these queries and keys."
     check_inputs(q, k, v, scale=scale)
-    if not isinstance(selection, Selection): raise TypeError(f"selection must be a Selection, got {type(selection).__name__}")
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection must be a Selection, got {type(selection).__name__}")
     index = selection.index
     if index.shape[:3] != q.shape[:3]:
         raise ValueError(f"selection must be for [B, H, Q] = {list(q.shape[:3])}, got {list(index.shape[:3])}")
-    if index.device != q.device: raise ValueError(f"selection must be on the device of q, {q.device}, got {index.device}")
+    if index.device != q.device:
+        raise ValueError(f"selection must be on the device of q, {q.device}, got {index.device}")
     _check_index(index, k.shape[2])
 
 def weighted_state(
@@ -116,7 +124,8 @@ def weighted_state(
     with no_autocast(q):
         for q_, index_, w in zip(q.split(block, 2), index.split(block, 2), weight.split(block, 2)):
             q_ = promote(q_) * (size**-0.5 if scale is None else scale)
-            scores = (promote(take_rows(k, index_)) @ q_[..., None]).squeeze(-1).masked_fill(w == 0, -math.inf)  # [B, H, Q, S]
+            # [B, H, Q, S]
+            scores = (promote(take_rows(k, index_)) @ q_[..., None]).squeeze(-1).masked_fill(w == 0, -math.inf)
             check_scores(scores)
             m, u = exponentials(scores)
             u = u * w.to(u.dtype)
@@ -130,7 +139,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 def has_kernels(
     q: torch.Tensor, # queries [B, H, Q, D]
 ) -> bool:
-    "Whether the kernels can serve these queries: Triton is there, and they are one a head, on a GPU, in a size and dtype with kernels."
+    """Whether the kernels can serve these queries: Triton is there, and they are one a head, on a GPU, in a size and
+    dtype with kernels.
+    """
     if not (HAS_TRITON and q.is_cuda): return False
     from sparse_nb.kernels.common import refusal
     return refusal(q) is None
@@ -165,7 +176,10 @@ def budget_counts(
     n: int,                    # number of keys N
     name: str = "budget",      # of the argument, for the message
 ) -> tuple[torch.Tensor, int]: # keys of each query [B, 1, Q], and slots that are enough for any of them
-    "A budget in whole keys: a count or all that are visible, whichever is less; shares rounded up. Raises as `check_budget`."
+    """A budget in whole keys: a count or all that are visible, whichever is less; shares rounded up.
+
+    Raises as `check_budget`.
+    """
     check_budget(budget, name)
     if isinstance(budget, int): return visible.clamp(max=budget), min(budget, n)
     share = budget * (1 - 1e-12)  # 0.07 * 100 is 7.000000000000001 in floating point, and means 7
@@ -216,7 +230,8 @@ def select_topk(
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Selection:                           # all weights 1, heaviest key first
-    """The keys with the largest scores, whatever the scale: an oracle that scores them all (oracle-top in vAttention section 3).
+    """The keys with the largest scores, whatever the scale: an oracle that scores them all (oracle-top in vAttention
+    section 3).
 
     Raises as `attention_scores` and `check_budget`.
     """
@@ -256,12 +271,13 @@ def select_uniform(
     k: torch.Tensor,                      # keys [B, G, N, D]
     *,
     samples: int | float,                 # keys to draw: a count, or a share of the visible keys
-    seed=None,                            # int, integer tensor without axes, or [B, H] (see `stream_seeds`); None draws one
+    seed=None, # int, integer tensor without axes, or [B, H] (see `stream_seeds`); None draws one
     causal: bool = False,                 # queries are the last Q positions and see no later key
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Selection:                           # all weights n / S for n visible keys
-    """Uniform sample without replacement, its own for each sequence, head and query (random-sample in vAttention section 3).
+    """Uniform sample without replacement, its own for each sequence, head and query (random-sample in vAttention
+    section 3).
 
     Fold step and layer into `seed`. Raises as `check_inputs` and `check_budget`.
     """
@@ -274,7 +290,8 @@ def select_uniform(
     block = max(1, (TICKETS if q.device.type == "cpu" else COPIED_AT_ONCE) // n)
     index = []
     for seeds_, first_, end_ in zip(*(x.expand(q.shape[:3]).flatten().split(block) for x in (seeds, first, end))):
-        ticket = tickets(seeds_, n).masked_fill(i >= (end_ - first_)[:, None], 2**63 - 1)  # number 0 is the first visible key
+        # number 0 is the first visible key
+        ticket = tickets(seeds_, n).masked_fill(i >= (end_ - first_)[:, None], 2**63 - 1)
         index.append(first_[:, None] + ticket.topk(slots, largest=False).indices)
     weight = ((end - first).double() / count)[..., None]
     used = torch.arange(slots, device=q.device) < count[..., None]

@@ -16,7 +16,8 @@ def philox_words(
     offset,          # int, or integer tensor that broadcasts with seed: the low 64 bits of the counter
     stream: int = 0, # third 32-bit word of the counter
 ) -> tuple:          # four ints if both are ints, else four int64 tensors; in [0, 2**32)
-    """Four random 32-bit words for each counter: Philox-4x32-10 (Salmon et al. 2011), the words of Triton's `tl.philox`.
+    """Four random 32-bit words for each counter: Philox-4x32-10 (Salmon et al. 2011), the words of Triton's
+    `tl.philox`.
 
     Raises as `check_integer`.
     """
@@ -47,7 +48,10 @@ def fold_in(
     seed,  # int, or integer tensor
     *data, # ints, or integer tensors that broadcast with seed: step, layer, row, head, ...
 ):         # int if all arguments are ints, else int64 tensor; in [0, 2**63)
-    "Child seed for each value of `data`, folded in one after the other: 63 bits of Philox stream 1. Raises as `check_integer`."
+    """Child seed for each value of `data`, folded in one after the other: 63 bits of Philox stream 1.
+
+    Raises as `check_integer`.
+    """
     check_integer("seed", seed)
     for x in data:
         check_integer("data", x)
@@ -72,15 +76,16 @@ def stream_seeds(
     seed,            # int in [0, 2**63), integer tensor without axes, or [B, H]: one for each sequence and head
     *data,           # folded in first: ints, or integer tensors [..., 1, 1] whose leading axes come first in the result
 ) -> torch.Tensor:   # [..., B, H, Q], int64
-    """A stream for each sequence, head and query: fold_in(seed, row, head, query), or fold_in(seed, query) for a `seed` [B, H].
+    """A stream for each sequence, head and query: fold_in(seed, row, head, query).
 
-    Raises as `check_seed` and `fold_in`.
+    A `seed` [B, H] already knows row and head: fold_in(seed, query). Raises as `check_seed` and `fold_in`.
     """
     check_seed(seed, q)
     return fold_in(head_seeds(q, seed, *data)[..., None], torch.arange(q.shape[2], device=q.device))
 
 # %% ../../nbs/05_streams.ipynb #5c3c1f3f
-TICKETS = 2**15  # random numbers made at once on a CPU: they stay in its cache, and torch does not split such small work over threads
+# random numbers made at once on a CPU: they stay in its cache, and torch does not split such small work over threads
+TICKETS = 2**15
 
 def tickets(
     seeds: torch.Tensor, # [...], int64
