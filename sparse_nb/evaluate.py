@@ -28,7 +28,8 @@ from .core.exact import attention, attention_weights
 from .core.methods import Exact, Method, Streaming, TopK, TopP, Uniform
 from .core.selection import Selection
 from .core.streams import fold_in
-from .hf import fork_cache, _kind
+from .models.cache import fork_cache
+from .models.override import kind_of as _kind
 from .metrics import bootstrap_interval, clopper_pearson, relative_error
 from .tasks import make, score
 

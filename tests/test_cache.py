@@ -478,7 +478,7 @@ def test_a_state_of_another_method_or_of_keys_that_are_gone_is_refused():
     layer = keep_state(cache := filled(), 0, ROWS)
     layer.hear(layer.keys, layer.values)
     assert keep_state(cache, 0, KeepsRows(budget=0.25)) is layer  # another budget, the same rows
-    with pytest.raises(ValueError, match=r"cache must keep the index of KeepsBefore.* in layer 0, got that of KeepsRows\(budget=0.5"): keep_state(cache, 0, ALL)
+    with pytest.raises(ValueError, match=r"cache must keep the index of KeepsBefore.*, got layer 0, which keeps another index, of KeepsRows\(budget=0.5"): keep_state(cache, 0, ALL)
     layer.state.size = 4
     with pytest.raises(ValueError, match="cache must keep the index"): keep_state(cache, 0, KeepsRows(budget=0.25))
     assert keep_state(cache, 0, KeepsRows(budget=0.5)) is layer and keep_state(cache, 1, ALL) is cache.layers[1]

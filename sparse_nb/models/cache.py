@@ -107,7 +107,8 @@ def keep_state(
     old = _layer(cache, layer)
     if isinstance(old, StatefulLayer):
         if old.method != method and _settings(old.state) != _settings(method.new_state()):
-            raise ValueError(f"cache must keep the index of {method!r} in layer {layer}, got that of {old.method!r}")
+            raise ValueError(f"cache must keep the index of {method!r}, got layer {layer}, which keeps another index, "
+                             f"of {old.method!r}")
         known, length = len(old.state), int(old.get_seq_length()) if old.is_initialized else 0
         if known > length:
             raise ValueError(f"cache must hold the keys of its index, got one of {known} for {length} in layer {layer}")
