@@ -364,7 +364,7 @@ def select_and_promise(
 
 # %% ../nbs/20_vattention.ipynb #7d3e51b9
 def _check_kernels(s, q, learns):
-    "Raise TypeError or ValueError unless the kernels can serve the settings and the queries, and no gradient is wanted."
+    "Raise TypeError or ValueError unless the kernels can serve settings and queries, and no gradient is wanted."
     from sparse_nb.kernels.common import refusal
     if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
     if s.guarantee != "denominator":
@@ -624,7 +624,7 @@ def audit(
 ) -> Audit:
     """An upper confidence bound on the relative error of an output, from a uniform sample of keys that it did not read.
 
-    Proposition 4. Raises as `check_inputs`, and TypeError or ValueError for an `out`, `selected` or setting that is bad.
+    Proposition 4. Raises as `check_inputs`, and TypeError or ValueError for a bad `out`, `selected` or setting.
     """
     masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
