@@ -1,4 +1,5 @@
-"""The bench: its clock, its checks, its byte counts and its record; on a GPU also the kernels that it measures."""
+"""The bench: its clock, its checks, its byte counts and its records; on a GPU also the kernels that it measures."""
+import inspect
 import json
 import math
 import os
@@ -13,8 +14,13 @@ import torch
 
 from sparse_nb import bench
 from sparse_nb.attention import assert_close, attention
-from sparse_nb.bench import (Case, Contender, Protocol, Refused, Shape, add_ratios, bench_decode, check_dense, check_sampled, cold_times, contenders, dense_bytes, exact_moments, flash_bytes,
-                             measure, quartiles, read_record, records, santa_bytes, write_record)
+from sparse_nb.bench import (
+    Case, Protocol, Refused, Shape, bytes_needed, cache_bytes, check_dense, check_sampled, cold_times, dense_bytes,
+    exact_moments, flash_bytes, quartiles, santa_bytes)
+from sparse_nb.records import decode, generate, recorder
+from sparse_nb.records.decode import add_ratios, bench_decode, contenders, measure, read
+from sparse_nb.records.recorder import RECORDS, Recorder, read_record, recorded, run_record, write_record
+from sparse_nb.rivals import DENSE, Contender
 from sparse_nb.santa import SCHEMES, santa_decode, variance_trace
 
 ROOT = Path(__file__).parents[1]
@@ -119,12 +125,17 @@ def test_our_own_draws_pass_and_others_do_not(scheme, dtype):
     with pytest.raises(Refused, match="independent samples"): check_sampled(draw(0), c, 16 * samples)
 
 
+def test_a_cache_is_as_large_as_its_keys_and_values():
+    c = case(dtype=torch.bfloat16)
+    assert cache_bytes(c) == c.k.nbytes + c.v.nbytes and bytes_needed(c) > 3e9 + 4 * cache_bytes(c)
+
+
 # A measured case.
 
 def test_rows_have_all_fields_and_ratios_follow():
     slow = lambda c: (time.sleep(0.02), exact(c))[1]
     rows = measure(case(), {"slow": dense(slow), "fast": dense(exact)}, QUICK, say=pytest.fail)
-    assert [list(row) for row in rows] == [list(bench.FIELDS)] * 2
+    assert [list(row) for row in rows] == [list(decode.FIELDS)] * 2
     slow, fast = rows
     assert (slow["method"], slow["mode"], slow["n"], slow["B"], slow["H"], slow["G"], slow["D"], slow["dtype"], slow["samples"], slow["checked"]) == ("slow", "eager", 300, 2, 6, 2, 16, "float32", None, True)
     assert slow["bytes"] == dense_bytes(2, 6, 2, 16, 300, 4) and fast["ratio_to_fastest_dense"] == 1
@@ -178,8 +189,11 @@ def test_ratios_compare_only_what_is_comparable():
 # The record.
 
 def test_committed_records_are_sound():
-    for gpu, record in records().items():
-        assert {"gpu", "driver", "cuda", "torch", "triton", "flashinfer", "date", "copy_gb_s", "read_gb_s", "protocol", "command"} <= record["meta"].keys() and record["rows"], gpu
+    assert read()["rows"]
+    for gpu, record in recorded("decode").items():
+        known = {"gpu", "driver", "cuda", "torch", "triton", "flashinfer", "date", "copy_gb_s", "read_gb_s", "protocol", "command"}
+        assert known <= record["meta"].keys() and record["rows"], gpu
+        for path in recorder.results().glob("*_decode.json"): assert read(path)["rows"]
         assert all(row["method"] in contenders() for row in record["rows"])
         assert all(row["bytes"] / row["median_us"] / 1e3 < 1.1 * record["meta"]["read_gb_s"] for row in record["rows"]), "faster than the memory: the bytes are counted wrong, or the cache was warm"
 
@@ -188,15 +202,15 @@ def test_a_record_is_read_back_and_checked(tmp_path):
     rows = measure(case(), {"a": dense(exact), "b": dense(exact)}, QUICK)
     path = tmp_path / "toy_decode.json"
     write_record(path, {"gpu": "toy"}, rows)
-    assert read_record(path) == json.loads(path.read_text()) == {"meta": {"gpu": "toy"}, "rows": rows} and [p.name for p in tmp_path.iterdir()] == [path.name]
-    assert records(folder=tmp_path) == {"toy": read_record(path)} and records("prefill", tmp_path) == {}
+    assert read(path) == json.loads(path.read_text()) == {"meta": {"gpu": "toy"}, "rows": rows} and [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert recorded("decode", tmp_path) == {"toy": read(path)} and recorded("gather", tmp_path) == {}
     for change, why in ((dict(checked=1), "was not checked"), (dict(q1_us=1e9), "out of order"), (dict(ratio_to_fastest_dense=None), "ratio_to_fastest_dense"), ({"extra": 1}, None)):
         write_record(path, {}, [rows[0], rows[1] | change])
-        if why is None: read_record(path)
+        if why is None: read(path)
         else:
-            with pytest.raises(ValueError, match=f"toy_decode.json, row 1: .*{why}"): read_record(path)
+            with pytest.raises(ValueError, match=f"toy_decode.json, row 1: .*{why}"): read(path)
     write_record(path, {}, [{name: x for name, x in rows[0].items() if name != "error"}])
-    with pytest.raises(ValueError, match="row 0: misses error"): read_record(path)
+    with pytest.raises(ValueError, match="row 0: misses error"): read(path)
 
 
 @pytest.mark.parametrize("wrong, why", [
@@ -217,14 +231,14 @@ class FakeGpu:
     "Runs `bench_decode` on the CPU: torch.cuda's few answers are made up, cases live on the CPU and are eager."
     def __init__(self, monkeypatch, free=10**12):
         for name, answer in dict(is_available=True, get_device_name="Fake GPU-1", empty_cache=None, mem_get_info=(free, free)).items(): monkeypatch.setattr(torch.cuda, name, lambda *a, answer=answer: answer)
-        monkeypatch.setattr(bench, "bandwidth", lambda: dict(copy_gb_s=1.0, read_gb_s=1.0))
-        monkeypatch.setattr(bench, "Case", lambda *a, **k: Case(*a, **k, device="cpu"))
-        monkeypatch.setattr(bench, "Protocol", lambda **k: QUICK)
+        monkeypatch.setattr(decode, "bandwidth", lambda: dict(copy_gb_s=1.0, read_gb_s=1.0))
+        monkeypatch.setattr(decode, "Case", lambda *a, **k: Case(*a, **k, device="cpu"))
+        monkeypatch.setattr(decode, "Protocol", lambda **k: QUICK)
         zeros = torch.zeros
         monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: zeros(*a, **k))
         self.methods = {"sdpa_flash": dense(exact), "santa_systematic": Contender(lambda c: {"": lambda: santa_decode(c.q, c.k, c.v, samples=16, seed=c.seed, backend="torch")},
                                                                                 lambda **sizes: santa_bytes(samples=16, **sizes), 16)}
-        monkeypatch.setattr(bench, "contenders", lambda **k: self.methods)
+        monkeypatch.setattr(decode, "contenders", lambda *a: self.methods)
 
 
 def test_the_whole_bench_writes_after_every_case_and_skips_what_does_not_fit(tmp_path, monkeypatch):
@@ -232,14 +246,14 @@ def test_the_whole_bench_writes_after_every_case_and_skips_what_does_not_fit(tmp
     said, on_disk = [], []
     def say(line):
         said.append(line)
-        on_disk.extend(len(read_record(p)["rows"]) for p in tmp_path.glob("*.json"))
+        on_disk.extend(len(read(p)["rows"]) for p in tmp_path.glob("*.json"))
     path = bench_decode(lengths=[64, 128, 2**22], batches=[1], shapes=["pocket"], dtype=torch.float32, out=tmp_path, budget_gb=1, command="the command", say=say)
     assert path == tmp_path / "fake_gpu_1_decode.json"
-    record = read_record(path)
+    record = read(path)
     assert [(row["method"], row["n"], row["mode"]) for row in record["rows"]] == [(m, n, "eager") for n in (64, 128) for m in ("sdpa_flash", "santa_systematic")]
     assert record["meta"]["gpu"] == "Fake GPU-1" and record["meta"]["command"] == "the command" and record["meta"]["protocol"]["runs"] == 3
     assert on_disk == [2, 4, 4] and "pocket, n=4194304, B=1: not measured, a cache of 4.3 GB is over the budget of 1 GB" in said
-    assert bench_decode(lengths=[64], batches=[1], shapes=["pocket"], dtype=torch.float32, out=tmp_path / "none.json", limit_s=-1, say=said.append) and "pocket, n=64, B=1: not measured, -1 s are over" in said
+    assert bench_decode(lengths=[64], batches=[1], shapes=["pocket"], dtype=torch.float32, out=tmp_path / "none.json", limit_s=-1, say=said.append) and "pocket, n=64, B=1: not measured, the time is over" in said
 
 
 def test_cases_larger_than_the_memory_are_skipped(tmp_path, monkeypatch):
@@ -251,13 +265,102 @@ def test_cases_larger_than_the_memory_are_skipped(tmp_path, monkeypatch):
 
 def test_append_replaces_whole_cases(tmp_path, monkeypatch):
     fake, settings = FakeGpu(monkeypatch), dict(batches=[1], shapes=["pocket"], dtype=torch.float32, out=tmp_path / "x.json", say=lambda line: None)
-    first = read_record(bench_decode(lengths=[64, 128], **settings))
+    first = read(bench_decode(lengths=[64, 128], **settings))
     del fake.methods["santa_systematic"]
-    second = read_record(bench_decode(lengths=[128], append=True, **settings))
+    second = read(bench_decode(lengths=[128], append=True, **settings))
     assert [(row["method"], row["n"]) for row in second["rows"]] == [("sdpa_flash", 64), ("santa_systematic", 64), ("sdpa_flash", 128)]
     assert second["rows"][:2] == first["rows"][:2] and second["meta"]["earlier"] == [first["meta"]]
-    third = read_record(bench_decode(lengths=[64], **settings))
+    third = read(bench_decode(lengths=[64], **settings))
     assert [row["n"] for row in third["rows"]] == [64] and "earlier" not in third["meta"]
+
+
+# The table of records, and single kernels.
+
+def test_every_record_has_a_room_or_none_at_all():
+    for name, record in RECORDS.items():
+        room = ROOT / "kernels" / "records" / f"{name}.ipynb"
+        if not room.exists(): continue  # not landed yet
+        code = "".join(line for cell in json.loads(room.read_text())["cells"] for line in cell["source"])
+        assert f"default_exp records.{name}" in code and re.search(r"def record\(\n    out,.*\n    \*,\n    quick: bool = False,", code), name
+        assert list(inspect.signature(record.load()).parameters) == ["out", "quick", "say"], name
+    assert {"santa_steps", "vattention_launches", "gather", "host", "decode", "generate"} <= {p.stem for p in (ROOT / "kernels" / "records").glob("*.ipynb")}
+
+
+def test_every_result_belongs_to_a_record():
+    known = {file.format(gpu="nvidia_h200") for file in (x.file for x in RECORDS.values())}
+    assert {p.name for p in recorder.results().iterdir()} <= known and len(known) == len(RECORDS)
+
+
+def test_records_that_cannot_be_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="name must be one of decode, .*, got 'speed'"): run_record("speed")
+    for name in RECORDS:
+        with pytest.raises(ValueError, match=f"{name}: there is no CUDA device here"): run_record(name, tmp_path / "new")
+    for name in "santa_steps", "vattention_launches", "gather", "host", "decode", "generate":
+        with pytest.raises(ValueError, match=f"{name}: there is no CUDA device here"): RECORDS[name].load()(tmp_path / "x.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quick_form_does_not_stand_among_the_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # what the quick form would turn on for the rest of this process
+    made = []
+    monkeypatch.setattr(generate, "record", lambda out, *, quick, say: made.append((out, quick)))
+    path = run_record("generate", quick=True)
+    assert made == [(path, True)] and path.name == "cpu_generate.json" and ROOT not in path.parents
+    assert run_record("generate", tmp_path, quick=True) == tmp_path / "cpu_generate.json" and run_record("generate", tmp_path / "y.json", quick=True) == tmp_path / "y.json"
+
+
+def test_quick_forms_that_need_no_kernels(tmp_path):
+    pytest.importorskip("transformers")
+    meta, rows = read_record(generate.record(tmp_path / "x.json", quick=True, say=lambda line: None)).values()
+    assert meta["command"] == "sparse-nb record generate --quick" and {row["n"] for row in rows} == {400}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"rows": []}'])
+def test_broken_records_are_named(text, tmp_path):
+    path = tmp_path / "toy_gather.json"
+    path.write_text(text)
+    for call in lambda: read_record(path), lambda: recorded("gather", tmp_path):
+        with pytest.raises(ValueError, match="toy_gather.json must"): call()
+
+
+def test_a_recorder_poisons_checks_and_says(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    c, said = case(), []
+    r = Recorder("gather", quick=True, say=said.append)
+    kept = exact(c)
+    r.measure_row(lambda: exact(c), lambda out: check_dense(out, c), what="right")
+    r.measure_row(lambda: exact(c) * 2, lambda out: check_dense(out, c), what="wrong")
+    r.measure_row(lambda: kept, lambda out: check_dense(out, c), what="its output is its own memory")
+    assert [row["what"] for row in r.rows] == ["right"] and r.rows[0]["error"] < 1e-5
+    assert "wrong" in said[1] and "not recorded, relative error 1, allowed is 0.001" in said[1] and "relative error nan" in said[2]
+
+
+def test_a_recorder_leaves_out_rivals_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    r, said = Recorder("gather", quick=True, say=lambda line: None), []
+    r.say = said.append
+    recorder.measure_dense(r, case(), memory="device")
+    assert {row["method"] for row in r.rows} == {"sdpa_flash"} and any(line.startswith("sdpa_cudnn: RuntimeError") for line in said)
+    assert all(row["nbytes"] == dense_bytes(2, 6, 2, 16, 300, 4) and row["memory"] == "device" for row in r.rows)
+
+
+def test_host_copies_have_the_token_outermost(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    c = case()
+    k, v = recorder.to_host(c.k, c.v)
+    assert torch.equal(k, c.k) and k.permute(2, 0, 1, 3).is_contiguous() and torch.equal(v, c.v)
+    r = Recorder("host", quick=True, say=lambda line: None)
+    recorder.measure_copy(r, [c.k, c.v], [k, v], memory="host")
+    recorder.measure_copy(r, [c.k, c.v], [v, k], memory="host")
+    assert len(r.rows) == 1 and r.rows[0]["nbytes"] == k.nbytes + v.nbytes and r.rows[0]["n"] == 300
+
+
+def test_dense_rivals_are_right_where_they_run():
+    c = case(dtype=torch.float32)
+    for call in DENSE["sdpa_flash"].build(c).values(): assert check_dense(call(), c) < 1e-5
+    assert all(x.samples is None and x.bytes is dense_bytes for x in DENSE.values()) and set(DENSE) < set(contenders())
 
 
 # The pictures.
@@ -269,24 +372,24 @@ def rows_of(*methods): return add_ratios([dict(method=m, variant="", n=n, B=B, H
 def test_pictures_hold_a_line_for_each_method():
     plt = pytest.importorskip("matplotlib.pyplot")
     rows, meta = rows_of("flashinfer", "santa_systematic", "someone_new"), dict(copy_gb_s=4300, read_gb_s=4500)
-    for fig, panels in (bench.plot_latency(rows), 2), (bench.plot_ratio(rows), 2), (bench.plot_roofline(meta, rows), 1):
+    for fig, panels in (decode.plot_latency(rows), 2), (decode.plot_ratio(rows), 2), (decode.plot_roofline(meta, rows), 1):
         assert len(fig.axes) == panels and {"FlashInfer", "SANTA systematic", "someone_new"} <= {text.get_text() for text in fig.legends[0].get_texts()}
         plt.close(fig)
-    for call in (lambda: bench.plot_latency([]), lambda: bench.plot_latency(rows, mode="eager"), lambda: bench.plot_ratio(rows, shape="pocket"), lambda: bench.plot_ratio(rows_of("santa_flash")), lambda: bench.plot_roofline(meta, rows, mode="eager")):
+    eager, pocket = ([row | changes for row in rows] for changes in (dict(mode="eager"), dict(H=6, G=2, D=64)))
+    for call in (lambda: decode.plot_latency([]), lambda: decode.plot_latency(eager), lambda: decode.plot_ratio(pocket),
+                 lambda: decode.plot_ratio(rows_of("santa_flash")), lambda: decode.plot_roofline(meta, eager)):
         with pytest.raises(ValueError, match="rows must hold"): call()
 
 
 # A whole model.
 
-TINY = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, max_position_embeddings=4096)
-
 def test_a_record_of_a_whole_model(tmp_path):
     pytest.importorskip("transformers")
-    run = lambda n, **kw: json.loads(bench.bench_generate(lengths=((n, 1),), tokens=2, shape=TINY, device="cpu", out=tmp_path, say=lambda line: None, **kw).read_text())
+    run = lambda n, **kw: json.loads(generate.bench_generate(lengths=((n, 1),), tokens=2, shape=generate.TINY, device="cpu", out=tmp_path, say=lambda line: None, **kw).read_text())
     first, both, other = run(300, pairs=3), run(200, pairs=1, append=True), run(200, pairs=1)
-    ways = set(bench.generate_ways()) - {"the model alone, offloaded by transformers"}
+    ways = set(generate.generate_ways()) - {"the model alone, offloaded by transformers"}
     for record, lengths in ((first, {300}), (both, {300, 200}), (other, {200})): assert {(row["way"], row["n"]) for row in record["rows"]} == {(way, n) for way in ways for n in lengths}
-    assert {row["way"]: row["runs"] for row in first["rows"]} == {way: 3 if way in bench._PAIR else 1 for way in ways}
+    assert {row["way"]: row["runs"] for row in first["rows"]} == {way: 3 if way in generate.PAIR else 1 for way in ways}
     assert [row for row in both["rows"] if row["n"] == 300] == first["rows"] and both["meta"]["earlier"] == [first["meta"]] and "earlier" not in other["meta"]
     compiled = run(200, compiled=True)
     assert [row["way"] for row in compiled["rows"]] == ["the model alone", "SANTA, 128 samples"] and {path.name for path in tmp_path.iterdir()} == {"cpu_generate.json", "cpu_generate_compiled.json"}
@@ -315,12 +418,12 @@ def test_the_command_writes_a_record(tmp_path):
     command = [sys.executable, "-m", "sparse_nb.cli", "bench", "decode", "--lengths", "4096", "--batches", "1", "--shapes", "llama3", "--methods", "sdpa_flash,santa_systematic", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ)
     (path,) = tmp_path.iterdir()
-    assert {row["method"] for row in read_record(path)["rows"]} == {"sdpa_flash", "santa_systematic"}
+    assert {row["method"] for row in read(path)["rows"]} == {"sdpa_flash", "santa_systematic"}
 
 
 def test_readme_says_what_the_record_says():
     said = re.search(r"([\d.]+) times as fast .* at 8k keys, ([\d.]+) at 32k, ([\d.]+) at 131k and ([\d.]+) at 1M", (ROOT / "README.md").read_text())
-    rows = read_record(ROOT / "kernels/results/nvidia_h200_decode.json")["rows"]
+    rows = read(ROOT / "kernels/results/nvidia_h200_decode.json")["rows"]
     found = {row["n"]: row["ratio_to_fastest_dense"] for row in rows if (row["method"], row["mode"], row["H"], row["B"], row["samples"]) == ("santa_systematic", "graph", 32, 1, 128)}
     assert list(said.groups()) == [f"{found[n]:.2f}" for n in (8192, 32768, 131072, 1048576)]
     said = re.search(r"([\d.]+) times as fast as it at 131k keys, ([\d.]+) at 524k and ([\d.]+) at 1M; .* ([\d.]+) times as fast as a copy", (ROOT / "README.md").read_text())

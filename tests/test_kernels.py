@@ -25,13 +25,15 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 
 from sparse_nb.attention import Selection, masked_scores, assert_close, attention, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
-from sparse_nb import baselines, bench, vattention
+from sparse_nb import baselines, vattention
 from sparse_nb.core import bounds
-from sparse_nb.bench import Protocol, captured
+from sparse_nb.bench import captured
 from sparse_nb.kernels import gather, host
+from sparse_nb.kernels.common import compiled_usage
 from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels import vattention as steps
 from sparse_nb.kernels.santa import SCHEMES, decode
+from sparse_nb.records.recorder import run_record
 from sparse_nb.santa import from_first_visible, largest_remainder, santa_decode, select_santa
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -226,7 +228,7 @@ def test_numbers_of_samples(samples, scheme):
 @pytest.mark.parametrize("dtype, D, R, layout", sizes([(BF16, 128, 4, "plain"), (FP32, 80, 3, "plain"), (FP16, 64, 1, "by position")], [(BF16, 24, 2, "by position")]), ids=str)
 def test_stash_of_sums(dtype, D, R, layout, sub):
     p, samples = problem(sizes(3, 2), 1, R, sizes(1000, 150), D, dtype, layout=layout, ragged=True), sizes(128, 16)
-    out, index = poisoned(lambda: kernels._run(p.q, p.k, p.v, samples, "systematic", 128, 3, None, p.start, p.stop, return_index=True, sub=sub))
+    out, index = poisoned(lambda: kernels.launch(p.q, p.k, p.v, samples, "systematic", 128, 3, None, p.start, p.stop, return_index=True, sub=sub))
     audit(p, out, index, samples=samples, seed=3)
 
 
@@ -366,7 +368,7 @@ def test_unbiased(scheme, sub, dtype):
     B, H, N, D, samples, tile = sizes(4096, 64), sizes(2, 1), 24, 16, 8, 16
     p = problem(1, 1, H, N, D, dtype, spread=0.5)
     many = Problem(*(x.expand(B, -1, -1, -1) for x in p[:3]))
-    out, index = poisoned(lambda: kernels._run(*many[:3], samples, scheme, tile, 20260, None, None, None, return_index=True, sub=sub))
+    out, index = poisoned(lambda: kernels.launch(*many[:3], samples, scheme, tile, 20260, None, None, None, return_index=True, sub=sub))
     weights = masked_scores(p.q.double(), p.k.double(), 0, *visible_range(p.q, p.k), None).softmax(-1)[0, :, 0]    # [H, N]
     i = index[:, :, 0].long()
     counts = torch.zeros(B, H, N + 1, device=DEVICE).scatter_add_(-1, torch.where(i < 0, N, i), torch.ones(i.shape, device=DEVICE))[..., :N]
@@ -447,9 +449,9 @@ def test_what_is_not_used_counts_for_nothing_and_what_is_no_row_shows():
     lost[:, 0, :, 3] = math.nan
     assert gather.attend(p.q, p.k, p.v, index, lost)[0, 0].isnan().all() and not gather.attend(p.q, p.k, p.v, index, lost)[0, 1].isnan().any()
     with pytest.raises(ValueError, match="index must have a list for each of 2 query heads or 1 groups, got 3"): gather.attend(p.q, p.k, p.v, index.expand(-1, 3, -1, -1), weight)
-    with pytest.raises(ValueError, match="q must have one query, got 2"): gather.attend(torch.zeros(1, 2, 2, 64), p.k, p.v, index, weight)
-    with pytest.raises(ValueError, match="q must have a head size of at most 256, got 300"): gather.attend(torch.zeros(1, 2, 1, 300), p.k, p.v, index, weight)
-    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32, got torch.float64"): gather.attend(p.q.double(), p.k, p.v, index, weight)
+    with pytest.raises(ValueError, match="q must have one query for backend='triton', got 2"): gather.attend(torch.zeros(1, 2, 2, 64), p.k, p.v, index, weight)
+    with pytest.raises(ValueError, match="q must have a head size of at most 256 for backend='triton', got 300"): gather.attend(torch.zeros(1, 2, 1, 300), p.k, p.v, index, weight)
+    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"): gather.attend(p.q.double(), p.k, p.v, index, weight)
 
 
 @kernel
@@ -597,17 +599,18 @@ good = {n: torch.zeros(1, h, m, 64) for n, h, m in (("q", 2, 1), ("k", 1, 30), (
 
 
 @pytest.mark.parametrize("change, error, message", [
-    (dict(q=good["q"].double()), TypeError, "q must be float16, bfloat16 or float32, got torch.float64"),
-    (dict(q=torch.zeros(1, 2, 2, 64)), ValueError, "q must have one query, got 2"),
-    (dict(q=torch.zeros(1, 2, 1, 257)), ValueError, "q must have a head size of at most 256, got 257"),
+    (dict(q=good["q"].double()), TypeError, "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"),
+    (dict(q=torch.zeros(1, 2, 2, 64)), ValueError, "q must have one query for backend='triton', got 2"),
+    (dict(q=torch.zeros(1, 2, 1, 257)), ValueError, "q must have a head size of at most 256 for backend='triton', got 257"),
     (dict(tile=48), ValueError, "tile must be 16, 32, 64, 128 or 256, got 48"),
     (dict(samples=2**17), ValueError, "samples must be at most 65536, got 131072"),
     (dict(scheme="sys"), ValueError, "scheme must be one of iid, stratified, systematic, proportional, flash, got 'sys'"),
     (dict(seed=torch.zeros((), dtype=torch.int64, device="meta")), ValueError, "seed must be on the device of q, cpu, got meta"),
     (dict(seed=torch.zeros(1, 2, dtype=torch.int64, device="meta")), ValueError, "seed must be on the device of q, cpu, got meta"),
-    (dict(seed=torch.zeros(2, 1, dtype=torch.int64)), ValueError, "seed must be one number or have shape [B, H] = [1, 2], got a tensor of shape [2, 1]"),
-    (dict(seed=torch.zeros(1, 2)), TypeError, "seed must be int32 or int64, got torch.float32"),
-    (dict(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
+    (dict(tile=256, scheme="flash", q=torch.zeros(1, 2, 1, 200), k=torch.zeros(1, 1, 30, 200), v=torch.zeros(1, 1, 30, 200)), ValueError, "tile must be at most 128 for torch.float32 and heads of 200, got 256"),
+    (dict(scheme="flash", estimate=good["q"]), ValueError, "estimate must be None for scheme='flash'"),
+    (dict(estimate=good["q"].half()), ValueError, "estimate must be torch.float32 [1, 2, 1, 64] on the device of q, cpu, got torch.float16 [1, 2, 1, 64] on cpu"),
+    (dict(estimate=good["q"][:, :1]), ValueError, "estimate must be torch.float32 [1, 2, 1, 64] on the device of q, cpu, got torch.float32 [1, 1, 1, 64] on cpu"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_input(change, error, message):
     with pytest.raises(error, match=re.escape(message)): decode(**(good | change))
@@ -629,19 +632,15 @@ if INTERPRETED:
         left_out = [len(cases) - sum(of_them for _, of_them in cases) for cases in sweep]
         assert sum(left_out) > sum(map(len, sweep)) / 4 and left_out.count(0) > len(left_out) / 2
 
-    @pytest.mark.parametrize("record, settings, rows", [
-        (gather.record_gather, dict(lengths=(96,)), {"attend"}),
-        (steps.record_launches, dict(lengths=(600,), density=0.6, host=(0.6,)), {"vattention", "copy"})], ids=["gather", "launches"])
-    def test_recorders_run(record, settings, rows, tmp_path, monkeypatch):
-        monkeypatch.setattr(bench.Recorder, "device", "cpu")
-        monkeypatch.setattr(bench, "SHAPES", bench.SHAPES | {"llama3": bench.Shape(1, 1, 16)})
-        monkeypatch.setattr(bench, "Protocol", lambda: Protocol(warmup=1, runs=1, buffer_mb=0))
-        monkeypatch.setattr(bench, "bandwidth", lambda: dict(copy_gb_s=1.0, read_gb_s=1.0))
+    @pytest.mark.parametrize("name, rows, most", [
+        ("gather", {"attend": 4, "copy": 1}, 0.01), ("vattention_launches", {"vattention": 9, "copy": 1}, 0.01), ("santa_steps", {"step": 4, "bernoulli": 7, "append": 2}, 10),
+        ("host", {"copy": 1, "rows": 6}, 0), ("decode", {"santa_systematic": 1}, 10)])
+    def test_records_run_in_their_quick_form(name, rows, most, tmp_path):
         said = []
-        record(tmp_path / "toy.json", **settings, say=said.append)
-        made = json.loads((tmp_path / "toy.json").read_text())
-        assert rows == {row["method"] for row in made["rows"] if not row["method"].startswith("sdpa")} and not [line for line in said if "not recorded" in line], said
-        assert all(row["error"] < 0.01 for row in made["rows"] if "error" in row) and made["meta"]["gpu"] == "cpu" and "record --out FILE" in made["meta"]["command"]
+        made = json.loads(run_record(name, tmp_path, quick=True, say=said.append).read_text())
+        found = [row.get("method") or row["what"] for row in made["rows"]]
+        assert rows == {x: found.count(x) for x in found if not x.startswith("sdpa")} and not [line for line in said if "not recorded" in line], said
+        assert all(row.get("error", 0) <= most and row["median_us"] > 0 for row in made["rows"]) and made["meta"]["gpu"] == "CPU" and made["meta"]["command"] == f"sparse-nb record {name} --quick"
 
 
 if not INTERPRETED:
@@ -653,11 +652,6 @@ if not INTERPRETED:
     def test_tensors_on_the_cpu():
         done = python("-c", "import torch; from sparse_nb.kernels.santa import decode; x = torch.zeros(1, 1, 1, 64); decode(x, x, x)")
         assert done.returncode and "ValueError: q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got cpu" in done.stderr
-
-    @pytest.mark.parametrize("module, name", [("santa", "record_steps"), ("host", "record_rows"), ("gather", "record_gather")])
-    def test_recording_needs_a_gpu(module, name):
-        done = python("-m", f"sparse_nb.kernels.{module}", "record", "--out", "never.json", CUDA_VISIBLE_DEVICES="")
-        assert done.returncode and f"ValueError: {name}: there is no CUDA device here" in done.stderr
 
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_rows_kernel_compiles(capability):
@@ -675,7 +669,7 @@ if not INTERPRETED:
         base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1)
         types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
         for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)), (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
-            used = kernels.compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")}, capability, gather._WARPS)
+            used = compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")}, capability, gather._WARPS)
             assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
 
     @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("fp16", 256, 8), ("fp32", 128, 1)])
@@ -684,13 +678,13 @@ if not INTERPRETED:
         types = dict.fromkeys(("eps", "log", "square", "plug"), "fp32") | dict.fromkeys(("sinks_share", "window_share", "top_share", "base_share"), "i64")
         types |= {f"{x}_ptr": "i32" for x in ("row", "mask", "count", "stop", "code", "key", "plane", "hist", "tail", "bin")} | {f"{x}_ptr": "fp16" for x in ("w1", "b1", "w2", "b2")}
         BD = triton.next_power_of_2(D)
-        base = dict(LR=LR, PLANES=LR.bit_length(), D=D, BD=BD, M=64, BM=64, BR=16, BQ=LR, BS=steps._GUESS, BINS=steps._BINS, LEAST=32, CLT_LEAST=32, BOUND="clt", PLUGIN="upper", SEEDS=False, PDL=capability >= 90, key_n=1,
+        base = dict(LR=LR, PLANES=LR.bit_length(), D=D, BD=BD, M=64, BM=64, BR=16, BQ=LR, BS=steps.GUESS, BINS=steps._BINS, LEAST=32, CLT_LEAST=32, BOUND="clt", PLUGIN="upper", SEEDS=False, PDL=capability >= 90, key_n=1,
                     start_ptr=None, len_ptr=None, seed_ptr=None, ceiling_ptr=None)
         rows = lambda setting: dict(BN=min(setting[0], 2**22 // BD**2 // (4 if kind == "fp32" else 2)), STAGES=setting[1], BC=1024 if setting is steps._LOOK else 128)
         for kernel_, constants, warps in ((steps._code_kernel, {}, 8), (steps._guess_kernel, {}, 4), (steps._count_kernel, dict(BN=4096), 4), (steps._keep_kernel, dict(BN=4096, BT=256), 4), (steps._look_kernel, rows(steps._LOOK), 4),
                                           (steps._budget_kernel, dict(BP=64), 4), (steps._sample_kernel, rows(steps._SAMPLE), 4), (steps._merge_kernel, dict(BP=128, BE=64, BD=32), 4)):
             own = types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")} | (dict(bin_ptr="u8") if kernel_ is steps._count_kernel else {})
-            used = kernels.compiled_usage(kernel_, base | constants, own, capability, warps)
+            used = compiled_usage(kernel_, base | constants, own, capability, warps)
             # 8 bytes: ptxas trades two registers of the draw for one more program on a multiprocessor
             assert used["spills"] <= 8 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
 
@@ -785,7 +779,7 @@ def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, l
             if close[b, g]: continue
             middle = equal[b, g, first + left:first + right].sort(descending=True, stable=True).indices[:top] + left
             assert torch.equal(own, torch.cat([torch.arange(left, device=DEVICE), middle, torch.arange(right, n, device=DEVICE)]).sort().values)
-    chosen = steps.selection(found, kept, H)
+    chosen = vattention.read_rows(found, kept, H)
     assert found.out.dtype == dtype
     visible = Problem(p.q, *(torch.where(x.isnan(), 0, x) for x in (p.k, p.v)))
     assert_close(found.out, true_output(visible, chosen.index, chosen.weight), rtol=rtol)
@@ -822,7 +816,7 @@ def test_vattention_keeps_as_many_where_the_guess_is_wrong(like, topk):
     hidden = (torch.einsum("bhd,hdm->bhm", p.q[:, :, 0].double(), maps[0].double()) + maps[1]).relu()
     code = ((torch.einsum("bhm,hmj->bhj", hidden, maps[2].double()) + maps[3] > 0).long() << torch.arange(32, device=DEVICE)).sum()
     assert 32 - own == int(code).bit_count()
-    seen = 3 + torch.arange(steps._GUESS, device=DEVICE) * (N - 10) // steps._GUESS  # what the guess is made from: all like the query, or its opposite
+    seen = 3 + torch.arange(steps.GUESS, device=DEVICE) * (N - 10) // steps.GUESS  # what the guess is made from: all like the query, or its opposite
     codes = random_codes(1, 1, N)
     codes[0, 0, seen, 0] = (code if like else ~code).to(torch.int32)
     found = poisoned(lambda: steps.decode(p.q, p.k, p.v, settings_of(s), lists=1, codes=codes, maps=maps, seed=5))
@@ -859,7 +853,7 @@ def test_vattention_draws_uniformly_and_keeps_its_promise():
     codes, maps = random_codes(1, 1, N).expand(B, -1, -1, -1), networks(2, 16, 32)
     found = poisoned(lambda: steps.decode(p.q, p.k, p.v, settings_of(s), lists=1, codes=codes, maps=maps, seed=9))
     kept = int(kept_of(found, s, 0, N)[2]) + 6
-    chosen = steps.selection(found, torch.full((B, 1), kept, device=DEVICE), 2)
+    chosen = vattention.read_rows(found, torch.full((B, 1), kept, device=DEVICE), 2)
     dense = torch.zeros(B, N, dtype=torch.double, device=DEVICE).scatter_add_(-1, chosen.index[:, 0, 0], chosen.weight[:, 0, 0].double())
     assert_close(dense.sum(-1), torch.full((B,), float(N), device=DEVICE), rtol=1e-5)
     # each key outside the kept ones is in the base sample as often as any other
@@ -932,9 +926,9 @@ def test_vattention_refuses_what_has_no_kernel():
     decode_ = lambda q=p.q, lists=2, **kw: steps.decode(q, p.k, p.v, settings_of(STEP), lists=lists, **({"codes": random_codes(1, 2, 100), "maps": networks(4, 16, 32)} | kw))
     with pytest.raises(ValueError, match="lists must be 4 or 2, for each head or for each group, got 1"): decode_(lists=1)
     with pytest.raises(ValueError, match="codes or kept must be given, and not both"): decode_(codes=None)
-    with pytest.raises(ValueError, match="q must have one query, got 2"): decode_(q=torch.zeros(1, 4, 2, 16, device=DEVICE))
-    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32, got torch.float64"): decode_(q=p.q.double())
-    with pytest.raises(ValueError, match="q must have a head size of at most 256, got 300"): decode_(q=torch.zeros(1, 4, 1, 300, device=DEVICE))
+    with pytest.raises(ValueError, match="q must have one query for backend='triton', got 2"): decode_(q=torch.zeros(1, 4, 2, 16, device=DEVICE))
+    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"): decode_(q=p.q.double())
+    with pytest.raises(ValueError, match="q must have a head size of at most 256 for backend='triton', got 300"): decode_(q=torch.zeros(1, 4, 1, 300, device=DEVICE))
     for settings, error, message in ((dict(guarantee="output"), ValueError, "guarantee must be 'denominator' for backend='triton', got 'output'"), (dict(replacement=True), ValueError, "replacement must be False for backend='triton', got True")):
         with pytest.raises(error, match=message): vattention.VAttention(**settings).decode(p.q, p.k, p.v, backend="triton")
     with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"): STEP.decode(*(x.double() for x in p[:3]), backend="triton")

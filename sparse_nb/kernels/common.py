@@ -64,8 +64,9 @@ def refusal(
     "Why the decoding kernels cannot serve these queries; None if they can."
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return TypeError(f"q must be float16, bfloat16 or float32 for backend='triton', got {q.dtype}")
-    if q.shape[2] != 1: return ValueError(f"q must have one query for backend='triton', got {q.shape[2]}")
-    if q.shape[3] > 256: return ValueError(f"q must have a head size of at most 256 for backend='triton', got {q.shape[3]}")
+    Q, D = q.shape[2:]
+    if Q != 1: return ValueError(f"q must have one query for backend='triton', got {Q}")
+    if D > 256: return ValueError(f"q must have a head size of at most 256 for backend='triton', got {D}")
     if not (q.is_cuda or INTERPRETED.value):
         return ValueError(f"q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got {q.device}")
 
@@ -87,7 +88,8 @@ def compiled_usage(
     last = {f"{x}_d": 1 for x in ("q", "k", "v", "out")}
     constants = {name: x for name, x in (constants | last).items() if name in kernel.arg_names}
     usual = {"scale": "fp32", "seed": "i64"}
-    kind = lambda name: "*" + types.get(name, "fp32") if name.endswith("_ptr") else types.get(name, usual.get(name, "i32"))
+    def kind(name):
+        return "*" + types.get(name, "fp32") if name.endswith("_ptr") else types.get(name, usual.get(name, "i32"))
     signature = {name: "constexpr" if name in constants else kind(name) for name in kernel.arg_names}
     even = re.compile(r".*_ptr|[qkv]_[bhgn]|out_[bh]|N")
     free = [(i, name) for i, name in enumerate(kernel.arg_names) if name not in constants]
@@ -101,4 +103,5 @@ def compiled_usage(
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         said = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
-    return dict(registers=int(found["REG"]), spills=int(found["STACK"]) + int(found["LOCAL"]), shared=made.metadata.shared)
+    spills = int(found["STACK"]) + int(found["LOCAL"])
+    return dict(registers=int(found["REG"]), spills=spills, shared=made.metadata.shared)

@@ -13,8 +13,9 @@ import torch
 
 # %% ../../kernels/records/device.ipynb #f40b18cc
 def kernel_device() -> str: # "cuda" or "cpu"
-    """Where the kernels of a notebook run: on the GPU, or on the CPU in Triton's interpreter, which is turned on for whatever imports Triton after this.
+    """Where the kernels of a notebook run: on the GPU, or on the CPU in Triton's interpreter.
 
+    The interpreter is turned on for whatever imports Triton after this.
     A program sets TRITON_INTERPRET=1 before Python starts instead.
     """
     if torch.cuda.is_available(): return "cuda"
