@@ -1,4 +1,5 @@
 "Scoring: each row of a batch is its own run, padding and set-ups included, and the intervals say what they should"
+import dataclasses
 import json
 import math
 
@@ -8,10 +9,14 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from sparse_nb import evaluate, hf, tasks
+from sparse_nb import hf, tasks
 from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform, attention_scores
-from sparse_nb.evaluate import accuracy, compare, denominator_errors, forced_decode, pareto_methods, prefill_rows, promise_counts, read_record, record_vattention, summary
+from sparse_nb.evaluate import accuracy, answers, compare, forced_decode, prefill_rows, summary
 from sparse_nb.pocket import byte_tokenizer
+from sparse_nb.records import vattention_pocket
+from sparse_nb.records.answers import GrowingRecord, PocketModel, read_record
+from sparse_nb.records.santa_pocket import Reference
+from sparse_nb.records.vattention_pocket import answer_steps, denominator_errors, pareto_methods, promise_counts
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
 
@@ -37,20 +42,21 @@ def test_a_batch_of_one_is_hf_answer(tiny, setup):
                         max_new_tokens=len(example.answer) + 2, seed=row.seed, stop="")
         assert got.text == row.answer, row
 
-def ragged(monkeypatch):
-    "Prompts of one length asked for that differ by up to forty tokens"
-    whole = tasks.make
-    monkeypatch.setattr(evaluate, "make", lambda task, length, seed, **settings: whole(task, length - 20 * (seed % 3), seed=seed, **settings))
+def ragged(tokenizer, task, length, prompts, **settings):
+    "Prompts that differ in length by up to forty tokens, and in their answers' length by one"
+    examples = [tasks.make(task, length - 20 * (seed % 3), seed=seed, tokenizer=tokenizer, **settings) for seed in range(prompts)]
+    return [dataclasses.replace(e, answer=e.answer + "7" * (e.seed % 2)) for e in examples]
 
-@pytest.mark.parametrize("setup, task, length, settings", [("A", "multikey", 700, dict(keys=6)), ("B", "multiquery", 400, dict(keys=4, queries=2))])
-def test_each_row_of_a_padded_batch_is_its_own_run(tiny, monkeypatch, setup, task, length, settings):
+@pytest.mark.parametrize("setup", ["A", "B"])
+def test_each_row_of_a_padded_batch_is_its_own_run(tiny, setup):
     model, tokenizer = tiny
-    ragged(monkeypatch)
-    run = lambda batch: accuracy(model, tokenizer, task, length, METHODS, prompts=4, batch=batch, setup=setup, chunk=length // 2, task_settings=settings).set_index(["method", "seed"]).answer
-    batched, alone = run(3), run(1)
-    same = batched == alone.reindex(batched.index)
-    assert same.all(), pd.DataFrame({"batched": batched, "alone": alone})[~same]
-    assert batched.nunique() > 10  # the random model says different things
+    examples = [dataclasses.replace(e, question="Now: " * (e.seed % 2) + e.question) for e in ragged(tokenizer, "multikey", 300, 5, keys=3)]
+    assert len({len(e.question) for e in examples[:3]}) == 2 and len({len(e.prompt) for e in examples[:3]}) == 3
+    run = lambda batch: answers(model, tokenizer, examples, METHODS, batch=batch, setup=setup, chunk=130)
+    batched, alone = pd.DataFrame(run(3)), pd.DataFrame(run(1))
+    same = batched.answer == alone.answer
+    assert same.all() and batched.equals(alone), pd.DataFrame({"batched": batched.answer, "alone": alone.answer})[~same]
+    assert batched.answer.nunique() > 10  # the random model says different things
 
 class Spy(Method):
     "Exact attention that notes what it was asked"
@@ -62,11 +68,10 @@ class Spy(Method):
         self.starts += [0] if kwargs["kv_start"] is None else kwargs["kv_start"].tolist()
         return Exact().decode(q, k, v, **kwargs)
 
-def test_no_two_calls_share_a_seed_and_padding_is_hidden(tiny, monkeypatch):
+def test_no_two_calls_share_a_seed_and_padding_is_hidden(tiny):
     model, tokenizer = tiny
-    ragged(monkeypatch)
-    spy = Spy()
-    frame = accuracy(model, tokenizer, "needle", 300, {"spy": spy, "exact": Exact()}, prompts=6, batch=3, setup="B")
+    spy, examples = Spy(), ragged(tokenizer, "needle", 300, 6)
+    frame = pd.DataFrame(answers(model, tokenizer, examples, {"spy": spy, "exact": Exact()}, batch=3, setup="B"))
     assert len(set(spy.seeds)) == len(spy.seeds) > 2 * 2 * 50
     assert min(spy.starts) == 0 and max(spy.starts) == 40
     assert (frame[frame.method == "spy"].answer.to_numpy() == frame[frame.method == "exact"].answer.to_numpy()).all()
@@ -75,8 +80,8 @@ def test_the_cache_is_left_alone_and_layers_may_differ(tiny):
     model, tokenizer = tiny
     one, other = Santa(samples=1), Santa(samples=500)
     given = {"mixed": {0: one, 1: other}, "function": lambda layer: [one, other][layer], "other": other, "again": {0: one, 1: other}}
-    answers = accuracy(model, tokenizer, "multikey", 700, given, prompts=6, batch=6).pivot(index="seed", columns="method", values="answer")
-    assert (answers.mixed == answers.function).all() and (answers.mixed == answers.again).all() and (answers.mixed != answers.other).any()
+    said = accuracy(model, tokenizer, "multikey", 700, given, prompts=6, batch=6).pivot(index="seed", columns="method", values="answer")
+    assert (said.mixed == said.function).all() and (said.mixed == said.again).all() and (said.mixed != said.other).any()
 
 def test_a_left_padded_prefill_equals_single_ones_and_odd_caches_are_refused(tiny):
     model, tokenizer = tiny
@@ -89,54 +94,72 @@ def test_a_left_padded_prefill_equals_single_ones_and_odd_caches_are_refused(tin
             torch.testing.assert_close(a.keys[[row], :, first:], b.keys, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(a.values[[row], :, first:], b.values, rtol=1e-4, atol=1e-5)
     for bad in ([0, 0], [0, 0, -1], [0, 0, 120]):
-        with pytest.raises(ValueError, match="start: got"): prefill_rows(model, ids, torch.tensor(bad))
+        with pytest.raises(ValueError, match="start must hold a number from 0 to 119 for each of 3 rows, got"): prefill_rows(model, ids, torch.tensor(bad))
     windowed = transformers.MistralForCausalLM(transformers.MistralConfig(vocab_size=264, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                                                                           num_attention_heads=2, num_key_value_heads=1, sliding_window=16)).eval()
-    with pytest.raises(ValueError, match="mistral has a layer that does not keep every key"): prefill_rows(windowed, ids, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="model must keep every key in every layer, got DynamicSlidingWindowLayer in mistral"): prefill_rows(windowed, ids, torch.zeros(3, dtype=torch.int64))
 
 @pytest.mark.parametrize("bad, error, words", [
-    (dict(methods=[Exact()]), TypeError, "methods: got list"), (dict(methods={}), ValueError, "methods: got none"), (dict(methods={"x": 3}), TypeError, r"methods\['x'\]: got int"),
-    (dict(methods={"x": {9: Exact()}}), ValueError, r"methods\['x'\]: there is no layer 9"),
-    (dict(setup="C"), ValueError, "setup: got 'C'"), (dict(prompts=0), ValueError, "prompts: got 0"), (dict(batch=0), ValueError, "batch: got 0"), (dict(prompts=1.5), TypeError, "prompts"),
-    (dict(seed=-1), ValueError, "seed"), (dict(length=5000), ValueError, "length: got 5000 tokens, the model holds 4096"), (dict(task="haystack"), ValueError, "task: got 'haystack'"),
+    (dict(methods=[Exact()]), TypeError, "methods must be a dict from name to method, got list"),
+    (dict(methods={}), ValueError, "methods must name at least one method, got none"),
+    (dict(methods={"x": 3}), TypeError, r"methods\['x'\].* got int"),
+    (dict(methods={"x": {9: Exact()}}), ValueError, r"methods\['x'\].* layer 9"),
+    (dict(setup="C"), ValueError, "setup must be one of A, B, prompt, context, got 'C'"), (dict(setup=1), TypeError, "setup must be a string"),
+    (dict(prompts=0), ValueError, "prompts must be at least 1, got 0"), (dict(prompts=1.5), TypeError, "prompts must be an int, got float"),
+    (dict(batch=0), ValueError, "batch must be at least 1, got 0"), (dict(chunk=0), ValueError, "chunk must be at least 1, got 0"),
+    (dict(seed=-1), ValueError, "seed"), (dict(length=5000), ValueError, "length must be at least 1 and at most 4096, got 5000"),
+    (dict(length=7.5), TypeError, "length must be an int"), (dict(task="haystack"), ValueError, "task.*'haystack'"),
     (dict(task_settings=dict(keys=10**4)), ValueError, "length")])
 def test_bad_input(tiny, bad, error, words):
     model, tokenizer = tiny
     given = dict(model=model, tokenizer=tokenizer, task="multikey", length=700, methods={"exact": Exact()}, prompts=1) | bad
     with pytest.raises(error, match=words): accuracy(**given)
 
-def answers(**right):
+@pytest.mark.parametrize("bad, error, words", [
+    ([], ValueError, "examples must hold at least one, got none"), ("a prompt", TypeError, "examples must be a list of `tasks.Example`, got str"),
+    (["a prompt"], TypeError, "examples must be of type Example, got str"),
+    ([tasks.make("needle", 4095)], ValueError, "examples must have at most the 4096 tokens that the model holds, got")])
+def test_answers_refuses_bad_examples(tiny, bad, error, words):
+    if bad and isinstance(bad[0], tasks.Example): bad = [dataclasses.replace(bad[0], context="x" * 10 + bad[0].context)]
+    with pytest.raises(error, match=words): answers(*tiny, bad, {"exact": Exact()})
+
+def test_the_set_ups_have_two_names_each(tiny):
+    examples = ragged(tiny[1], "multikey", 300, 2, keys=3)
+    ask = lambda setup: answers(*tiny, examples, {"topk": TopK(4)}, setup=setup)
+    assert ask("A") == ask("prompt") and ask("B") == ask("context") and ask("A") != ask("B")
+
+def answered(**right):
     "A table of answers from strings of digits"
     return pd.DataFrame([dict(method=m, task="t", length=10, seed=i, exact=c == "1", characters=float(c)) for m, digits in right.items() for i, c in enumerate(digits)])
 
 def test_summary_counts_and_its_intervals():
-    table = summary(answers(a="1" * 20, b="10" * 10))
+    table = summary(answered(a="1" * 20, b="10" * 10))
     assert table.loc[("a", "t", 10), ["prompts", "exact", "exact_high"]].tolist() == [20, 1, 1] and math.isnan(table.characters_low.iloc[0])
     assert table.exact_low.iloc[0] == pytest.approx(0.025 ** (1 / 20))  # Clopper and Pearson's closed form for all of n
     assert table.exact.iloc[1] == 0.5 and table.characters_low.iloc[1] < 0.5 < table.characters_high.iloc[1]
-    narrow = summary(answers(b="10" * 10), confidence=0.5)
+    narrow = summary(answered(b="10" * 10), confidence=0.5)
     assert narrow.exact_low.iloc[0] > table.exact_low.iloc[1]
-    for bad, error in ((answers(a="1").drop(columns="task"), ValueError), (answers(a="1")[:0], ValueError), ([1], TypeError)):
+    for bad, error in ((answered(a="1").drop(columns="task"), ValueError), (answered(a="1")[:0], ValueError), ([1], TypeError)):
         with pytest.raises(error, match="frame"): summary(bad)
 
 def test_compare_pairs_prompts():
-    frame = answers(a="11110000", b="11000000", c="11110000")
+    frame = answered(a="11110000", b="11000000", c="11110000")
     ab = compare(frame, "a", "b")
     assert (ab.prompts, ab.better, ab.worse, ab.difference) == (8, 2, 0, 0.25) and 0 <= ab.low < 0.25 < ab.high
     same = compare(frame, "a", "c")
     assert same.difference == 0 and same.high == -same.low == pytest.approx(1 - 0.025 ** (1 / 8))
     twice = pd.concat([frame, frame.assign(exact=True)])
     assert compare(twice, "a", "b").difference == 0.125  # the share of right answers to each prompt
-    with pytest.raises(ValueError, match="has no method 'z', it has a, b, c"): compare(frame, "a", "z")
-    with pytest.raises(ValueError, match="did not answer the same prompts"): compare(frame.drop(index=0), "a", "b")
+    with pytest.raises(ValueError, match="other must be one of a, b, c, got 'z'"): compare(frame, "a", "z")
+    with pytest.raises(ValueError, match="frame must hold the same prompts for both"): compare(frame.drop(index=0), "a", "b")
 
 def test_compare_covers_the_true_difference():
-    "Intervals of 90 % for 200 samples of 200 prompts: fewer than 158 that cover happen to a correct interval less than once in 100,000 tries (binomial)"
+    "Intervals of 90 % for 200 samples of 60 prompts: fewer than 158 that cover happen to a correct interval less than once in 100,000 tries (binomial)"
     rng, covered = torch.Generator().manual_seed(0), 0
     for _ in range(200):
-        hard = torch.rand(200, generator=rng)
-        a, b = ((torch.rand(200, generator=rng) < 0.9 * (1 - hard) + x).int().tolist() for x in (0.1, 0.0))
-        got = compare(answers(a="".join(map(str, a)), b="".join(map(str, b))), "a", "b", confidence=0.9)
+        hard = torch.rand(60, generator=rng)
+        a, b = ((torch.rand(60, generator=rng) < 0.9 * (1 - hard) + x).int().tolist() for x in (0.1, 0.0))
+        got = compare(answered(a="".join(map(str, a)), b="".join(map(str, b))), "a", "b", confidence=0.9)
         covered += got.low <= 0.1 <= got.high
     assert 158 <= covered < 200
 
@@ -156,7 +179,7 @@ def test_denominator_errors_are_those_of_the_sum_over_drawn_keys():
     terms = torch.exp(attention_scores(q.double(), k.double())).expand(-1, -1, 7, -1)
     torch.testing.assert_close(error, (terms * chosen.dense(50)).sum(-1) / terms.sum(-1) - 1)
     assert error.dtype == torch.float64 and len(error.unique()) == error.numel() and torch.equal(error, denominator_errors(Uniform(samples=10), q, k, times=7, seed=3)[0])
-    for bad, words in ((dict(times=0), "times: got 0"), (dict(q=q.expand(-1, -1, 2, -1)), "q: got 2 queries")):
+    for bad, words in ((dict(times=0), "times must be at least 1, got 0"), (dict(q=q.expand(-1, -1, 2, -1)), "q must have one query for each head, got 2")):
         with pytest.raises(ValueError, match=words): denominator_errors(**dict(method=Exact(), q=q, k=k, times=1) | bad)
     with pytest.raises(TypeError, match="times"): denominator_errors(Exact(), q, k, times=1.5)
 
@@ -186,50 +209,90 @@ def test_forced_decoding_is_decoding_one_token_after_another(tiny):
     assert drawn[0] == drawn[1] != drawn[2]
 
 @pytest.mark.parametrize("bad, error, words", [
-    (dict(read=0), ValueError, "read: got 0, allowed is 1 to 58"), (dict(read=59), ValueError, "read: got 59"), (dict(every=0), ValueError, "every: got 0"), (dict(every=1.5), TypeError, "every"),
-    (dict(method=3), TypeError, "method: got int"), (dict(method={7: Exact()}), ValueError, "there is no layer 7")])
+    (dict(read=0), ValueError, "read must be at least 1 and at most 58, got 0"), (dict(read=59), ValueError, "read must be .*, got 59"),
+    (dict(every=0), ValueError, "every must be at least 1, got 0"), (dict(every=1.5), TypeError, "every must be an int"),
+    (dict(method=3), TypeError, "method.* got int"), (dict(method={7: Exact()}), ValueError, "no layer 7|got .*7")])
 def test_forced_decoding_refuses_bad_input(tiny, bad, error, words):
     with pytest.raises(error, match=words): forced_decode(**dict(model=tiny[0], ids=torch.full((1, 60), 65), method=Exact(), read=20) | bad)
 
-LITTLE = dict(prompts=1, device="cpu", length=1280, times=3, texts=1, every=400, captures=1, tasks=("multikey",), densities=(0.1,), pareto=(0.1,))
+LITTLE = dataclasses.replace(vattention_pocket.QUICK, times=3)
 
-@pytest.fixture(params=["one task", pytest.param("all tasks", marks=pytest.mark.slow)])
-def little(request, monkeypatch):
-    "Settings of a small record, and the tasks that are asked for `pareto`."
-    whole, ask = evaluate.setup_methods, evaluate._Record.ask
-    monkeypatch.setattr(evaluate, "setup_methods", lambda *x: {name: m for name, m in whole(*x).items() if name in ("exact", "magicpig-8-75", "streaming-10")})
-    if request.param == "all tasks": return LITTLE, ("flat_words", "multikey", "frequent_words")
-    monkeypatch.setattr(evaluate._Record, "ask", lambda self, part, task, *args, **kwargs: task == "flat_words" and ask(self, part, task, *args, **kwargs))
-    return LITTLE, ("flat_words",)
+@pytest.fixture(scope="module")
+def pocket_model(): return PocketModel()
 
-def test_a_record_of_vattention_in_small(tmp_path, little):
-    settings, _ = little
-    path = record_vattention(tmp_path / "x.json", **settings, parts=("promise",))
-    before = path.read_text()
-    record_vattention(path, **settings, parts=("setups",))
-    meta, parts = read_record(path)
-    assert set(parts) == {"promise", "setups"} and set(meta["methods"]) == {"setups"} and {x.split()[0] for x in meta["seconds"]} == set(parts)
-    assert [row for row in json.loads(before)["rows"]] == json.loads(path.read_text())["rows"][:len(json.loads(before)["rows"])]
-    promise = parts["promise"]
+def test_promises_in_a_record(pocket_model, tmp_path):
+    size = dataclasses.replace(LITTLE, length=1280, captures=("flat_words",))
+    path = GrowingRecord(tmp_path / "x.json").make(vattention_pocket.promise_steps(pocket_model, size))
+    promise = read_record(path)[1]["promise"]
     assert (promise.groupby(["kept", "kind", "eps", "delta"])["head"].nunique() == 36).all() and promise.failures.between(0, 3).all()
-    assert promise.density.between(promise.kept.map(dict(usual=256, few=4 + 16 + 1 + 32)) / 1280, 1).all()  # what is kept, and with few of them the base sample too
-    assert set(parts["setups"].setup) == {"A", "B"} and set(parts["setups"].length) == {640}
-    with pytest.raises(ValueError, match="were made with times = 3, got 4"): record_vattention(path, **settings | dict(times=4), parts=("pareto",))
-    for bad, words in ((dict(parts=("speed",)), "parts: got 'speed', allowed are promise"), (dict(texts=10**6), "texts: got 1000000 of 1280 bytes, the held-out text has")):
-        with pytest.raises(ValueError, match=words): record_vattention(path, **settings | bad)
-    assert read_record(path)[0] == meta
+    kept = promise.kept.map(dict(usual=256, few=4 + 16 + 1 + 32))  # and with few of them the base sample too
+    assert promise.density.between(kept / 1280, 1).all()
 
-def test_a_record_of_what_methods_read_in_small(tmp_path, little):
-    settings, tasks = little
-    meta, parts = read_record(record_vattention(tmp_path / "x.json", **settings, parts=("pareto",)))
-    pareto = parts["pareto"].set_index(["task", "method"])
-    names = list(pareto_methods(6, (0.1,)))
-    assert pareto.index.tolist() == [(task, name) for task in tasks for name in names] and len(names) == 1 + 4 + 4 + 3 + 2 * 4
-    for name in ("topk", "quest", "double_sparsity", "adamas", "hash_attention", "uniform"): assert pareto.xs(f"{name}-10", level="method").density.between(0.1, 0.103).all()
-    assert (pareto.error.dropna() > 0).all() and len(pareto.error.dropna()) == len(pareto) - len(tasks)
-    assert (pareto.error.xs("topk-10", level="method") < pareto.error.xs("quest-10", level="method")).all() and (pareto.error.xs("quest-10", level="method") < pareto.error.xs("uniform-10", level="method")).all()
-    said = meta["methods"]["pareto"]
-    assert [x["predictor"]["layer"] for x in said["vattention+hash_attention-10"]] == list(range(6)) and Method.from_json(json.dumps(said["quest-10"])) == pareto_methods(6, (0.1,))["quest-10"]
+def test_answers_of_both_set_ups_in_a_record(pocket_model, tmp_path, monkeypatch):
+    whole = vattention_pocket.setup_methods
+    few = lambda *x: {name: m for name, m in whole(*x).items() if name in ("exact", "magicpig-8-75", "streaming-10")}
+    monkeypatch.setattr(vattention_pocket, "setup_methods", few)
+    steps, methods = answer_steps(pocket_model, LITTLE)
+    setups = read_record(GrowingRecord(tmp_path / "x.json").make(steps["setups"]))[1]["setups"]
+    assert setups.setup.tolist() == ["B"] * 3 + ["A"] * 3 and set(setups.length) == {400} and setups.method.tolist() == list(few(6, 0.1)) * 2
+
+def check_pareto(pocket_model, path, size):
+    "Density and error of every predictor, alone and in vAttention, are what they should be"
+    steps, methods = answer_steps(pocket_model, size)
+    pareto = read_record(GrowingRecord(path).make(steps["pareto"]))[1]["pareto"].set_index(["task", "method"])
+    names, tasks_ = list(methods["pareto"]), list(size.pareto_tasks)
+    assert pareto.index.tolist() == [(task, name) for task in tasks_ for name in names] and len(names) == 1 + 4 + 4 + 3 + 2 * 4
+    for name in ("topk", "quest", "double_sparsity", "adamas", "hash_attention", "uniform"):
+        assert pareto.xs(f"{name}-10", level="method").density.between(0.1, 0.1 + 1.5 / (size.length // 2)).all()
+    assert (pareto.error.dropna() > 0).all() and len(pareto.error.dropna()) == len(pareto) - len(tasks_)
+    topk, quest, uniform = (pareto.error.xs(f"{name}-10", level="method") for name in ("topk", "quest", "uniform"))
+    assert (topk < quest).all() and (quest < uniform).all()
+
+def test_errors_and_densities_in_a_record(pocket_model, tmp_path): check_pareto(pocket_model, tmp_path / "x.json", LITTLE)
+
+@pytest.mark.slow
+def test_errors_and_densities_of_three_tasks_in_a_record(pocket_model, tmp_path):
+    tasks_ = "flat_words", "multikey", "frequent_words"
+    check_pareto(pocket_model, tmp_path / "x.json", dataclasses.replace(LITTLE, length=1280, pareto_tasks=tasks_))
+
+def test_methods_are_written_as_their_settings():
+    settings = lambda name: vattention_pocket.method_settings(name, pareto_methods(6, (0.1,))[name], range(6))
+    assert [x["predictor"]["layer"] for x in settings("vattention+hash_attention-10")] == list(range(6))
+    assert Method.from_json(json.dumps(settings("quest-10"))) == pareto_methods(6, (0.1,))["quest-10"]
+
+def test_a_record_has_no_more_texts_than_there_are(pocket_model):
+    with pytest.raises(ValueError, match="texts must be at most .*, got 1000000"):
+        vattention_pocket.held_out_ids(pocket_model, dataclasses.replace(LITTLE, texts=10**6))
+
+def test_a_record_is_gone_on_with_or_made_anew_but_never_mixed(tmp_path):
+    path, made = tmp_path / "x.json", []
+    def steps(*names, broken=None):
+        def rows(name):
+            if name == broken: raise RuntimeError("cut short")
+            made.append(name)
+            return [dict(part="p", name=name, values=[1.0])]
+        return {name: lambda name=name: rows(name) for name in names}
+    with pytest.raises(RuntimeError): GrowingRecord(path, prompts=1).make(steps("a", "b", "c", broken="c"))
+    before = json.loads(path.read_text())
+    assert [row["name"] for row in before["rows"]] == ["a", "b"] == list(before["meta"]["seconds"])
+    with pytest.raises(ValueError, match="out must hold a record made with prompts = 2, got 1"): GrowingRecord(path, prompts=2).make(steps("a", "b", "c"))
+    assert json.loads(path.read_text()) == before
+    GrowingRecord(path, prompts=1).make(steps("a", "b", "c"))
+    after = json.loads(path.read_text())
+    assert after["rows"][:2] == before["rows"] and [row["name"] for row in after["rows"]] == ["a", "b", "c"] == made
+    GrowingRecord(path, prompts=2).make(steps("a", "b", "c"))  # complete, so made anew
+    assert made == ["a", "b", "c"] * 2 and json.loads(path.read_text())["meta"]["prompts"] == 2
+
+@pytest.mark.slow
+def test_a_quick_record_has_every_part(tmp_path):
+    said = []
+    meta, parts = read_record(vattention_pocket.record(tmp_path / "x.json", quick=True, say=said.append))
+    assert list(parts) == ["promise", "accuracy", "setups", "generation", "pareto"] and set(meta["methods"]) == {"accuracy", "setups", "generation", "pareto"}
+    assert len(said) == len(meta["seconds"]) and meta["command"] == "sparse-nb record vattention_pocket --quick"
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a whole record is made where there is a GPU")
+def test_a_whole_record_asks_for_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="quick must be True on a machine without a GPU, got False"): vattention_pocket.record(tmp_path / "x.json")
 
 def test_a_record_says_whether_an_answer_is_that_of_exact_attention(tmp_path):
     rows = [dict(part="pareto", task="t", length=8, setup="A", method="exact", right="10", characters=0.5), dict(part="pareto", task="t", length=8, setup="A", method="x", right="11", characters=1.0, same="10", density=0.1, error=0.2)]
@@ -242,6 +305,6 @@ def test_a_record_says_whether_an_answer_is_that_of_exact_attention(tmp_path):
 def test_a_gpu_gives_the_same_answers_with_the_kernel_and_with_the_reference():
     from sparse_nb import pocket
     model, tokenizer = pocket.load("cuda")
-    methods = {"exact": Exact(), "kernel": Santa(samples=64), "reference": evaluate._Reference(Santa(samples=64))}
-    answers = accuracy(model, tokenizer, "multikey", 4096, methods, prompts=16, batch=16).pivot(index="seed", columns="method", values="answer")
-    assert (answers.kernel == answers.reference).mean() >= 0.9 and (answers.exact == answers.reference).mean() >= 0.9
+    methods = {"exact": Exact(), "kernel": Santa(samples=64), "reference": Reference(Santa(samples=64))}
+    said = accuracy(model, tokenizer, "multikey", 4096, methods, prompts=16, batch=16).pivot(index="seed", columns="method", values="answer")
+    assert (said.kernel == said.reference).mean() >= 0.9 and (said.exact == said.reference).mean() >= 0.9
