@@ -1,0 +1,472 @@
+"""Attention by blocks: the reference against enumeration of all pairs, and the Triton kernels against the reference in float64.
+
+`pytest -m gpu tests/test_blocks.py` runs the sweep of the kernels on a GPU. Without one, a covering design of small problems
+runs in Triton's interpreter, in processes of their own.
+"""
+import itertools
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_nb.core.blocks import SIZES, BlockPattern, block_attention, sinks_window_pattern, streaming_prefill
+from sparse_nb.core.exact import assert_close, attention
+from sparse_nb.core.selection import select_sinks_window, weighted_state
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = "cuda" if GPU else "cpu"
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def kernel(test):
+    "A test that launches kernels: in the interpreter, or on a GPU."
+    return test if INTERPRETED else pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="needs a CUDA device")(test))
+
+
+LAYOUTS = {
+    "plain": lambda B, G, N, D, new: new(B, G, N, D),
+    "by position": lambda B, G, N, D, new: new(B, N, G, D).transpose(1, 2),
+    "sliced": lambda B, G, N, D, new: new(B, G, N, D + 16)[..., 5:5 + D],
+    "every second": lambda B, G, N, D, new: new(B, G, 2 * N, D)[:, :, ::2],
+    "feature-major": lambda B, G, N, D, new: new(B, G, D, N).transpose(-1, -2),
+}
+
+
+def problem(B, G, R, Q, N, D, dtype=FP64, *, layout="plain", ragged=False, seed=0):
+    "Gaussian q, k, v and the bounds of the sequences; ragged: padding into the queries, NaN in what is hidden."
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    new = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator).to(dtype)
+    q, k, v = new(B, G * R, Q, D), *(LAYOUTS[layout](B, G, N, D, new) for _ in range(2))
+    if not ragged: return (q, k, v), {}
+    start = torch.tensor([b * (N - 3 * Q // 4) // max(1, B - 1) for b in range(B)], device=DEVICE)
+    stop = torch.tensor([N - b * (Q // 4) for b in range(B)], dtype=torch.int32, device=DEVICE)
+    for x in (k, v):
+        for b in range(B): x[b, :, :start[b]] = x[b, :, stop[b]:] = math.nan
+    return (q, k, v), dict(kv_start=start, kv_len=stop)
+
+
+def lists(B, P, Q, N, QB, KB, *, gaps=False, share=0.5, seed=0):
+    "A random pattern."
+    generator = torch.Generator().manual_seed(seed)
+    shape = B, P, -(-Q // QB), -(-N // KB)
+    mask, gap = torch.rand(shape, generator=generator) < share, None
+    if gaps: gap = torch.randint(0, N + 1, (B, P, Q, 2), generator=generator, dtype=torch.int32).to(DEVICE)
+    return BlockPattern.from_mask(mask.to(DEVICE), queries=Q, keys=N, query_block=QB, key_block=KB, gap=gap)
+
+
+def bounds(B, Q, N, causal, kv_start=None, kv_len=None):
+    "Which keys each query may see [B, 1, Q, N]."
+    i = torch.arange(N, device=DEVICE)
+    start, stop = (torch.as_tensor(d if x is None else x, device=DEVICE).expand(B).view(B, 1, 1, 1).long()
+                   for x, d in ((kv_start, 0), (kv_len, N)))
+    last = stop - Q + torch.arange(Q, device=DEVICE).view(-1, 1) if causal else stop - 1
+    return ((i >= start) & (i < stop) & (i <= last)).expand(B, 1, Q, N)
+
+
+def pairs(p, B, causal=True, **masks):
+    "The same of a pattern [B, P, Q, N], by enumeration."
+    listed = p.mask().repeat_interleave(p.query_block, 2)[:, :, :p.queries]
+    seen = listed.repeat_interleave(p.key_block, 3)[..., :p.keys] & bounds(B, p.queries, p.keys, causal, **masks)
+    if p.gap is None: return seen
+    i = torch.arange(p.keys, device=DEVICE)
+    return seen & ((i < p.gap[..., :1]) | (i >= p.gap[..., 1:]))
+
+
+def dense(q, k, v, seen, scale=None):
+    "Attention and log-sum-exp over the pairs `seen` [B, P, Q, N], in float64."
+    R = q.shape[1] // k.shape[1]
+    hidden = ~seen.any(2).any(1)[:, None, :, None]
+    k, v = (x.double().masked_fill(hidden, 0).repeat_interleave(R, 1) for x in (k, v))
+    seen = seen.expand(q.shape[0], -1, -1, -1).repeat_interleave(q.shape[1] // seen.shape[1], 1)
+    scores = (q.double() @ k.mT * (q.shape[3]**-0.5 if scale is None else scale)).masked_fill(~seen, -math.inf)
+    sums = scores.logsumexp(-1)
+    return torch.exp(scores - sums.masked_fill(sums == -math.inf, 0)[..., None]) @ v, sums
+
+
+def check(got, want, rtol=1e-12):
+    "Outputs and log-sum-exps agree; rows that saw nothing are exactly 0 and -inf."
+    (out, lse), (exact, sums) = got, want
+    none = sums == -math.inf
+    assert torch.equal(lse == -math.inf, none) and not out[none].any()
+    assert_close(out, exact, rtol=rtol, name="output")
+    assert_close(lse[~none], sums[~none], rtol=max(rtol, 1e-12) if rtol < 1e-4 else 1e-4, name="log-sum-exp")
+    return none
+
+
+sizes = dict(
+    B=st.integers(1, 2), G=st.integers(1, 2), R=st.integers(1, 3), Q=st.integers(1, 80), more=st.integers(0, 90),
+    seed=st.integers(0, 99), ragged=st.booleans())
+quick = settings(max_examples=20, deadline=None, derandomize=True)
+
+
+if not INTERPRETED:
+    @quick
+    @given(**sizes, QB=st.sampled_from(SIZES), KB=st.sampled_from(SIZES), per=st.sampled_from("1GH"), causal=st.booleans(),
+           gaps=st.booleans(), share=st.sampled_from([0.2, 0.8]))
+    def test_reference_is_attention_over_what_is_listed(B, G, R, Q, more, seed, ragged, QB, KB, per, causal, gaps, share):
+        N, P = Q + more, {"1": 1, "G": G, "H": G * R}[per]
+        (q, k, v), masks = problem(B, G, R, Q, N, 8, ragged=ragged and Q > 4, seed=seed)
+        p = lists(1 if seed % 2 else B, P, Q, N, QB, KB, gaps=gaps, share=share, seed=seed)
+        got = block_attention(q, k, v, p, causal=causal, scale=0.3, return_lse=True, **masks)
+        check(got, dense(q, k, v, pairs(p, B, causal, **masks), 0.3))
+
+    @quick
+    @given(**sizes, sinks=st.integers(0, 40), window=st.integers(1, 200))
+    def test_streaming_is_attention_to_sinks_and_window(B, G, R, Q, more, seed, ragged, sinks, window):
+        N = Q + more
+        (q, k, v), masks = problem(B, G, R, Q, N, 8, ragged=ragged and Q > 4, seed=seed)
+        see = bounds(B, Q, N, True, **masks)
+        order, left = see.cumsum(-1), see.flip(-1).cumsum(-1).flip(-1)  # number among the visible, from either end
+        want = dense(q, k, v, see & ((order <= sinks) | (left <= window)))
+        check(streaming_prefill(q, k, v, sinks=sinks, window=window, return_lse=True, **masks), want)
+        p = sinks_window_pattern(q, k, sinks=sinks, window=window, query_block=32, key_block=64, **masks)
+        check(block_attention(q, k, v, p, return_lse=True, **masks), want)
+
+    @quick
+    @given(**sizes, QB=st.sampled_from(SIZES), KB=st.sampled_from(SIZES), causal=st.booleans(), gaps=st.booleans())
+    def test_full_blocks_are_full_and_the_rest_is_partial(B, G, R, Q, more, seed, ragged, QB, KB, causal, gaps):
+        N = Q + more
+        _, masks = problem(B, G, R, Q, N, 1, ragged=ragged and Q > 4, seed=seed)
+        p = lists(B, G, Q, N, QB, KB, gaps=gaps, seed=seed)
+        M, K = p.mask().shape[2:]
+        pad = lambda x, value: torch.nn.functional.pad(x, (0, K * KB - N, 0, M * QB - Q), value=value)
+        blocks = lambda x: x.unflatten(3, (K, KB)).unflatten(2, (M, QB)).transpose(3, 4)
+        seen = pairs(p, B, causal, **masks)
+        some = blocks(pad(seen, False)).any(-1).any(-1)
+        rows = torch.nn.functional.pad(seen, (0, K * KB - N), value=False)  # keys that do not exist are not seen
+        every = blocks(torch.nn.functional.pad(rows, (0, 0, 0, M * QB - Q), value=True)).all(-1).all(-1)
+        full, partial = p.split(causal=causal, **masks)
+        assert not (full & partial).any() and not (full & ~every).any() and not (some & ~(full | partial)).any()
+        if not gaps:
+            assert torch.equal(full, every & p.mask()) and torch.equal(full | partial, some)
+            exact = blocks(pad(bounds(B, Q, N, causal, **masks), False)).any(-1).any(-1).sum() * G
+            assert float(p.density(causal=causal, **masks)) == pytest.approx(int(some.sum()) / int(exact), rel=1e-12)
+
+    def test_window_has_few_partial_blocks():
+        x = torch.empty(1, 1, 4096, 1)
+        full, partial = sinks_window_pattern(x, x, sinks=4, window=1024).split()
+        assert int(full[0, 0, -1].sum()) == 15 and int(partial[0, 0, -1].sum()) == 3
+
+    @pytest.mark.parametrize("dtype, rtol", [(BF16, 4e-3), (FP16, 5e-4), (FP32, 1e-6), (FP64, 1e-12)], ids=str)
+    def test_all_blocks_are_exact_attention(dtype, rtol):
+        (q, k, v), _ = problem(2, 2, 3, 70, 100, 16, dtype)
+        out, lse = block_attention(q, k, v, lists(1, 1, 70, 100, 32, 64, share=2.0), return_lse=True)
+        assert out.dtype == dtype and lse.dtype == (FP64 if dtype == FP64 else FP32)
+        assert_close(out, attention(q.double(), k.double(), v.double(), causal=True), rtol=rtol)
+        with torch.autocast("cpu", dtype=BF16): again = block_attention(q, k, v, lists(1, 1, 70, 100, 32, 64, share=2.0))
+        assert torch.equal(out, again)
+
+    def test_selected_keys_agree():
+        (q, k, v), masks = problem(2, 2, 2, 60, 90, 8)
+        masks = dict(kv_start=torch.tensor([0, 20]), kv_len=torch.tensor([90, 85]))
+        state = weighted_state(q, k, v, select_sinks_window(q, k, sinks=3, window=9, causal=True, **masks))
+        check(streaming_prefill(q, k, v, sinks=3, window=9, return_lse=True, **masks), (state.output(), state.m + state.l.log()))
+
+    @pytest.mark.parametrize("call", [
+        lambda *x: block_attention(*x, lists(1, 2, 90, 90, 32, 32)), lambda *x: streaming_prefill(*x, sinks=3, window=20)],
+        ids=["blocks", "streaming"])
+    def test_later_keys_change_nothing(call):
+        (q, k, v), _ = problem(1, 2, 2, 90, 90, 8)
+        before = call(q, k, v)
+        for at in (1, 31, 32, 33, 64, 89):
+            x, y = k.clone(), v.clone()
+            x[:, :, at:], y[:, :, at:] = 7, -9
+            after = call(q, x, y)
+            assert torch.equal(before[:, :, :at], after[:, :, :at]) and not torch.equal(before[:, :, at:], after[:, :, at:])
+
+    @pytest.mark.parametrize("by", ["blocks", "streaming"])
+    def test_a_row_of_a_batch_is_that_row_alone(by):
+        (q, k, v), masks = problem(3, 2, 2, 60, 100, 8, ragged=True)
+        p = lists(3, 2, 60, 100, 32, 32, gaps=True)
+        for b in range(3):
+            own = {name: x[b:b + 1] for name, x in masks.items()}
+            one = BlockPattern(p.index[b:b + 1], p.count[b:b + 1], 60, 100, 32, 32, p.gap[b:b + 1])
+            row = [x[b:b + 1] for x in (q, k, v)]
+            if by == "blocks": got, alone = block_attention(q, k, v, p, **masks), block_attention(*row, one, **own)
+            else: got, alone = (streaming_prefill(*x, sinks=2, window=9, **y) for x, y in (((q, k, v), masks), (row, own)))
+            assert_close(got[b:b + 1], alone, rtol=1e-12)
+
+    def test_parts_join_by_their_sums():
+        (q, k, v), _ = problem(1, 1, 2, 64, 128, 8)
+        p = lists(1, 1, 64, 128, 32, 32)
+        rest = BlockPattern.from_mask(~p.mask(), queries=64, keys=128, query_block=32, key_block=32)
+        (a, x), (b, y) = (block_attention(q, k, v, z, return_lse=True) for z in (p, rest))
+        assert_close(torch.logaddexp(x, y), dense(q, k, v, bounds(1, 64, 128, True))[1], rtol=1e-12)
+        share = torch.exp(x - torch.logaddexp(x, y))[..., None]
+        assert_close(share * a + (1 - share) * b, attention(q, k, v, causal=True), rtol=1e-12)
+
+    def test_gradients():
+        (q, k, v), _ = problem(1, 1, 2, 40, 50, 8)
+        for x in (q, k, v): x.requires_grad_()
+        with pytest.raises(ValueError, match="backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'"):
+            streaming_prefill(q, k, v, backend="triton")
+        want = torch.autograd.grad(attention(q, k, v, causal=True).square().sum(), (q, k, v))
+        whole = lists(1, 1, 40, 50, 32, 32, share=2.0)
+        for out in (block_attention(q, k, v, whole), streaming_prefill(q, k, v, sinks=1, window=50)):
+            for a, b in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), want): assert_close(a, b, rtol=1e-10)
+
+    good = dict(zip("qkv", problem(1, 2, 2, 40, 50, 8)[0]))
+    whole = lists(1, 2, 40, 50, 32, 64, share=2.0)
+    INDEX, COUNT = whole.index, whole.count
+    make = lambda **x: BlockPattern(**(dict(index=INDEX, count=COUNT, queries=40, keys=50, query_block=32) | x))
+    TWICE = torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+
+    @pytest.mark.parametrize("call, error, message", [
+        (lambda: make(index=[[0]]), TypeError, "index must be a torch.Tensor, got list"),
+        (lambda: make(index=INDEX.long()), TypeError, "index must be int32, got torch.int64"),
+        (lambda: make(index=INDEX[0]), ValueError, "index must have shape [B, P, Mq, S] with Mq = 2 and nothing empty, got [2, 2, 1]"),
+        (lambda: make(queries=70), ValueError, "index must have shape [B, P, Mq, S] with Mq = 3 and nothing empty, got [1, 2, 2, 1]"),
+        (lambda: make(count=COUNT[:, :1]), ValueError, "count must have shape [1, 2, 2], got [1, 1, 2]"),
+        (lambda: make(count=COUNT.to("meta")), ValueError, "count must be on the device of index, cpu, got meta"),
+        (lambda: make(count=COUNT + 1), ValueError, "count must lie in [0, S] = [0, 1], got 2 to 2"),
+        (lambda: make(count=COUNT - 2), ValueError, "count must lie in [0, S] = [0, 1], got -1 to -1"),
+        (lambda: make(index=INDEX + 1), ValueError, "index must lie in [0, 1), got 1"),
+        (lambda: make(index=INDEX - 1), ValueError, "index must lie in [0, 1), got -1"),
+        (lambda: BlockPattern(TWICE, TWICE[..., 0] + 2, 40, 90, 32), ValueError, "index must not name a block twice in one list"),
+        (lambda: make(gap=torch.zeros(1, 2, 40, 2)), TypeError, "gap must be int32, got torch.float32"),
+        (lambda: make(gap=torch.zeros(1, 2, 40, dtype=torch.int32)), ValueError, "gap must have shape [1, 2, 40, 2], got [1, 2, 40]"),
+        (lambda: make(query_block=48), ValueError, "query_block must be 32, 64 or 128, got 48"),
+        (lambda: make(key_block=16), ValueError, "key_block must be 32, 64 or 128, got 16"),
+        (lambda: make(key_block=64.0), TypeError, "key_block must be an int, got float"),
+        (lambda: make(keys=0), ValueError, "keys must be at least 1, got 0"),
+        (lambda: BlockPattern.from_mask(INDEX, queries=40, keys=50), TypeError, "mask must be a bool tensor, got torch.int32"),
+        (lambda: BlockPattern.from_mask([True], queries=40, keys=50), TypeError, "mask must be a bool tensor, got list"),
+        (lambda: BlockPattern.from_mask(INDEX == 0, queries=40, keys=90, query_block=32), ValueError, "mask must have 2 blocks of keys in its last axis, got 1"),
+        (lambda: block_attention(**good, pattern=INDEX), TypeError, "pattern must be a BlockPattern, got Tensor"),
+        (lambda: block_attention(**good, pattern=make(keys=60)), ValueError, "pattern must be for Q, N = 40, 50, got 40, 60"),
+        (lambda: block_attention(**good, pattern=lists(1, 3, 40, 50, 32, 64)), ValueError, "pattern must have lists for [B, P] = [1 or 1, 1 or 2 or 4], got [1, 3]"),
+        (lambda: block_attention(**good, pattern=lists(2, 1, 40, 50, 32, 64)), ValueError, "pattern must have lists for [B, P] = [1 or 1, 1 or 2 or 4], got [2, 1]"),
+        (lambda: block_attention(**good, pattern=make(index=INDEX.to("meta"), count=COUNT.to("meta"))), ValueError, "pattern must be on the device of q, cpu, got meta"),
+        (lambda: block_attention(**good, pattern=whole, backend="cuda"), ValueError, "backend must be one of auto, torch, triton, got 'cuda'"),
+        (lambda: block_attention(**good, pattern=whole, return_lse=1), TypeError, "return_lse must be a bool, got int"),
+        (lambda: block_attention(**good, pattern=whole, causal=0), TypeError, "causal must be a bool, got int"),
+        (lambda: block_attention(**good, pattern=whole, scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
+        (lambda: block_attention(**good, pattern=whole, kv_start=torch.tensor([50])), ValueError, "0 <= kv_start < kv_len <= 50 must hold, got kv_start = 50"),
+        (lambda: block_attention(**(good | dict(k=good["k"] * math.nan)), pattern=whole), ValueError, "the scores of q and k must be finite"),
+        (lambda: streaming_prefill(**good, sinks=-1), ValueError, "sinks must be at least 0, got -1"),
+        (lambda: streaming_prefill(**good, window=0), ValueError, "window must be at least 1, got 0"),
+        (lambda: streaming_prefill(**good, window=0.5), TypeError, "window must be an int, got float"),
+        (lambda: streaming_prefill(**good, kv_len=torch.tensor([0.5])), TypeError, "kv_len must be int32 or int64, got torch.float32"),
+        (lambda: streaming_prefill(**(good | dict(q=good["q"][:, :3]))), ValueError, "q must have a multiple of the heads of k, 2, got 3"),
+        (lambda: streaming_prefill(**(good | dict(k=good["k"][:, :, :30], v=good["v"][:, :, :30]))), ValueError, "q must not have more positions than k, 30, when causal, got 40"),
+        (lambda: streaming_prefill(**good, backend="triton"), TypeError, "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"),
+        (lambda: streaming_prefill(*(x.float() for x in good.values()), backend="triton"), ValueError, "q must be on a GPU, or TRITON_INTERPRET=1 be set"),
+        (lambda: streaming_prefill(*(x.float().repeat(1, 1, 1, 40) for x in good.values()), backend="triton"), ValueError, "q must have a head size of at most 256 for backend='triton', got 320"),
+    ], ids=str)
+    def test_bad_input(call, error, message):
+        with pytest.raises(error, match=re.escape(message)): call()
+
+
+# the kernels
+
+def covering(factors, seed=0):
+    "Cases in which each pair of values of two factors appears, each the best of some that were drawn."
+    draw, names, chosen = random.Random(seed), list(factors), []
+    of = lambda case: set(itertools.combinations(enumerate(case), 2))
+    need = {((i, a), (j, b)) for i, j in itertools.combinations(range(len(names)), 2) for a in factors[names[i]] for b in factors[names[j]]}
+    while need:
+        drawn = [tuple(draw.choice(x) for x in factors.values()) for _ in range(60)]
+        (i, a), (j, b) = draw.choice(sorted(need, key=repr))  # one pair that is still missing is in all of them
+        drawn = [tuple(a if x == i else b if x == j else y for x, y in enumerate(case)) for case in drawn]
+        best = max(drawn, key=lambda case: len(of(case) & need))
+        chosen.append(dict(zip(names, best)))
+        need -= of(best)
+    return chosen
+
+
+COMMON = dict(dtype=(BF16, FP16, FP32), D=(64, 80, 96, 128, 256), R=(1, 3, 4), layout=tuple(LAYOUTS), ragged=(False, True))
+LISTS = covering(COMMON | dict(QB=SIZES, KB=SIZES, per=("1", "G", "H"), causal=(True, False), gaps=(False, True)))
+STREAMING = covering(COMMON | dict(sinks=(0, 4, 40), window=(1, 50, 200, 10**6)))
+TOLERANCE = {BF16: 2**-8, FP16: 2**-11, FP32: 1e-5} if GPU else {BF16: 2**-7, FP16: 2**-10, FP32: 2e-6}
+
+
+def cases(given):
+    "All cases on a GPU; in the interpreter ten, among them every value."
+    met, first, rest = set(), [], []
+    for case in given:
+        values = set(case.items())
+        (rest if values <= met else first).append(case)
+        met |= values
+    assert len(first) <= 10
+    some = (first + rest)[:10] if INTERPRETED else given
+    return pytest.mark.parametrize("case", some, ids=lambda case: "-".join(str(x) for x in case.values()))
+
+
+def poisoned(run):
+    "`run()` with every tensor that it leaves uninitialised full of NaN, or of huge numbers."
+    empty = torch.empty
+    def full(*shape, **kw):
+        x = empty(*shape, **kw)
+        return x.fill_(math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max) if x.device.type != "meta" else x
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        return run()
+
+
+@kernel
+@cases(LISTS)
+def test_kernel_lists(case):
+    B, G, Q, N = (2, 2, 300, 700) if GPU else (1 + case["ragged"], 2 if case["per"] == "1" else 1, 36, 70)
+    (q, k, v), masks = problem(B, G, case["R"], Q, N, case["D"], case["dtype"], layout=case["layout"], ragged=case["ragged"])
+    P = {"1": 1, "G": G, "H": G * case["R"]}[case["per"]]
+    p = lists(B, P, Q, N, case["QB"], case["KB"], gaps=case["gaps"], share=0.6)
+    got = poisoned(lambda: block_attention(q, k, v, p, causal=case["causal"], return_lse=True, backend="triton", **masks))
+    want = block_attention(*(x.double() for x in (q, k, v)), p, causal=case["causal"], return_lse=True, backend="torch", **masks)
+    check(got, want, TOLERANCE[case["dtype"]])
+    assert got[0].dtype == q.dtype and got[1].dtype == FP32
+
+
+@kernel
+@cases(STREAMING)
+def test_kernel_streaming(case):
+    B, G, Q, N = (2, 2, 300, 700) if GPU else (1 + case["ragged"], 1, 36, 110)
+    (q, k, v), masks = problem(B, G, case["R"], Q, N, case["D"], case["dtype"], layout=case["layout"], ragged=case["ragged"])
+    keep = dict(sinks=case["sinks"], window=case["window"], return_lse=True, **masks)
+    got = poisoned(lambda: streaming_prefill(q, k, v, backend="triton", **keep))
+    check(got, streaming_prefill(*(x.double() for x in (q, k, v)), backend="torch", **keep), TOLERANCE[case["dtype"]])
+
+
+@kernel
+@pytest.mark.parametrize("Q, N, sinks, window", [(1, 1, 4, 8), (1, 65, 2, 64), (64, 64, 0, 64), (65, 65, 70, 3), (17, 200, 20, 130)])
+def test_kernel_edges(Q, N, sinks, window):
+    (q, k, v), _ = problem(1, 1, 2, Q, N, 16, BF16)
+    wide = [x.double() for x in (q, k, v)]
+    got = poisoned(lambda: streaming_prefill(q, k, v, sinks=sinks, window=window, return_lse=True, backend="triton"))
+    check(got, streaming_prefill(*wide, sinks=sinks, window=window, return_lse=True, backend="torch"), TOLERANCE[BF16])
+    p = sinks_window_pattern(q, k, sinks=sinks, window=window, query_block=32, key_block=32)
+    got = poisoned(lambda: block_attention(q, k, v, p, return_lse=True, backend="triton"))
+    check(got, block_attention(*wide, p, return_lse=True, backend="torch"), TOLERANCE[BF16])
+
+
+@kernel
+def test_kernel_of_empty_and_bad_lists():
+    from sparse_nb.kernels.blocks import attend_blocks
+    (q, k, v), _ = problem(1, 2, 1, 64, 96, 16, FP32)
+    p = lists(1, 2, 64, 96, 32, 32, share=2.0)
+    count = p.count.clone()
+    count[0, 1, 0] = 0
+    out, lse = attend_blocks(q, k, v, p.index, count, query_block=32, key_block=32, return_lse=True)
+    assert not out[0, 1, :32].any() and (lse[0, 1, :32] == -math.inf).all() and out[0, 1, 32:].any() and lse.isfinite().sum() == 96
+    for number in (-1, 3, 2**31 - 1):
+        index = p.index.clone()
+        index[0, 0, 1, 2] = number
+        bad = attend_blocks(q, k, v, index, p.count, query_block=32, key_block=32)[0].isnan()
+        assert bad[0, 0, 32:].all() and int(bad.sum()) == 32 * 16
+    for wrong in (-1, 4): assert attend_blocks(q, k, v, p.index, p.count * 0 + wrong, query_block=32, key_block=32)[0].isnan().all()
+
+
+@kernel
+def test_kernel_compiles_into_one_graph():
+    (q, k, v), masks = problem(2, 1, 2, 40, 70, 16, BF16, ragged=True)
+    p = lists(2, 1, 40, 70, 32, 32)
+    def step(q, k, v, start, stop):
+        keep = dict(kv_start=start, kv_len=stop, return_lse=True, backend="triton")
+        return *block_attention(q, k, v, p, **keep), *streaming_prefill(q, k, v, sinks=2, window=9, **keep)
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
+    for a, b in zip(compiled(q, k, v, *masks.values()), step(q, k, v, *masks.values())): assert torch.equal(a, b)
+
+
+@kernel
+def test_kernel_operators():
+    (q, k, v), _ = problem(1, 1, 2, 32, 40, 16, FP32)
+    p = lists(1, 1, 32, 40, 32, 32)
+    ops = torch.ops.sparse_nb
+    for op, more in ((ops.attend_blocks, (p.index, p.count, None, 32, 32, True, None, None, None, True)),
+                     (ops.attend_streaming, (2, 8, None, None, None, False))):
+        torch.library.opcheck(op, (q, k, v, *more), test_utils=("test_schema", "test_faketensor"))
+
+
+if GPU:
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("by", ["blocks", "streaming"])
+    def test_graph_without_a_wait(by):
+        (q, k, v), masks = problem(2, 2, 4, 1000, 2000, 128, BF16)
+        masks = dict(kv_start=torch.tensor([0, 7], device=DEVICE), kv_len=torch.tensor([2000, 1990], device=DEVICE))
+        mask = torch.rand(2, 2, 8, 16, device=DEVICE)
+        def call():
+            if by == "streaming": return streaming_prefill(q, k, v, sinks=4, window=300, **masks)
+            p = BlockPattern.from_mask(mask < 0.5, queries=1000, keys=2000, query_block=128, key_block=128)
+            return block_attention(q, k, v, p, **masks)
+        call()
+        torch.cuda.set_sync_debug_mode("error")
+        try: call()
+        finally: torch.cuda.set_sync_debug_mode("default")
+        from sparse_nb.bench import captured
+        replay, out = captured(call)
+        masks["kv_start"] += 300
+        mask.copy_(mask.flip(-1))
+        replay()
+        assert torch.equal(out, call())
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("n", [16384, 40000])
+    def test_long(n):
+        (q, k, v), _ = problem(1, 2, 4, n, n, 128, BF16)
+        rows = torch.randint(n, (64,), device=DEVICE)
+        i = torch.arange(n, device=DEVICE)
+        p = lists(1, 2, n, n, 128, 64, share=0.1)
+        for out, seen in ((streaming_prefill(q, k, v, sinks=4, window=2048), ((i < 4) | (i > rows[:, None] - 2048)).expand(1, 2, -1, -1)),
+                          (block_attention(q, k, v, p), p.mask()[:, :, rows // 128].repeat_interleave(64, -1)[..., :n])):
+            assert_close(out[:, :, rows], dense(q[:, :, rows], k, v, seen & (i <= rows[:, None]))[0], rtol=2**-8)
+
+
+if not INTERPRETED:
+    def usage(kernel_, capability, kind, D, engine, extra):
+        "Registers, spills and shared memory of a kernel with the shipped tiles."
+        triton = pytest.importorskip("triton")
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        from sparse_nb.kernels import blocks
+        BD, listed = triton.next_power_of_2(D), kernel_ == "lists"
+        BM, BN, warps, stages, registers = blocks._tiles(BD, 4 if kind == "fp32" else 2, engine, listed)
+        fn = blocks._block_kernel if listed else blocks._streaming_kernel
+        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{kind}") | dict(lse_ptr="*fp32", scale="fp32", order_ptr="*i64")
+        types |= dict.fromkeys(("slot_ptr", "found_ptr", "gap_ptr"), "*i32") | dict.fromkeys(("start_ptr", "len_ptr"), "*i64")
+        types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{kind}[1, 1, {BN}, {BD}]>")
+        known = dict(q_d=1, k_d=1, v_d=1, out_d=1, CAUSAL=True, QB=128, KB=128, D=D, BM=BM, BN=BN, BS=16, BD=BD, STAGES=stages)
+        if not engine: known |= dict.fromkeys(("k_desc", "v_desc"))
+        if not extra: known |= dict.fromkeys(("gap_ptr", "start_ptr", "len_ptr", "lse_ptr"))
+        known = {name: x for name, x in known.items() if name in fn.arg_names}
+        signature = {name: "constexpr" if name in known else types.get(name, "i32") for name in fn.arg_names}
+        even = re.compile(r".*_ptr|[qkv]_[bhgnm]|out_[bhm]|[QN]")
+        hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name not in known and even.fullmatch(name)}
+        options = dict(num_warps=warps, num_stages=stages) | (dict(maxnreg=registers) if registers else {})
+        made = triton.compile(ASTSource(fn, signature, constexprs=known, attrs=hints), target=GPUTarget("cuda", capability, 32), options=options)
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        import tempfile
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
+        return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"]), made.metadata.shared
+
+    @pytest.mark.parametrize("kernel_", ["lists", "streaming"])
+    @pytest.mark.parametrize("capability, engine, kind, D", [
+        (80, False, "bf16", 128), (90, False, "bf16", 128), (90, True, "bf16", 128), (90, True, "fp16", 80)])
+    def test_registers_and_spills(kernel_, capability, engine, kind, D):
+        registers, spills, shared = usage(kernel_, capability, kind, D, engine, extra=D == 128)
+        # held to 128 registers, so that two programs share a multiprocessor, lists keep some addresses in memory
+        allowed = 160 if engine and kernel_ == "lists" else 16 if kernel_ == "lists" else 0
+        assert spills <= allowed and registers <= 255 and shared <= (114 if engine else 99) * 1024, (registers, spills, shared)
+
+    @pytest.mark.parametrize("shard", ["lists and float32", "lists and not float32", "streaming", "not lists and not streaming"])
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
+    def test_in_the_interpreter(shard):
+        pytest.importorskip("triton")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "-k", f"test_kernel and ({shard})", __file__],
+            capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1", TRITON_INTERPRET="1"), cwd=Path(__file__).parents[1])
+        print(done.stdout)
+        assert not done.returncode and re.search(r"\d passed", done.stdout), done.stdout[-4000:] + done.stderr[-1000:]
