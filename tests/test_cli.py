@@ -1,4 +1,4 @@
-"The command: in this process, with a tiny random and with the pocket model, and as a user meets it, in a process of its own"
+"The command as a user meets it: in this process, and in a few of its own where imports, signals, pipes or a terminal matter"
 import io
 import json
 import os
@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,122 +15,236 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
+from sparse_nb.attention import Method, Streaming, TopK
+from sparse_nb.cli import main, method_from, write_whole
 from sparse_nb.pocket import byte_tokenizer
+from sparse_nb.santa import Santa
 
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 ENV.pop("TRITON_INTERPRET", None)
+ROOT = Path(__file__).parents[1]
 
-def run(*args, cwd=None, code=None, input=None, **env):
+
+def child(*args, cwd=None, code=None, input=None, **env):
+    "The command, or `code`, in a process of its own."
     start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "sparse_nb.cli"]
-    root = os.path.dirname(os.path.dirname(__file__))
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run([*start, *args], capture_output=True, text=True, encoding="utf-8", timeout=120, cwd=cwd, input=input, env=ENV | {"PYTHONPATH": path} | env)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run([*start, *args], capture_output=True, text=True, encoding="utf-8", timeout=120, cwd=cwd, input=input,
+                          env=ENV | {"PYTHONPATH": path} | env)
 
-def called(*args, cwd=None):
-    "The same in this process: exit code, standard output and standard error."
-    from sparse_nb.cli import main
-    out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
-    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setenv("COLUMNS", "100")
-        patch.chdir(cwd or before)
-        main([*map(str, args)])
+
+def run(*args):
+    "Exit code, standard output and standard error of the command, in this process."
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stop: main([*map(str, args)])
     return subprocess.CompletedProcess(args, stop.value.code, out.getvalue(), err.getvalue())
 
-def generated(file, *args): return called("generate", "--prompt-file", file, *args)
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=4096, bos_token_id=tokenizer.bos_token_id, eos_token_id=None))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 def one_line(result, *words):
     assert result.returncode == 2, result
     assert result.stdout == "" and "Traceback" not in result.stderr
     assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("sparse-nb: "), result.stderr
-    for word in words: assert word in result.stderr
+    for word in words: assert word in result.stderr, (word, result.stderr)
 
-def test_json_is_one_list_and_the_report_stands_alone(tiny, tmp_path):
-    result = called("demo", "--model", tiny, "--context", "512", "--density", "0.1", "--task", "kv", "--samples", "7", "--json", "--out", "report.html", cwd=tmp_path)
+
+def text_of(result, err=""):
+    assert result.returncode == 0 and result.stderr == err, result
+    return result.stdout
+
+
+@pytest.fixture(autouse=True)
+def _columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def save_llama(folder, vocabulary=None, **settings):
+    "A tiny random Llama that reads bytes."
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 max_position_embeddings=4096, bos_token_id=tokenizer.bos_token_id, eos_token_id=None)
+    config = transformers.LlamaConfig(vocab_size=vocabulary or len(tokenizer), **sizes | settings)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory): return save_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def pocket():
+    from sparse_nb import pocket
+    return pocket.load("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def needle(pocket):
+    from sparse_nb import tasks
+    return tasks.make("needle", 400, seed=1, tokenizer=pocket[1])
+
+
+@pytest.fixture(scope="module")
+def files(needle, tmp_path_factory):
+    "Files with the needle's prompt, and with its context alone."
+    folder = tmp_path_factory.mktemp("prompts")
+    for name in "prompt", "context": (folder / name).write_bytes(getattr(needle, name).encode())
+    return folder
+
+
+def generated(file, *args): return run("generate", "--prompt-file", file, *args)
+
+
+# the demo
+
+def test_json_is_one_list_and_the_report_stands_alone(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("demo", "--model", tiny, "--context", 512, "--density", 0.1, "--task", "kv", "--samples", 7, "--eps", 0.3, "--json",
+                 "--out", "report.html")
     assert result.returncode == 0 and result.stderr == "saved report.html\n"
-    rows = json.loads(result.stdout)
-    assert [r["method"] for r in rows] == ["exact", "streaming", "topk", "topp", "uniform", "santa"]
-    for r in rows: assert list(r) == ["method", "answer", "expected", "correct", "relative_error", "keys_read", "values_read", "ms_per_token"]
-    assert rows[0]["relative_error"] < 1e-5 and rows[0]["keys_read"] == rows[0]["values_read"] == 1
-    for r in rows[1:]: assert r["relative_error"] > 0 and r["ms_per_token"] > 0
-    for r in rows[1:5]: assert abs(r["values_read"] - 0.1) < 0.02 and r["keys_read"] == (1 if r["method"].startswith("top") else r["values_read"])
-    assert rows[5]["keys_read"] == 1 and 0 < rows[5]["values_read"] <= 7 / 400
+    rows = {r["method"]: r for r in json.loads(result.stdout)}
+    assert list(rows) == ["exact", "streaming", "topk", "double_sparsity", "santa", "vattention"]
+    names = ["method", "answer", "expected", "correct", "relative_error", "keys_read", "values_read", "ms_per_token"]
+    for name, r in rows.items():
+        assert list(r)[:8] == names and (len(r) == 8 or name == "vattention")
+        assert r["relative_error"] > 0 or name == "exact"
+    assert rows["exact"]["relative_error"] < 1e-5 and rows["exact"]["keys_read"] == rows["exact"]["values_read"] == 1
+    for name in ("streaming", "topk", "double_sparsity"):
+        assert abs(rows[name]["values_read"] - 0.1) < 0.02
+        assert rows[name]["keys_read"] == (1 if name == "topk" else rows[name]["values_read"])
+    assert rows["santa"]["keys_read"] == 1 and 0 < rows["santa"]["values_read"] <= 7 / 400
+    promise = rows["vattention"]
+    assert (promise["promised_eps"], promise["promised_delta"]) == (0.3, 0.1) and 0 <= promise["promise_missed"] <= 0.1
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<tr>") == 7 and "data:image/png;base64," in page and "http" not in page
+    assert page.count("<tr>") == 7 and "data:image/png;base64," in page and "http" not in page and "promised an error" in page
 
-def test_the_table_and_the_default_picture(tiny, tmp_path):
-    result = called("demo", "--model", tiny, "--context", "256", cwd=tmp_path)
+
+def test_the_table_and_the_default_picture(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("demo", "--model", tiny, "--context", 256)
     assert result.returncode == 0 and result.stderr == "saved sparse-nb-demo.png\n"
-    for word in ("streaming", "top-k (oracle)", "top-p (oracle)", "uniform sample", "SANTA", "keys read", "values read", "right answer"): assert word in result.stdout
+    for word in ("streaming", "top-k (oracle)", "Double Sparsity", "SANTA", "vAttention", "keys read", "values read", "right answer",
+                 "promised an error of at most 10 %"): assert word in result.stdout
     assert (tmp_path / "sparse-nb-demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
+
+def test_a_narrow_terminal_loses_nothing(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "40")
+    said = run("demo", "--model", tiny, "--context", 256).stdout
+    for word in ("answer:", "right:", "error:", "keys read:", "values read:", "ms/token:"): assert said.count(f"  {word} ") == 6, word
+    assert "  keys read: 100.0 %\n" in said
+
+
 @pytest.mark.parametrize("options, words", [
-    (["--task", "haystack"], ["--task: got 'haystack'", "needle"]),
-    (["--density", "0"], ["--density: got 0.0"]),
-    (["--density", "1.5"], ["--density: got 1.5"]),
-    (["--density", "nan"], ["--density: got nan"]),
+    (["--task", "haystack"], ["--task must be one of", "needle", "got 'haystack'"]),
+    *((["--density", x], ["--density must lie in (0, 1], got"]) for x in ("0", "1.5", "nan")),
     (["--density", "few"], ["--density"]),
-    (["--samples", "0"], ["--samples: got 0", "1 to 65536"]),
-    (["--samples", "65537"], ["--samples: got 65537"]),
+    (["--samples", "0"], ["--samples must be at least 1 and at most 65536, got 0"]),
+    (["--samples", "65537"], ["got 65537"]),
     (["--samples", "2.5"], ["--samples"]),
-    (["--seed", "-1"], ["--seed: got -1"]),
+    (["--eps", "1"], ["--eps must lie in (0, 1), got 1.0"]),
+    (["--seed", "-1"], ["--seed must lie in [0, 2**63), got -1"]),
     (["--context", "many"], ["--context"]),
-    (["--context", "4097"], ["--context: got 4097", "at most 4096"]),
+    (["--context", "4097"], ["--context must be at most 4096", "got 4097"]),
     (["--context", "20"], ["--context: ", "20 tokens are too few"]),
-    (["--context", "0"], ["--context: got 0"]),
+    (["--context", "0"], ["--context must be at least 1, got 0"]),
     (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"]),
-    (["--model", "nobody/nothing"], ["--model: cannot load 'nobody/nothing'"]),
-    (["--out", "report.docx"], ["--out: got 'report.docx'", ".html"]),
-    (["--out", "nowhere/report.html"], ["--out: there is no folder 'nowhere'"]),
-    (["--out", "folder.png"], ["--out: 'folder.png' is a folder"]),
+    (["--out", "report.docx"], ["--out must end in one of .html", "got 'report.docx'"]),
+    (["--out", "nowhere/report.html"], ["--out must lie in a folder that is there, got 'nowhere/report.html'"]),
+    (["--out", "folder.png"], ["--out must be a file, got the folder 'folder.png'"]),
     (["--colour", "red"], ["--colour"]),
     (["stray"], ["stray"]),
 ])
-def test_wrong_options_take_one_line(tiny, tmp_path, options, words):
+def test_wrong_options_take_one_line(tiny, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
-    model = [] if "--model" in options else ["--model", tiny]
-    one_line(called("demo", *model, *options, cwd=tmp_path), *words)
+    one_line(run("demo", *([] if "--model" in options else ["--model", tiny]), *options), *words)
     assert [x.name for x in tmp_path.iterdir()] == ["folder.png"]
+
+
+@pytest.mark.parametrize("args", [["demos"], ["--colour"], ["record"], ["record", "nothing"], ["record", "gather", "--list"]])
+def test_wrong_commands_take_one_line(args): one_line(run(*args))
+
+
+def test_small_commands():
+    import sparse_nb
+    assert text_of(run("--version")) == f"sparse-nb {sparse_nb.__version__}\n"
+    assert text_of(run("-h")) == text_of(run("--help")) and "demo" in text_of(run("-h"))
+    said = text_of(run("methods"))
+    for word in ("santa", "samples=128", "vattention", "quest", "page=16", "streaming"): assert word in said, word
+    from sparse_nb.records.recorder import RECORDS
+    assert [line.split()[0] for line in text_of(run("record", "--list")).splitlines()] == list(RECORDS)
+
+
+# files
 
 @pytest.mark.skipif(os.name == "nt" or getattr(os, "geteuid", lambda: 0)() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission(tiny, tmp_path):
     tmp_path.chmod(0o500)
-    one_line(called("demo", "--model", tiny, "--out", str(tmp_path / "report.html")), "--out: no permission")
+    one_line(run("demo", "--model", tiny, "--out", tmp_path / "report.html"), "--out must be a place to write to")
 
-def test_a_broken_model_folder(tiny, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    one_line(called("demo", "--model", str(tmp_path), "--context", "512"), "--model: cannot load")
 
-def test_a_model_that_cannot_be_sparse(tiny, tmp_path):
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    opened = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda handle, mode: (os.close(handle), opened(os.open("/dev/full", os.O_WRONLY), mode))[1])
+    (tmp_path / "s.csv").write_text("old")
+    with pytest.raises(ValueError, match="--stats-out: cannot write .*No space left"):
+        write_whole(tmp_path / "s.csv", b"new", "--stats-out")
+    assert [x.name for x in tmp_path.iterdir()] == ["s.csv"] and (tmp_path / "s.csv").read_text() == "old"
+
+
+# models
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda folder: (folder / "config.json").write_text("{}"), ["--model: cannot load"]),
+    (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
+    (lambda folder: [x.unlink() for x in folder.glob("tokenizer*")], ["--model: cannot load", "tokenizer"]),
+    (lambda folder: change(folder, num_hidden_layers=3), ["--model: cannot load", "missing"]),
+    (lambda folder: change(folder, hidden_size=48), ["--model: cannot load", "48"]),
+], ids=["empty config", "no config", "no tokenizer", "missing weights", "wrong shapes"])
+def test_a_broken_model_folder_says_why(tiny, tmp_path, spoil, words):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    spoil(folder)
+    one_line(run("demo", "--model", folder, "--context", 256, "--out", tmp_path / "x.png"), *words)
+
+
+def change(folder, **settings):
+    "Another configuration for the same weights."
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_a_tokenizer_larger_than_the_embedding(tmp_path):
+    (tmp_path / "text").write_text("zebra")
+    model = save_llama(tmp_path / "model", vocabulary=100, bos_token_id=None)
+    one_line(generated(tmp_path / "text", "--model", model), "--model must know the tokens of its tokenizer", "100 embeddings")
+
+
+def test_a_model_that_cannot_be_sparse(tmp_path):
     tokenizer = byte_tokenizer()
     transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, max_position_embeddings=4096)).save_pretrained(tmp_path)
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=4096)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    one_line(called("demo", "--model", str(tmp_path), "--context", "512"), "gemma2 uses softcap")
+    one_line(run("demo", "--model", tmp_path, "--context", 512, "--out", tmp_path / "x.png"), "gemma2 uses softcap")
 
-@pytest.mark.parametrize("args", [["demos"], ["--colour"]])
-def test_wrong_commands_take_one_line(args): one_line(run(*args))
 
-def test_a_missing_package_is_named(tiny):
-    code = f"import sys; sys.modules['typer'] = None; from sparse_nb.cli import main; main(['demo', '--model', {tiny!r}, '--context', '512'])"
-    one_line(run(code=code), "typer is missing", "pip install 'sparse_nb[cli]'")
+def test_a_model_on_a_hub_that_is_out_of_reach(tmp_path):
+    one_line(child("demo", "--model", "nobody/nothing", cwd=tmp_path), "--model: cannot load 'nobody/nothing'")
 
-@pytest.mark.parametrize("package", ["transformers", "matplotlib"])
-def test_another_missing_package_is_named(tiny, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    one_line(called("demo", "--model", tiny, "--context", "512"), f"{package} is missing", "pip install 'sparse_nb[cli]'")
+
+# processes of their own
+
+@pytest.mark.parametrize("package", ["typer", "transformers"])
+def test_a_missing_package_is_named(tiny, package):
+    code = (f"import sys; sys.modules[{package!r}] = None; from sparse_nb.cli import main; "
+            f"main(['demo', '--model', {tiny!r}, '--context', '512'])")
+    one_line(child(code=code), f"{package} is missing", "pip install 'sparse_nb[cli]'")
+
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT to a child there")
 def test_ctrl_c_in_the_prefill(tiny, tmp_path):
@@ -145,141 +260,192 @@ hf.prefill = prefill
 from sparse_nb.cli import main
 main()
 """
-    one_line(run("demo", "--model", tiny, "--context", "4096", code=code, cwd=tmp_path), "stopped by Ctrl-C")
+    one_line(child("demo", "--model", tiny, "--context", "4096", code=code, cwd=tmp_path), "stopped by Ctrl-C")
     assert list(tmp_path.iterdir()) == []
 
+
+def test_help_is_light():
+    code = """
+import sys
+from sparse_nb.cli import main
+for args in (["--help"], [], ["bench", "decode", "--help"], ["record", "--help"]):
+    try: main(args)
+    except SystemExit as stop: assert stop.code == 0
+print([m for m in ("torch", "transformers", "matplotlib", "pandas") if m in sys.modules])
+"""
+    said = child(code=code).stdout
+    assert said.endswith("[]\n") and said.count("doctor") == 2 and "--lengths" in said
+
+
 def test_doctor_says_what_is_here():
-    result = called("doctor")
-    assert result.returncode == 0 and result.stderr == ""
-    for word in ("python", "torch", torch.__version__, "transformers", transformers.__version__, "sparse_nb", "triton", "devices", "CPU", "kernels", "pocket model"):
-        assert word in result.stdout
+    said = text_of(run("doctor"))
+    for word in ("python", "torch", torch.__version__, "transformers", transformers.__version__, "sparse_nb", "triton", "devices",
+                 "CPU", "kernels", "pocket model"): assert word in said
+
 
 def test_doctor_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert "the PyTorch reference is used" in " ".join(called("doctor").stdout.split())
+    assert "the PyTorch reference is used" in " ".join(run("doctor").stdout.split())
+
 
 def test_doctor_runs_a_kernel_in_the_interpreter():
     pytest.importorskip("triton")
-    assert "interprets kernels on the CPU" in " ".join(run("doctor", TRITON_INTERPRET="1").stdout.split())
+    assert "interprets kernels on the CPU" in " ".join(child("doctor", TRITON_INTERPRET="1").stdout.split())
 
-def test_help_is_light():
-    code = "import sys, sparse_nb.cli; print([m for m in ('torch', 'transformers', 'matplotlib', 'pandas') if m in sys.modules])"
-    assert run(code=code).stdout == "[]\n"
-    said = run("--help").stdout
-    assert "demo" in said and called().stdout == called("--help").stdout == said
 
-def test_the_pocket_model_answers():
-    rows = json.loads(called("demo", "--context", "1024", "--json").stdout)
-    assert rows[0]["method"] == "exact" and rows[0]["answer"] == rows[0]["expected"] and rows[0]["correct"]
+def test_a_prompt_from_standard_input(pocket, needle):
+    result = child("generate", "--prompt-file", "-", "--decode", "santa:samples=8", "--seed", "3", "--max-new-tokens", "12",
+                   input=needle.prompt)
+    assert text_of(result) == by_hand(pocket, needle.prompt, decode=Santa(8), seed=3)[0]
 
-@pytest.fixture(scope="module")
-def needle(pocket):
-    from sparse_nb import tasks
-    return tasks.make("needle", 400, seed=1, tokenizer=pocket[1])
 
-@pytest.fixture(scope="module")
-def files(needle, tmp_path_factory):
-    "Files with the needle's prompt, and with its context alone"
-    folder = tmp_path_factory.mktemp("prompts")
-    for name in "prompt", "context": (folder / name).write_bytes(getattr(needle, name).encode())
-    return folder
+def test_standard_input_without_a_letter(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    one_line(generated("-"), "--prompt-file: '-' is empty")
 
-def text_of(result, err=""):
-    assert result.returncode == 0 and result.stderr == err, result
-    return result.stdout
+
+@pytest.mark.xdist_group("terminal")
+@pytest.mark.skipif(os.name == "nt", reason="no pseudo-terminals there")
+def test_bars_on_a_terminal_stay_out_of_the_text(files, pocket, needle):
+    import pty
+    import threading
+    ours, theirs = pty.openpty()
+    shown = []
+
+    def listen():
+        try:
+            while part := os.read(ours, 65536): shown.append(part)
+        except OSError: pass
+    options = ["--prompt-file", str(files / "context"), "--question", needle.question, "--max-new-tokens", "12"]
+    process = subprocess.Popen([sys.executable, "-m", "sparse_nb.cli", "generate", *options], stdout=subprocess.PIPE, stderr=theirs,
+                               env=ENV | {"TERM": "xterm"}, cwd=ROOT)
+    os.close(theirs)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    out, _ = process.communicate(timeout=120)
+    listener.join(10)
+    assert process.returncode == 0 and out.decode() == by_hand(pocket, needle.prompt)[0]
+    assert b"reading the context" in b"".join(shown) and needle.answer.encode() not in b"".join(shown)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such pipes there")
+def test_a_reader_that_leaves_is_no_crash(files):
+    prompt = str(files / "prompt")
+    code = ("import os; r, w = os.pipe(); os.dup2(w, 1); os.close(w); os.close(r); from sparse_nb.cli import main; "
+            f"main(['generate', '--prompt-file', {prompt!r}, '--max-new-tokens', '12'])")
+    result = child(code=code)
+    assert result.returncode == 1 and result.stderr == ""
+
+
+# generate
 
 def by_hand(pocket, prompt, cut=None, *, prefill=None, decode=None, seed=0, dense_layers=(), **settings):
-    "What `model.generate` writes in a session, and its statistics; `cut`: where the context ends, for set-up B"
+    "What `model.generate` writes in a session, and its statistics; `cut`: where the context ends, for set-up B."
     from sparse_nb import hf
     model, tokenizer = pocket
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
-    with hf.sparsify(model, prefill=prefill, decode=decode, seed=seed, dense_layers=dense_layers, setup="B" if cut else "A", audit=True) as session:
+    with hf.sparsify(model, prefill=prefill, decode=decode, seed=seed, dense_layers=dense_layers, setup="B" if cut else "A",
+                     audit=True) as session:
         cache = hf.prefill(model, ids[:, :cut]) if cut else None
         torch.manual_seed(seed)
-        new = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **{"do_sample": False, "max_new_tokens": 12} | settings)
+        new = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+                             **{"do_sample": False, "max_new_tokens": 12} | settings)
     return tokenizer.decode(new[0, ids.shape[1]:], skip_special_tokens=True) + "\n", session.stats()
 
+
 @pytest.mark.parametrize("text, want", [
-    ("exact", "Exact()"), ("EXACT", "Exact()"), ("topk", "TopK(budget=0.1)"), ("TopK:budget=128", "TopK(budget=128)"), ("topk:budget=1.0", "TopK(budget=1.0)"), ("topp:mass=1", "TopP(mass=1.0)"),
-    (" uniform : samples = 2e-1 ", "Uniform(samples=0.2)"), ("streaming:window=.5,sinks=0", "Streaming(sinks=0, window=0.5)"),
+    ("exact", "Exact()"), ("EXACT", "Exact()"), ("topk", "TopK(budget=0.1)"), ("TopK:budget=128", "TopK(budget=128)"),
+    ("topk:budget=1.0", "TopK(budget=1.0)"), ("topp:mass=1", "TopP(mass=1.0)"), (" uniform : samples = 2e-1 ", "Uniform(samples=0.2)"),
+    ("streaming:window=.5,sinks=0", "Streaming(sinks=0, window=0.5)"),
     ("santa:samples=64,scheme=flash", "Santa(samples=64, scheme='flash', tile=128, eps=None, delta=None, bound='clt')"),
-    ("Santa:eps=0.1,delta=5e-2,bound=bernstein,scheme=iid", "Santa(samples=128, scheme='iid', tile=128, eps=0.1, delta=0.05, bound='bernstein')"),
+    ("Santa:eps=0.1,delta=5e-2,bound=bernstein,scheme=iid",
+     "Santa(samples=128, scheme='iid', tile=128, eps=0.1, delta=0.05, bound='bernstein')"),
     ("santa:eps=None", "Santa(samples=128, scheme='systematic', tile=128, eps=None, delta=None, bound='clt')")])
-def test_methods_are_read_from_text(text, want):
-    from sparse_nb.cli import method_from
-    assert repr(method_from("--decode", text)) == want
+def test_methods_are_read_from_text(text, want): assert repr(method_from("--decode", text)) == want
+
+
+def test_a_method_among_the_settings_stands_in_parentheses():
+    method = method_from("--decode", "vattention:predictor=(quest: page=8, budget=3),eps=0.2")
+    assert (method.eps, repr(method.predictor)) == (0.2, "Quest(budget=3, page=8)")
+
 
 @pytest.mark.parametrize("text, words", [
-    ("", ["got ''", "adamas, doublesparsity, exact", "quest, santa", "vattention"]), ("magic", ["got 'magic'", "santa"]), ("topk=3", ["got 'topk=3'"]),
-    ("topk:", ["got 'topk:'", "name:setting=value"]), ("topk:0.1", ["name:setting=value"]), ("topk:=0.1", ["name:setting=value"]), ("topk:budget=1,", ["name:setting=value"]),
-    ("topk:size=3", ["topk has no setting 'size', it has budget"]), ("topk:Budget=3", ["no setting 'Budget'"]), ("topk:scores_all=true", ["no setting 'scores_all'"]), ("exact:mass=1", ["exact has no setting 'mass', it has none"]),
-    ("topk:budget=1,budget=2", ["sets budget twice"]), ("topk:budget=", ["got str"]), ("topk:budget=none", ["got str"]), ("topk:budget=0", ["at least 1 key, got 0"]), ("topk:budget=1.5", ["(0, 1]", "got 1.5"]), ("topp:mass=nan", ["got nan"]),
-    ("santa:samples=2.5", ["samples must be an int, got float"]), ("santa:samples=many", ["got str"]), ("santa:samples=65537", ["at most 65536, got 65537"]), ("santa:scheme=none", ["scheme must be one of", "'none'"]), ("santa:eps=0.1", ["delta"])])
+    ("", ["got ''", "adamas, doublesparsity, exact", "quest, santa", "vattention"]), ("magic", ["got 'magic'", "santa"]),
+    ("topk=3", ["got 'topk=3'"]), ("topk:", ["got 'topk:'", "name:setting=value"]), ("topk:0.1", ["name:setting=value"]),
+    ("topk:=0.1", ["name:setting=value"]), ("topk:budget=1,", ["name:setting=value"]),
+    ("topk:size=3", ["topk has no setting 'size', it has budget"]), ("topk:Budget=3", ["no setting 'Budget'"]),
+    ("topk:scores_all=true", ["no setting 'scores_all'"]), ("exact:mass=1", ["exact has no setting 'mass', it has none"]),
+    ("topk:budget=1,budget=2", ["must set budget once"]), ("topk:budget=", ["got str"]), ("topk:budget=none", ["got str"]),
+    ("topk:budget=0", ["at least 1 key, got 0"]), ("topk:budget=1.5", ["(0, 1]", "got 1.5"]), ("topp:mass=nan", ["got nan"]),
+    ("santa:samples=2.5", ["samples must be an int, got float"]), ("santa:samples=many", ["got str"]),
+    ("santa:samples=65537", ["at most 65536, got 65537"]), ("santa:scheme=none", ["scheme must be one of", "'none'"]),
+    ("santa:eps=0.1", ["delta"]), ("vattention:predictor=quest", ["predictor must be"]),
+    ("vattention:predictor=(quest:page=0)", ["page must be at least 1, got 0"]), ("vattention:predictor=(quest", ["predictor"])])
 def test_bad_methods_are_named(text, words):
-    from sparse_nb.cli import method_from
     with pytest.raises(ValueError) as error: method_from("--prefill", text)
-    assert str(error.value).startswith("--prefill: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith("--prefill") and "\n" not in str(error.value)
     for word in words: assert word in str(error.value)
 
-@pytest.mark.parametrize("spec", ["exact", "santa:samples=8", "uniform", "topk:budget=0.05", "streaming:window=9"])
+
+@pytest.mark.parametrize("spec", ["exact", "santa:samples=8", "uniform", "topk:budget=0.05", "streaming:window=9", "topk:budget=5000"])
 def test_generate_writes_what_the_model_generates(pocket, needle, files, spec):
-    from sparse_nb.cli import method_from
     want, _ = by_hand(pocket, needle.prompt, decode=None if spec == "exact" else method_from("--decode", spec), seed=3)
     assert text_of(generated(files / "prompt", "--decode", spec, "--max-new-tokens", 12, "--seed", 3)) == want
-    if spec in ("exact", "santa:samples=8"): assert want.strip().startswith(needle.answer)
+    if spec in ("exact", "santa:samples=8", "topk:budget=5000"): assert want.strip().startswith(needle.answer)
+
 
 def test_methods_are_those_of_the_package_whatever_else_has_their_names():
-    from sparse_nb.attention import Method
-    from sparse_nb.cli import method_from
-    from sparse_nb.santa import Santa
     own = type("Santa", (Method,), {})
     assert own in Method.__subclasses__()
     assert method_from("--decode", "santa:samples=3") == Santa(samples=3)
+
 
 def test_keys_in_host_memory_write_the_same(files):
     options = ["--decode", "santa:samples=16", "--max-new-tokens", 12]
     assert text_of(generated(files / "prompt", *options, "--offload")) == text_of(generated(files / "prompt", *options))
 
-def test_a_cache_that_the_model_asks_for_does_not_meet_that_of_the_context(tiny, tmp_path):
-    folder = shutil.copytree(tiny, tmp_path / "static")
-    (folder / "generation_config.json").write_text(json.dumps(dict(cache_implementation="static", num_return_sequences=2, do_sample=True, eos_token_id=None, bos_token_id=None)))
-    (tmp_path / "text").write_text("a context of a few words")
-    assert generated(tmp_path / "text", "--model", str(folder), "--question", "why", "--decode", "topk", "--max-new-tokens", 3).returncode == 0
 
-def test_a_folder_without_a_model(tmp_path):
-    (tmp_path / "text").write_text("some words")
-    one_line(generated(tmp_path / "text", "--model", str(tmp_path)), f"--model: the folder {str(tmp_path)!r} has no config.json")
+def test_a_cache_that_the_model_asks_for_does_not_meet_that_of_the_context(tiny, tmp_path):
+    folder = Path(shutil.copytree(tiny, tmp_path / "static"))
+    settings = dict(cache_implementation="static", num_return_sequences=2, do_sample=True, eos_token_id=None, bos_token_id=None)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    (tmp_path / "text").write_text("a context of a few words")
+    options = ["--model", folder, "--question", "why", "--decode", "topk", "--max-new-tokens", 3]
+    assert generated(tmp_path / "text", *options).returncode == 0
+
 
 def test_prefill_and_dense_layers_are_passed_on(pocket, needle, files):
-    from sparse_nb.attention import Streaming, TopK
     method = dict(prefill=Streaming(2, 16), decode=TopK(3), dense_layers=[0, 4])
-    got = text_of(generated(files / "prompt", "--prefill", "streaming:sinks=2,window=16", "--decode", "topk:budget=3", "--dense-layers", "0, 4", "--max-new-tokens", 12))
+    got = text_of(generated(files / "prompt", "--prefill", "streaming:sinks=2,window=16", "--decode", "topk:budget=3",
+                            "--dense-layers", "0, 4", "--max-new-tokens", 12))
     assert got == by_hand(pocket, needle.prompt, **method)[0] != by_hand(pocket, needle.prompt)[0]
 
+
 def test_drawn_tokens_follow_the_seed(pocket, needle, files):
-    draw = lambda seed: text_of(generated(files / "prompt", "--decode", "santa:samples=4", "--temperature", 1.5, "--seed", seed, "--max-new-tokens", 12))
-    from sparse_nb.santa import Santa
-    assert draw(5) == draw(5) == by_hand(pocket, needle.prompt, decode=Santa(4), seed=5, do_sample=True, temperature=1.5)[0] != draw(6)
+    draw = lambda seed: text_of(generated(files / "prompt", "--decode", "santa:samples=4", "--temperature", 1.5, "--seed", seed,
+                                          "--max-new-tokens", 12))
+    want = by_hand(pocket, needle.prompt, decode=Santa(4), seed=5, do_sample=True, temperature=1.5)[0]
+    assert draw(5) == draw(5) == want != draw(6)
+
 
 @pytest.mark.parametrize("prefill", ["exact", "streaming:window=0.5"])
 def test_a_question_is_decoded(pocket, needle, files, prefill, tmp_path):
-    from sparse_nb.cli import method_from
-    from sparse_nb.santa import Santa
     cut = len(pocket[1](needle.context)["input_ids"])
     want, stats = by_hand(pocket, needle.prompt, cut, prefill=method_from("", prefill), decode=Santa(8), seed=2)
-    got = generated(files / "context", "--question", needle.question, "--prefill", prefill, "--decode", "santa:samples=8", "--seed", 2, "--max-new-tokens", 12, "--audit", "--stats-out", tmp_path / "s.csv")
+    got = generated(files / "context", "--question", needle.question, "--prefill", prefill, "--decode", "santa:samples=8", "--seed", 2,
+                    "--max-new-tokens", 12, "--audit", "--stats-out", tmp_path / "s.csv")
     assert got.returncode == 0 and got.stdout == want
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "s.csv", index_col=["layer", "head"]), stats)
     assert set(stats.queries) == {len(needle.question) + 11}
 
-def test_tokens_are_those_of_the_joined_text(pocket, files, tmp_path):
+
+def test_tokens_are_those_of_the_joined_text(pocket, tmp_path):
     (tmp_path / "half").write_bytes("The café is open. The caf".encode())
     got = text_of(generated(tmp_path / "half", "--question", "é is", "--max-new-tokens", 5))
     assert got == by_hand(pocket, "The café is open. The café is", max_new_tokens=5)[0]
 
-def test_the_table_and_the_csv_say_what_was_read(pocket, needle, files, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    from sparse_nb.attention import TopK
+
+def test_the_table_and_the_csv_say_what_was_read(pocket, needle, files, tmp_path):
     text, stats = by_hand(pocket, needle.prompt, decode=TopK(0.1), dense_layers=[5])
     options = ["--decode", "topk", "--dense-layers", 5, "--max-new-tokens", 12]
     plain = generated(files / "prompt", *options, "--stats")
@@ -291,119 +457,121 @@ def test_the_table_and_the_csv_say_what_was_read(pocket, needle, files, tmp_path
     rows = [line.replace("│", " ").split() for line in audit.stderr.splitlines() if "│" in line]
     mean = stats.groupby("layer").mean()
     mean.loc["all"] = stats.mean()
-    assert rows == [[str(layer), f"{100 * m.density:.1f}", "%", f"{m.values_read:.1f}", f"{100 * m.bytes / m.dense_bytes:.1f}", "%", f"{m.error:.3f}"] for layer, m in mean.iterrows()]
-    assert len(rows) == 7 and rows[5][1:4] == ["100.0", "%", f"{mean.loc[5].values_read:.1f}"]
+    want = [[str(layer), f"{100 * m.density:.1f}", "%", f"{m.values_read:.1f}", f"{100 * m.bytes / m.dense_bytes:.1f}", "%",
+             f"{m.error:.3f}"] for layer, m in mean.iterrows()]
+    assert rows == want and len(rows) == 7 and rows[5][1:4] == ["100.0", "%", f"{mean.loc[5].values_read:.1f}"]
     quiet = generated(files / "prompt", *options, "--stats-out", tmp_path / "quiet.csv")
     assert quiet.stderr == f"saved {tmp_path / 'quiet.csv'}\n" and "error" not in pd.read_csv(tmp_path / "quiet.csv")
+
 
 def test_one_token_comes_from_the_reading(pocket, needle, files):
     got = generated(files / "prompt", "--decode", "santa", "--max-new-tokens", 1, "--stats")
     assert got.stdout == by_hand(pocket, needle.prompt, max_new_tokens=1)[0] and "nothing was counted" in got.stderr
 
+
 def test_a_prompt_of_one_token(tiny, tmp_path):
     (tmp_path / "a").write_bytes(b"a")
     assert len(text_of(generated(tmp_path / "a", "--model", tiny, "--decode", "topk:budget=1", "--max-new-tokens", 3))) > 0
 
-def test_a_prompt_from_standard_input(pocket, needle, monkeypatch):
-    result = run("generate", "--prompt-file", "-", "--decode", "santa:samples=8", "--seed", "3", "--max-new-tokens", "12", input=needle.prompt)
-    from sparse_nb.santa import Santa
-    assert text_of(result) == by_hand(pocket, needle.prompt, decode=Santa(8), seed=3)[0]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    one_line(generated("-"), "--prompt-file: '-' is empty")
 
-@pytest.mark.skipif(os.name == "nt", reason="no pseudo-terminals there")
-def test_bars_on_a_terminal_stay_out_of_the_text(files, pocket, needle):
-    import pty
-    import threading
-    ours, theirs = pty.openpty()
-    shown = []
-    def listen():
-        try:
-            while part := os.read(ours, 65536): shown.append(part)
-        except OSError: pass
-    process = subprocess.Popen([sys.executable, "-m", "sparse_nb.cli", "generate", "--prompt-file", str(files / "context"), "--question", needle.question, "--max-new-tokens", "12"],
-                               stdout=subprocess.PIPE, stderr=theirs, env=ENV | {"TERM": "xterm"}, cwd=os.path.dirname(os.path.dirname(__file__)))
-    os.close(theirs)
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    out, _ = process.communicate(timeout=120)
-    listener.join(10)
-    assert process.returncode == 0 and out.decode() == by_hand(pocket, needle.prompt)[0]
-    assert b"reading the context" in b"".join(shown) and needle.answer.encode() not in b"".join(shown)
+def test_a_huge_prompt_is_refused_at_once(pocket, tmp_path, monkeypatch):
+    from sparse_nb import cli
+    monkeypatch.setattr(cli, "load_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("sparse_nb.demo.split_prompt", lambda *args: pytest.fail("tokenised"))
+    (tmp_path / "huge").write_bytes(b"x" * 2**24)
+    one_line(generated(tmp_path / "huge"), "--prompt-file must have at most", f"got a text of {2**24} letters")
 
-@pytest.mark.skipif(os.name == "nt", reason="no such pipes there")
-def test_a_reader_that_leaves_is_no_crash(files):
-    code = f"import os; r, w = os.pipe(); os.dup2(w, 1); os.close(w); os.close(r); from sparse_nb.cli import main; main(['generate', '--prompt-file', {str(files / 'prompt')!r}, '--max-new-tokens', '12'])"
-    result = run(code=code)
-    assert result.returncode == 1 and result.stderr == ""
 
-@pytest.mark.parametrize("options, words", [
-    ([], ["--prompt-file"]), (["--prompt-file", "none"], ["--prompt-file: cannot read 'none'", "No such file"]), (["--prompt-file", "."], ["--prompt-file: cannot read '.'"]), (["--prompt-file", "empty"], ["--prompt-file: 'empty' is empty"]),
+GENERATE = [
+    (["--prompt-file", "none"], ["--prompt-file: cannot read 'none'", "No such file"]),
+    (["--prompt-file", "."], ["--prompt-file: cannot read '.'"]), (["--prompt-file", "empty"], ["--prompt-file: 'empty' is empty"]),
     (["--prompt-file", "bytes"], ["'bytes' is not UTF-8: byte 2 is 0xff"]),
-    (["--decode", "topq"], ["--decode: got 'topq'", "topk"]), (["--decode", "topk:budget=0"], ["--decode: budget must be at least 1 key"]), (["--prefill", "nothing"], ["--prefill: got 'nothing'"]), (["--prefill", "santa"], ["--prefill: Santa cannot prefill"]),
-    (["--dense-layers", "0,x"], ["--dense-layers: got '0,x'", "whole numbers"]), (["--dense-layers", "-1"], ["--dense-layers: got '-1'"]), (["--dense-layers", ""], ["--dense-layers: got ''"]), (["--dense-layers", "2"], ["--dense-layers: there is no layer 2, layers are 0 to 1"]), (["--offload"], ["offload: no layer decodes with a method"]),
-    (["--question", ""], ["--question: got an empty text"]), (["--max-new-tokens", "0"], ["--max-new-tokens: got 0"]), (["--max-new-tokens", "1.5"], ["--max-new-tokens"]),
-    (["--max-new-tokens", "4085"], ["--prompt-file: 12 tokens and 4085 new ones (--max-new-tokens) make 4097", "at most 4096"]), (["--question", "why", "--max-new-tokens", "4082"], ["15 tokens with the question and 4082 new ones"]),
-    (["--seed", "-1"], ["--seed: got -1"]), (["--seed", str(2**63)], ["--seed: got"]), *[(["--temperature", x], [f"--temperature: got {float(x)}", "0.001"]) for x in ("-1", "nan", "inf", "1e-9")], (["--temperature", "hot"], ["--temperature"]),
-    (["--stats-out", "s.xlsx"], ["--stats-out: got 's.xlsx'", ".csv"]), (["--stats-out", "none/s.csv"], ["--stats-out: there is no folder 'none'"]), (["--stats-out", "folder.csv"], ["--stats-out: 'folder.csv' is a folder"]),
-    (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"]), (["--model", "nobody/nothing"], ["--model: cannot load 'nobody/nothing'"]), (["--setup", "B"], ["--setup"]), (["stray"], ["stray"]),
-    (["--decode", "streaming:window=99"], ["window must be at most the number of keys, 13, got 99"]), (["--decode", "topk:budget=99", "--question", "why"], ["budget must be at most the number of keys, 13, got 99"])])
+    (["--decode", "topq"], ["--decode must be one of", "topk", "got 'topq'"]),
+    (["--decode", "topk:budget=0"], ["--decode: budget must be at least 1 key"]),
+    (["--prefill", "nothing"], ["--prefill must be one of", "got 'nothing'"]), (["--prefill", "santa"], ["--prefill", "Santa", "prefill"]),
+    (["--decode", "doublesparsity:channels=1000"], ["--decode: ", "channels"]),
+    (["--decode", "hashattention"], ["--decode: "]), (["--decode", "hashattention:maps=p.txt"], ["--decode: ", "p.txt"]),
+    (["--decode", "hashattention:maps=/nonexistent"], ["--decode: ", "/nonexistent"]),
+    (["--decode", "magicpig:tables=100000000"], ["--decode: "]),
+    (["--dense-layers", "0,x"], ["--dense-layers must be whole numbers", "got '0,x'"]), (["--dense-layers", "-1"], ["got '-1'"]),
+    (["--dense-layers", ""], ["got ''"]), (["--dense-layers", "2"], ["--dense-layers must lie in 0 to 1", "got 2"]),
+    (["--offload"], ["offload", "no layer decodes with a method"]), (["--question", ""], ["--question must be some text"]),
+    (["--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, got 0"]), (["--max-new-tokens", "1.5"], ["--max-new-tokens"]),
+    (["--max-new-tokens", "4085"], ["--max-new-tokens must be at most 4084 after 12 tokens, got 4085"]),
+    (["--question", "why", "--max-new-tokens", "4082"], ["--max-new-tokens must be at most 4081 after 15 tokens with the question"]),
+    (["--prompt-file", "long"], ["--prompt-file must leave room in the 4096 tokens", "got 5001 tokens"]),
+    (["--seed", "-1"], ["--seed must lie in"]), (["--seed", str(2**63)], ["--seed must lie in"]),
+    *[(["--temperature", x], [f"--temperature must be 0, or 0.001 or more, got {float(x)}"]) for x in ("-1", "nan", "inf", "1e-9")],
+    (["--temperature", "hot"], ["--temperature"]), (["--stats-out", "s.xlsx"], ["--stats-out must end in one of .csv, got 's.xlsx'"]),
+    (["--stats-out", "none/s.csv"], ["--stats-out must lie in a folder that is there"]),
+    (["--stats-out", "folder.csv"], ["--stats-out must be a file, got the folder"]),
+    (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"]), (["--setup", "B"], ["--setup"]), (["stray"], ["stray"])]
+
+
+@pytest.mark.parametrize("options, words", GENERATE, ids=[" ".join(options) for options, _ in GENERATE])
 def test_wrong_options_of_generate_take_one_line(tiny, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "good").write_bytes(b"hello world")
-    (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "bytes").write_bytes(b"ab\xffc")
+    for name, text in dict(good=b"hello world", empty=b"", bytes=b"ab\xffc", long=b"x" * 5000).items(): (tmp_path / name).write_bytes(text)
     (tmp_path / "folder.csv").mkdir()
     before = sorted(tmp_path.iterdir())
-    if not options: result = called("generate")
-    else: result = generated("good", *([] if "--model" in options else ["--model", tiny]), *options)
-    one_line(result, *words)
+    one_line(generated("good", *([] if "--model" in options else ["--model", tiny]), *options), *words)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_prompt_file_must_be_given(): one_line(run("generate"), "--prompt-file")
+
 
 def test_what_can_be_checked_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch):
     from sparse_nb import cli
     monkeypatch.setattr(cli, "load_model", lambda *args: pytest.fail("loaded"))
     (tmp_path / "good").write_bytes(b"hello")
-    for options in (["--stats-out", "s.txt"], ["--decode", "topq"], ["--prefill", "santa"], ["--dense-layers", "a"], ["--temperature", "-1"], ["--prompt-file", str(tmp_path)]): one_line(generated(tmp_path / "good", *options))
+    for options in (["--stats-out", "s.txt"], ["--decode", "topq"], ["--prefill", "santa"], ["--dense-layers", "a"],
+                    ["--temperature", "-1"], ["--prompt-file", tmp_path]): one_line(generated(tmp_path / "good", *options))
+
+
+# answers
 
 def right_wherever_exact_is(seeds, context):
-    "How often exact attention is right; wherever it is, SANTA must be"
+    "How often exact attention is right; wherever it is, SANTA must be."
     from sparse_nb import hf, pocket, tasks
-    from sparse_nb.attention import Exact
-    from sparse_nb.cli import equal_methods, split_prompt
+    from sparse_nb.demo import demo_methods, split_prompt
     model, tokenizer = pocket.load("cuda" if torch.cuda.is_available() else "cpu")
-    santa, exact = equal_methods(0.05, context, 0.9)["santa"], 0
-    assert santa.samples == 128 and santa.scheme == "systematic"
+    methods, exact = demo_methods(context), 0
+    assert methods["santa"].samples == 128 and methods["santa"].scheme == "systematic"
     for seed in seeds:
         example = tasks.make("needle", context, seed=seed, tokenizer=tokenizer)
         prompt, question = (ids.to(model.device) for ids in split_prompt(tokenizer, example))
         cache = hf.prefill(model, prompt)
-        right = [tasks.score(hf.answer(model, cache, question, method, tokenizer=tokenizer, max_new_tokens=8, seed=seed, stop=".\n").text, example.answer).exact
-                 for method in (Exact(), santa)]
+        answers = [hf.answer(model, cache, question, methods[name], tokenizer=tokenizer, max_new_tokens=8, seed=seed, stop=".\n")
+                   for name in ("exact", "santa")]
+        right = [tasks.score(answer.text, example.answer).exact for answer in answers]
         assert right[1] or not right[0], f"seed {seed}"
         exact += right[0]
     return exact
 
+
 @pytest.mark.gpu
-def test_santa_is_right_at_16k_wherever_exact_attention_is():
-    assert right_wherever_exact_is(range(20), 16384) >= 18
+def test_santa_is_right_at_16k_wherever_exact_attention_is(): assert right_wherever_exact_is(range(20), 16384) >= 18
+
 
 @pytest.mark.slow
 def test_santa_is_right_at_16k_on_three_seeds(): assert right_wherever_exact_is(range(3), 16384) >= 2
 
+
+# the bench
+
 @pytest.mark.parametrize("options, words", [
-    (["--lengths", "4k"], ["--lengths: got '4k'", "whole numbers"]), (["--lengths", ""], ["--lengths: got ''"]), (["--batches", "1,-2"], ["--batches: got '1,-2'"]), (["--batches", "0"], ["batches must be at least 1, got 0"]),
-    (["--shapes", "llama9"], ["shapes must be of llama3, pocket, got 'llama9'"]), (["--methods", "flashinfer,magic"], ["methods must be of flashinfer", "got 'magic'"]), (["--methods", ","], ["--methods: got ','"]),
-    (["--samples", "0"], ["samples must be at least 1"]), (["--dtype", "float64"], ["--dtype: got 'float64'"]), (["--colour"], ["--colour"])])
-def test_bad_options_of_the_bench(options, words): one_line(called("bench", "decode", *options), *words)
+    (["--lengths", "4k"], ["--lengths must be whole numbers", "got '4k'"]), (["--lengths", ""], ["got ''"]),
+    (["--batches", "1,-2"], ["--batches must be whole numbers", "got '1,-2'"]), (["--batches", "0"], ["batches must be at least 1, got 0"]),
+    (["--shapes", "llama9"], ["shapes must be", "llama3, pocket, got 'llama9'"]),
+    (["--methods", "flashinfer,magic"], ["methods must be", "flashinfer", "got 'magic'"]), (["--methods", ","], ["got ','"]),
+    (["--samples", "0"], ["samples must be at least 1"]), (["--dtype", "float64"], ["--dtype must be", "got 'float64'"]),
+    (["--colour"], ["--colour"])])
+def test_bad_options_of_the_bench(options, words): one_line(run("bench", "decode", *options), *words)
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_the_bench_needs_a_gpu(tmp_path):
-    one_line(called("bench", "decode", "--out", str(tmp_path / "new")), "there is no CUDA device here")
+def test_bench_and_records_need_a_gpu(tmp_path):
+    one_line(run("bench", "decode", "--out", tmp_path / "new"), "there is no CUDA device here")
+    one_line(run("record", "decode", "--out", tmp_path / "new.json"), "CUDA")
     assert list(tmp_path.iterdir()) == []
-
-def test_the_bench_is_light_until_it_runs():
-    code = "import sys; from sparse_nb.cli import main\ntry: main(['bench', 'decode', '--help'])\nfinally: print([m for m in ('torch', 'transformers', 'matplotlib', 'pandas') if m in sys.modules])"
-    result = run(code=code)
-    assert result.returncode == 0 and result.stdout.endswith("[]\n") and "--lengths" in result.stdout
-    assert "decode" in called("bench", "--help").stdout

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from ..bench import (
     COMPARED, DENSE_ERROR, SHAPES, Case, Protocol, Refused, bandwidth, bytes_needed, cache_bytes, captured, check_dense,
     check_sampled, cold_times, flash_bytes, quartiles, santa_bytes)
-from ..plots import METHOD_COLOURS
+from ..plots import palette
 from .recorder import machine, need_gpu, read_record, record_path, recorded, write_record
 from ..rivals import DENSE, Contender, build_flashinfer
 from ..santa import santa_decode
@@ -289,14 +289,14 @@ def record(
 
 # %% ../../kernels/records/decode.ipynb #301fa7cd
 _LOOK = { # label, colour, dashes, marker
-    "santa_systematic": ("SANTA systematic", METHOD_COLOURS["santa"], "-", "o"),
-    "santa_proportional": ("SANTA proportional", "#8c1a0c", "--", "s"),
-    "santa_flash": ("SANTA flash", "#f5917f", "-.", "D"),
-    "flashinfer": ("FlashInfer", METHOD_COLOURS["exact"], "-", "v"),
-    "flashinfer_tc": ("FlashInfer, tensor cores", METHOD_COLOURS["exact"], "--", "^"),
-    "sdpa_flash": ("SDPA flash", "#1f6fb4", "-", "P"),
-    "sdpa_cudnn": ("SDPA cuDNN", "#1f6fb4", "--", "X"),
-    "flex": ("flex_attention", "#7aa6c8", "-.", "*"),
+    "santa_systematic": ("SANTA systematic", palette("schemes")["systematic"], "-", "o"),
+    "santa_proportional": ("SANTA proportional", palette("schemes")["proportional"], "--", "s"),
+    "santa_flash": ("SANTA flash", palette("schemes")["flash"], "-.", "D"),
+    "flashinfer": ("FlashInfer", palette("contenders")["flashinfer"], "-", "v"),
+    "flashinfer_tc": ("FlashInfer, tensor cores", palette("contenders")["flashinfer_tc"], "--", "^"),
+    "sdpa_flash": ("SDPA flash", palette("contenders")["sdpa_flash"], "-", "P"),
+    "sdpa_cudnn": ("SDPA cuDNN", palette("contenders")["sdpa_cudnn"], "--", "X"),
+    "flex": ("flex_attention", palette("contenders")["flex"], "-.", "*"),
 }
 
 def _looks(rows):
