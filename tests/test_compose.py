@@ -130,7 +130,7 @@ def test_a_row_of_a_batch_draws_as_it_would_alone():
 
 
 def test_keys_and_values_are_drawn_by_streams_of_their_own():
-    "The first key is selected where its random number is small: were that the one of the draw, it would pick end slots."
+    "The first key is selected where its random number is small: were that the draw's too, it would pick end slots."
     flat, many, method = torch.zeros(1, 1, 200, 8), torch.zeros(1, 1, 8000, 8), Then(Uniform(20), Santa(samples=1))
     keys = method.keys.select(many, flat, seed=fold_in(HEADS[:1, :1], 0)).index[0, 0]
     drawn = method.select(many, flat, seed=HEADS[:1, :1]).index[0, 0]
