@@ -3,6 +3,7 @@
 `pytest -m gpu tests/test_blocks.py` runs the sweep of the kernels on a GPU. Without one, a covering design of small problems
 runs in Triton's interpreter, in processes of their own.
 """
+import importlib.util
 import itertools
 import math
 import os
@@ -24,6 +25,7 @@ from sparse_nb.core.selection import select_sinks_window, weighted_state
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
+TRITON = importlib.util.find_spec("triton") is not None
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -61,6 +63,14 @@ def lists(B, P, Q, N, QB, KB, *, gaps=False, share=0.5, seed=0):
     mask, gap = torch.rand(shape, generator=generator) < share, None
     if gaps: gap = torch.randint(0, N + 1, (B, P, Q, 2), generator=generator, dtype=torch.int32).to(DEVICE)
     return BlockPattern.from_mask(mask.to(DEVICE), queries=Q, keys=N, query_block=QB, key_block=KB, gap=gap)
+
+
+def gapped(ends, N):
+    "A pattern of all blocks, with a sequence for each gap between two of `ends`, and the pairs that are seen."
+    gap = torch.tensor(list(itertools.product(ends, ends)), dtype=torch.int32, device=DEVICE)[:, None, None].expand(-1, -1, 32, -1)
+    every = torch.ones(len(gap), 1, 1, -(-N // 32), dtype=torch.bool, device=DEVICE)
+    p = BlockPattern.from_mask(every, queries=32, keys=N, query_block=32, key_block=32, gap=gap)
+    return p, pairs(p, len(gap), False)
 
 
 def bounds(B, Q, N, causal, kv_start=None, kv_len=None):
@@ -105,7 +115,7 @@ def check(got, want, rtol=1e-12):
 sizes = dict(
     B=st.integers(1, 2), G=st.integers(1, 2), R=st.integers(1, 3), Q=st.integers(1, 80), more=st.integers(0, 90),
     seed=st.integers(0, 99), ragged=st.booleans())
-quick = settings(max_examples=20, deadline=None, derandomize=True)
+quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 if not INTERPRETED:
@@ -150,6 +160,12 @@ if not INTERPRETED:
             assert torch.equal(full, every & p.mask()) and torch.equal(full | partial, some)
             exact = blocks(pad(bounds(B, Q, N, causal, **masks), False)).any(-1).any(-1).sum() * G
             assert float(p.density(causal=causal, **masks)) == pytest.approx(int(some.sum()) / int(exact), rel=1e-12)
+
+    def test_full_blocks_beside_a_gap():
+        p, seen = gapped([0, 1, 31, 32, 33, 63, 64, 65, 95, 96], 96)
+        cells = seen[:, 0].unflatten(2, (3, 32))
+        full, partial = (x[:, 0, 0] for x in p.split(causal=False))
+        assert torch.equal(full, cells.all(-1).all(1)) and torch.equal(partial, cells.any(-1).any(1) & ~full)
 
     def test_window_has_few_partial_blocks():
         x = torch.empty(1, 1, 4096, 1)
@@ -258,12 +274,19 @@ if not INTERPRETED:
         (lambda: streaming_prefill(**good, kv_len=torch.tensor([0.5])), TypeError, "kv_len must be int32 or int64, got torch.float32"),
         (lambda: streaming_prefill(**(good | dict(q=good["q"][:, :3]))), ValueError, "q must have a multiple of the heads of k, 2, got 3"),
         (lambda: streaming_prefill(**(good | dict(k=good["k"][:, :, :30], v=good["v"][:, :, :30]))), ValueError, "q must not have more positions than k, 30, when causal, got 40"),
-        (lambda: streaming_prefill(**good, backend="triton"), TypeError, "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"),
-        (lambda: streaming_prefill(*(x.float() for x in good.values()), backend="triton"), ValueError, "q must be on a GPU, or TRITON_INTERPRET=1 be set"),
-        (lambda: streaming_prefill(*(x.float().repeat(1, 1, 1, 40) for x in good.values()), backend="triton"), ValueError, "q must have a head size of at most 256 for backend='triton', got 320"),
     ], ids=str)
     def test_bad_input(call, error, message):
         with pytest.raises(error, match=re.escape(message)): call()
+
+    @pytest.mark.skipif(not TRITON, reason="needs Triton")
+    @pytest.mark.parametrize("dtype, repeats, error, message", [
+        (FP64, 1, TypeError, "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"),
+        (FP32, 1, ValueError, "q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got cpu"),
+        (FP16, 40, ValueError, "q must have a head size of at most 256 for backend='triton', got 320")], ids=str)
+    def test_what_has_no_kernel(dtype, repeats, error, message):
+        x = [y.to(dtype).repeat(1, 1, 1, repeats) for y in good.values()]
+        with pytest.raises(error, match=re.escape(message)): streaming_prefill(*x, backend="triton")
+        with pytest.raises(error, match=re.escape(message)): block_attention(*x, whole, backend="triton")
 
 
 # the kernels
@@ -345,6 +368,13 @@ def test_kernel_edges(Q, N, sinks, window):
     p = sinks_window_pattern(q, k, sinks=sinks, window=window, query_block=32, key_block=32)
     got = poisoned(lambda: block_attention(q, k, v, p, return_lse=True, backend="triton"))
     check(got, block_attention(*wide, p, return_lse=True, backend="torch"), TOLERANCE[BF16])
+
+
+@kernel
+def test_kernel_beside_a_gap():
+    p, seen = gapped([31, 32, 33, 64, 65], 96)
+    (q, k, v), _ = problem(len(seen), 1, 1, 32, 96, 16, FP32)
+    check(block_attention(q, k, v, p, causal=False, return_lse=True, backend="triton"), dense(q, k, v, seen), TOLERANCE[FP32])
 
 
 @kernel
