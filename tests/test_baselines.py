@@ -703,6 +703,16 @@ POCKET = inputs(dtype=torch.float32, size=64)
     (lambda: MagicPIG().new_state().append(K[:, :, :0], K[:, :, :0]), ValueError, "k must hold a key"),
     (lambda: MagicPIG().new_state().append(K, K[:, :, :3]), ValueError, "v must have the shape of k"),
     (lambda: DoubleSparsity().new_state().append([1], [1]), TypeError, "k must be a torch.Tensor, got list"),
+    (lambda: Quest().new_state().append(K, K, shown=torch.ones(2, 3).bool()), ValueError,
+     r"shown must have shape \[B, n\] = \[2, 40\], got \[2, 3\]"),
+    (lambda: Quest().new_state().append(K, K, shown=[True]), TypeError,
+     "shown must be a bool tensor or None, got list"),
+    (lambda: MagicPIG().new_state().append(K, K, shown=torch.ones(2, 40)), TypeError,
+     "shown must be .* got torch.float32"),
+    (lambda: Adamas().new_state().append(K, K, shown=None), TypeError,
+     "append takes nothing beside k and v, got shown"),
+    (lambda: Quest(page=4).decode(Q, K, V, state=Quest(page=8).build(K)), ValueError, "state must have size 4, got 8"),
+    (lambda: MagicPIG(tables=5000), ValueError, "tables must be at least 2 and at most 4096, got 5000"),
 ])
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message): call()
