@@ -18,7 +18,7 @@ from ..kernels.vattention import GUESS, Found, Settings, launch
 from .recorder import Recorder, measure_copy, measure_dense, to_host
 from ..vattention import read_rows
 
-# %% ../../kernels/records/vattention_launches.ipynb #4a239b24
+# %% ../../kernels/records/vattention_launches.ipynb #11587430
 LENGTHS, DENSITY, HOST = (131072, 524288, 1048576), 0.1, (0.05, 0.1, 0.2, 0.4)  # shares with keys in host memory
 LAUNCHES = "code", "guess", "count", "keep", "look", "budget", "sample", "merge"
 EPS, SEED = 0.1, 7
@@ -30,10 +30,10 @@ def _signatures(case, generator):
     codes = torch.randint(-2**31, 2**31, (1, G, case.n, 1), device=device, generator=generator).int()
     return dict(codes=codes, maps=(normal(H, D, M), normal(H, M), normal(H, M, 32), normal(H, 32)), seed=SEED)
 
-def _settings(case, density, ends, given):
-    "Settings that read this share of the keys, and the row that says so; `ends`: sinks and window, each."
+def _settings(case, density, ends, given, tries=3):
+    "Settings that read this share of the keys, what they find, and the row; `ends`: sinks and window, each."
     topk, base, n = density / 2, density / 4, case.n
-    for _ in range(3):
+    for _ in range(tries):
         s = Settings(ends, ends, topk, base, 32, eps=EPS, log=math.log(2 / 0.08), square=1.7506860712521692**2,
                      plug=math.log(1 / 0.01))
         found = launch(case.q, case.k, case.v, s, case.shape.G, **given)
@@ -64,7 +64,7 @@ def worst_error(
     if not worst < 0.01: raise Refused(f"differs from the reference by {worst:.3g} of it")
     return worst
 
-# %% ../../kernels/records/vattention_launches.ipynb #0680989d
+# %% ../../kernels/records/vattention_launches.ipynb #a9f48569
 def _read_bytes(case, given, row):
     "What each launch has to read."
     (_, G, D), n = case.shape, case.n
@@ -72,45 +72,46 @@ def _read_bytes(case, given, row):
     return dict(code=sum(x.nbytes for x in given["maps"]), guess=4 * GUESS * G, count=4 * n * G, keep=n * G,
                 look=rows(row["kept"] + row["base"]), budget=0, sample=rows(row["extra"]), merge=0)
 
-def _measure_launches(recorder, case, density, ends, given):
-    "Time the first launch, the first two, and so on."
-    s, found, row = _settings(case, density, ends, given)
+def _measure_launches(recorder, case, names, given, s, found, row):
+    "Time the steps up to each of these launches."
     nbytes = _read_bytes(case, given, row)
-    for j, name in enumerate(LAUNCHES):
-        step = partial(launch, case.q, case.k, case.v, s, case.shape.G, **given, launches=j + 1)
+    for name in names:
+        launches = LAUNCHES.index(name) + 1
+        step = partial(launch, case.q, case.k, case.v, s, case.shape.G, **given, launches=launches)
         check = (lambda out: worst_error(out, case, found, row["kept"])) if name == "merge" else None
         recorder.measure_row(lambda: step().out, check, **row, launch=name, memory="device", nbytes=nbytes[name])
 
-def _measure_host(recorder, case, densities, ends, given):
-    "Time whole steps with keys and values in host memory, and a copy of these."
+def _measure_host(recorder, case, given, chosen):
+    "Time whole steps with keys and values in host memory, and a copy of these; `chosen`: results of `_settings`."
     far = to_host(case.k, case.v)
-    for density in densities:
-        s, found, row = _settings(case, density, ends, given)
+    for s, found, row in chosen:
         step = partial(launch, case.q, *far, s, case.shape.G, **given)
         nbytes = 4 * case.shape.G * case.shape.D * (row["kept"] + row["base"] + row["extra"])
         recorder.measure_row(lambda: step().out, lambda out: worst_error(out, case, found, row["kept"]), **row,
                              launch="merge", memory="host", nbytes=nbytes)
     measure_copy(recorder, [case.k, case.v], far, memory="host")
 
-# %% ../../kernels/records/vattention_launches.ipynb #efb4e8a9
+# %% ../../kernels/records/vattention_launches.ipynb #6d67ac9f
 @torch.no_grad()
 def record(
     out,                   # file ending in .json
     *,
-    quick: bool = False,   # few keys and runs; small heads on a CPU
+    quick: bool = False,   # few keys and runs; on a CPU small heads and two of the launches
     say: Callable = print, # told what happens, line by line
 ) -> Path:                 # the file
     "Time a step launch by launch, and write the record. Raises ValueError without a GPU, but for the quick form."
     recorder = Recorder("vattention_launches", quick=quick, say=say)
     gpu = recorder.device == "cuda"
-    lengths = LENGTHS if not quick else (16384,) if gpu else (300,)
-    shape, ends = (SHAPES["llama3"], 128) if gpu else (Shape(1, 1, 16), 16)
-    density, host = (DENSITY, HOST) if gpu else (0.6, (0.6,))
+    lengths = LENGTHS if not quick else (16384,) if gpu else (128,)
+    shape, ends, names = (SHAPES["llama3"], 128, LAUNCHES) if gpu else (Shape(1, 1, 16), 8, ("keep", "merge"))
+    density, host, tries = (DENSITY, HOST, 3) if gpu else (0.6, (0.6,), 1)
     for n in lengths:
         case = Case(shape, n, device=recorder.device)
         measure_dense(recorder, case, memory="device")
         given = _signatures(case, torch.Generator(recorder.device).manual_seed(0))
-        _measure_launches(recorder, case, density, ends, given)
-        if n == lengths[0]: _measure_host(recorder, case, host, ends, given)
+        densities = {density, *host} if n == lengths[0] else {density}
+        chosen = {x: _settings(case, x, ends, given, tries) for x in sorted(densities)}
+        _measure_launches(recorder, case, names, given, *chosen[density])
+        if n == lengths[0]: _measure_host(recorder, case, given, [chosen[x] for x in host])
         if gpu: torch.cuda.empty_cache()
     return recorder.write(out, density=DENSITY, inputs="Gaussian, random signatures", eps=EPS, delta=0.1)
