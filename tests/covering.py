@@ -9,7 +9,8 @@ def pairs(case):
 
 
 def covering(cases):
-    "The numbers of some of `cases` that hold every pair of values that all of them hold; without any of them, one would be missing."
+    """The numbers of some of `cases` that hold every pair of values that all of them hold; without any of them, one
+    would be missing."""
     if not any(cases): return [*range(len(cases))]
     left, chosen = set().union(*map(pairs, cases)), []
     while left:

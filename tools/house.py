@@ -10,7 +10,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "sparse_nb"
-METHODS = ["santa", "vattention", "delta", "saap", "sketch_walk", "baselines", "hash_attention", "patterns", "lsh", "eviction"]
+METHODS = ["santa", "vattention", "delta", "saap", "sketch_walk", "baselines", "hash_attention", "patterns", "lsh",
+           "eviction"]
 HOUSE = [  # floor by floor, from the ground
     ["kernels.common", "kernels.gather", "kernels.host", "kernels.santa", "kernels.vattention", "kernels.blocks"],
     ["core.checks", "core.streams", "tasks"],
@@ -39,7 +40,8 @@ BESIDE = {  # room: rooms of its own floor that it may import
 }
 FORBIDDEN = [  # rooms, and rooms below that they must not import
     (["bench", "rivals"], [*METHODS, "compose"]),
-    (["core.checks", "core.streams", "core.exact", "core.bounds", "core.methods", "metrics", "tasks", "attention", "compose", "models.*", "hf", "pocket",
+    (["core.checks", "core.streams", "core.exact", "core.bounds", "core.methods", "metrics", "tasks", "attention",
+      "compose", "models.*", "hf", "pocket",
       "corpus", "plots", "evaluate", "bench", "rivals", "tuning", "claims"], ["kernels.*"]),
 ]
 NEEDS = {"kernels.*": {"torch", "triton"}}  # room: all that it may import from elsewhere, the standard library aside
@@ -51,34 +53,41 @@ def matches(room, patterns): return any(fnmatch(room, pattern) for pattern in pa
 
 def floor_of(room):
     "The number of the room's floor, None for a room that is not in the table."
-    return next((number for number, rooms in enumerate(HOUSE) if matches(room, rooms) and not room.endswith("__init__")), None)
+    return next((number for number, rooms in enumerate(HOUSE) if matches(room, rooms)
+                 and not room.endswith("__init__")), None)
 
 
 def rooms_of(root):
     "The modules of the package below `root`: name without the package's, and file; packages end in `__init__`."
     folder = root / PACKAGE
-    return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in sorted(folder.rglob("*.py")) if path.stem != "_modidx"}
+    return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in sorted(folder.rglob("*.py"))
+            if path.stem != "_modidx"}
 
 
 def imports_of(room, tree, rooms):
-    "Imports in the room's syntax tree: line, module, name of what is taken from it (or None), and name that stands for a module here (or None)."
+    """Imports in the room's syntax tree: line, module, name of what is taken from it (or None), and name that stands
+    for a module here (or None)."""
     absolute = lambda module: module[len(PACKAGE):].lstrip(".") if module.split(".")[0] == PACKAGE else None
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for x in node.names: yield node.lineno, absolute(x.name), x.name, None, x.asname or x.name
         elif isinstance(node, ast.ImportFrom):
-            whole = ".".join([*room.split(".")[:-node.level], *filter(None, [node.module])]) if node.level else absolute(node.module)
+            whole = ".".join([*room.split(".")[:-node.level],
+                              *filter(None, [node.module])]) if node.level else absolute(node.module)
             for x in node.names:
                 inner = None if whole is None else f"{whole}.{x.name}".lstrip(".")
-                if inner in rooms or f"{inner}.__init__" in rooms: yield node.lineno, inner, node.module, None, x.asname or x.name
+                if inner in rooms or f"{inner}.__init__" in rooms:
+                    yield node.lineno, inner, node.module, None, x.asname or x.name
                 else: yield node.lineno, whole, node.module, x.name, None
 
 
 def allowed(room, other):
     "May `room` import `other`? Both are in the table."
     if any(matches(room, rooms) and matches(other, others) for rooms, others in FORBIDDEN): return False
-    if other.startswith("kernels.") and room in METHODS and other not in ("kernels.common", f"kernels.{room}"): return False
-    if floor_of(room) == floor_of(other): return matches(other, [x for pattern, rooms in BESIDE.items() if fnmatch(room, pattern) for x in rooms])
+    if other.startswith("kernels.") and room in METHODS and other not in ("kernels.common", f"kernels.{room}"):
+        return False
+    if floor_of(room) == floor_of(other):
+        return matches(other, [x for pattern, rooms in BESIDE.items() if fnmatch(room, pattern) for x in rooms])
     return floor_of(other) < floor_of(room)
 
 
@@ -97,18 +106,21 @@ def faults(root):
             if alias: modules[alias] = other
             if other is None:
                 top = outside.split(".")[0]
-                if needs and top not in needs[0] | set(sys.stdlib_module_names): found.setdefault(f"{room} imports {top}", line)
+                if needs and top not in needs[0] | set(sys.stdlib_module_names):
+                    found.setdefault(f"{room} imports {top}", line)
             elif other:  # the package itself holds nothing but its version
                 graph.setdefault(room, set()).add(other)
                 if name and private(name): found[f"{room} imports the private {other}.{name}"] = line
                 if is_package: found[f"{room} imports {other}, a package imports nothing"] = line
                 elif other not in rooms: found[f"{room} imports {other}, which is no room"] = line
                 elif None not in (floor_of(room), floor_of(other)) and not allowed(room, other):
-                    found.setdefault(f"{room}, on floor {floor_of(room)}, imports {other}, on floor {floor_of(other)}", line)
+                    found.setdefault(f"{room}, on floor {floor_of(room)}, imports {other}, on floor {floor_of(other)}",
+                                     line)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and private(node.attr) and modules.get(ast.unparse(node.value)):
                 found[f"{room} uses the private {modules[ast.unparse(node.value)]}.{node.attr}"] = node.lineno
-            if room in DOORS and isinstance(node, (ast.FunctionDef, ast.ClassDef)): found[f"{room} is a door, {node.name} belongs to a room"] = node.lineno
+            if room in DOORS and isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found[f"{room} is a door, {node.name} belongs to a room"] = node.lineno
         yield from (f"{path.relative_to(root)}:{line}: {what}" for what, line in found.items())
     try: [*TopologicalSorter(graph).static_order()]
     except CycleError as error: yield f"a circle: {' imports '.join(reversed(error.args[1]))}"
@@ -119,10 +131,12 @@ def show(root):
     rooms = rooms_of(root)
     for number, names in reversed([*enumerate(HOUSE)]):
         print(f"\nfloor {number}")
-        for room in [room for pattern in names for room in rooms if fnmatch(room, pattern) and floor_of(room) == number]:
+        for room in [room for pattern in names for room in rooms if fnmatch(room, pattern) and floor_of(room)
+                     == number]:
             text = rooms[room].read_text(encoding="utf-8")
             others = {other for _, other, *_ in imports_of(room, ast.parse(text), rooms) if other in rooms}
-            print(f"  {room:22}{len(text.splitlines()):5} lines  {' '.join(sorted(others, key=lambda x: (floor_of(x) or 0, x)))}")
+            print(f"  {room:22}{len(text.splitlines()):5} lines  "
+                  f"{' '.join(sorted(others, key=lambda x: (floor_of(x) or 0, x)))}")
     for line in faults(root): print(line)
 
 
