@@ -29,13 +29,13 @@ from .core.selection import (
 from .core.streams import fold_in, head_seeds, new_seed, philox, philox_words, stream_seeds, tickets
 
 _all_ = [
-    "check_bounds", "check_budget", "check_choice", "check_count", "check_flag", "check_inputs", "check_integer",
-    "check_level", "check_mass", "check_number", "check_scores", "check_seed", "on_cpu_eagerly",
-    "SoftmaxState", "assert_close", "attention", "attention_scores", "attention_weights", "exponentials",
-    "from_first_visible", "grouped", "masked_scores", "merge_states", "no_autocast", "partial_attention", "promote",
-    "to_device_of", "visible_range",
-    "CLASSES", "METHODS", "BlockState", "Exact", "Fitted", "Method", "Predictor", "PrefillByDecode", "State", "Stats",
-    "Streaming", "TopK", "TopP", "Uniform", "check_state", "method_class", "stats_of", "visible_keys", "weights_id",
-    "Selection", "budget_counts", "make_selection", "select_sinks_window", "select_topk", "select_topp",
-    "select_uniform", "take_rows", "weighted_attention", "weighted_state",
-    "fold_in", "head_seeds", "new_seed", "philox", "philox_words", "stream_seeds", "tickets"]
+    check_bounds, check_budget, check_choice, check_count, check_flag, check_inputs, check_integer,
+    check_level, check_mass, check_number, check_scores, check_seed, on_cpu_eagerly,
+    SoftmaxState, assert_close, attention, attention_scores, attention_weights, exponentials,
+    from_first_visible, grouped, masked_scores, merge_states, no_autocast, partial_attention, promote,
+    to_device_of, visible_range,
+    CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, State, Stats,
+    Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id,
+    Selection, budget_counts, make_selection, select_sinks_window, select_topk, select_topp,
+    select_uniform, take_rows, weighted_attention, weighted_state,
+    fold_in, head_seeds, new_seed, philox, philox_words, stream_seeds, tickets]

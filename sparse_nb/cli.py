@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SUFFIXES', 'app', 'MODEL', 'MOST_SAMPLES', 'FORM', 'bench', 'OUT', 'check_out', 'write_whole', 'load_tokenizer',
            'longest_input', 'load_model', 'progress_bars', 'demo', 'method_from', 'rehearse', 'list_methods',
-           'read_prompt', 'check_length', 'tokens_of', 'show_stats', 'continue_prompt', 'generate', 'triton_state',
-           'devices', 'doctor', 'decode', 'record', 'main']
+           'read_prompt', 'check_length', 'tokens_of', 'check_tokens', 'show_stats', 'continue_prompt', 'generate',
+           'triton_state', 'devices', 'doctor', 'decode', 'record', 'main']
 
 # %% ../nbs/95_cli.ipynb #97fadf6c
 import json
@@ -34,7 +34,8 @@ def check_out(
     suffixes: tuple = SUFFIXES,
 ) -> None:
     "Raise ValueError unless a file of one of these kinds can be written to `out`."
-    if out.suffix.lower() not in suffixes: raise ValueError(f"{option} must end in one of {', '.join(suffixes)}, got {str(out)!r}")
+    if out.suffix.lower() not in suffixes:
+        raise ValueError(f"{option} must end in one of {', '.join(suffixes)}, got {str(out)!r}")
     if out.is_dir(): raise ValueError(f"{option} must be a file, got the folder {str(out)!r}")
     if not out.parent.is_dir(): raise ValueError(f"{option} must lie in a folder that is there, got {str(out)!r}")
     if not os.access(out if out.exists() else out.parent, os.W_OK):
@@ -59,7 +60,8 @@ def write_whole(
 @contextmanager
 def _loading(name):
     "Where the files of a model are; within the block, whatever a file or a server can do wrong becomes a ValueError."
-    if name.startswith((".", os.sep)) and not Path(name).is_dir(): raise ValueError(f"--model: there is no folder {name!r}")
+    if name.startswith((".", os.sep)) and not Path(name).is_dir():
+        raise ValueError(f"--model: there is no folder {name!r}")
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         raise ValueError(f"--model: the folder {name!r} has no config.json, so it holds no model of transformers")
     import logging
@@ -71,7 +73,8 @@ def _loading(name):
     if name == "pocket":
         from sparse_nb import pocket
         place = pocket.path()
-        if not (place / "model.safetensors").exists(): raise ValueError(f"--model: the pocket model's weights are not in {place}")
+        if not (place / "model.safetensors").exists():
+            raise ValueError(f"--model: the pocket model's weights are not in {place}")
     try: yield place
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -99,12 +102,14 @@ def load_model(
     import torch
     from sparse_nb import pocket
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _loading(name) as place: return pocket.load(device) if name == "pocket" else pocket.load_checkpoint(place, device)
+    with _loading(name) as place:
+        return pocket.load(device) if name == "pocket" else pocket.load_checkpoint(place, device)
 
 # %% ../nbs/95_cli.ipynb #59b50c5f
 @contextmanager
 def progress_bars():
-    "Bars on standard error, if that is a terminal: gives `report(what, done, total)`, and a function that takes them away."
+    """Bars on standard error, if that is a terminal: gives `report(what, done, total)`, and a function that takes them
+    away."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     screen, names = Console(stderr=True), {}
@@ -141,12 +146,14 @@ def demo(
     context: Annotated[int, typer.Option(help="Length of the prompt in tokens.")] = 8192,
     model: MODEL = "pocket",
     seed: Annotated[int, typer.Option(help="Of the prompt and of the sampling.")] = 0,
-    density: Annotated[float, typer.Option(help="Share of the keys that streaming, top-k and Double Sparsity keep.")] = 0.05,
+    density: Annotated[float,
+                       typer.Option(help="Share of the keys that streaming, top-k and Double Sparsity keep.")] = 0.05,
     samples: Annotated[int, typer.Option(help="Values that SANTA draws for each query and head.")] = 128,
     eps: Annotated[float, typer.Option(help="Error of the softmax's denominator that vAttention promises.")] = 0.1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of the table; a picture is then "
                                           "saved only with --out.")] = False,
-    out: Annotated[Path, typer.Option(help="Where to save: .html is the whole report, .png, .svg and .pdf are the picture; "
+    out: Annotated[Path,
+                   typer.Option(help="Where to save: .html is the whole report, .png, .svg and .pdf are the picture; "
                                       "sparse-nb-demo.png if not given.", show_default=False)] = None,
 ):
     "Answer one question from a long context with exact and with sparse attention."
@@ -154,7 +161,8 @@ def demo(
     if task not in tasks.TASKS: raise ValueError(f"--task must be one of {', '.join(tasks.TASKS)}, got {task!r}")
     if context < 1: raise ValueError(f"--context must be at least 1, got {context}")
     if not 0 < density <= 1: raise ValueError(f"--density must lie in (0, 1], got {density}")
-    if not 1 <= samples <= MOST_SAMPLES: raise ValueError(f"--samples must be at least 1 and at most {MOST_SAMPLES}, got {samples}")
+    if not 1 <= samples <= MOST_SAMPLES:
+        raise ValueError(f"--samples must be at least 1 and at most {MOST_SAMPLES}, got {samples}")
     if not 0 < eps < 1: raise ValueError(f"--eps must lie in (0, 1), got {eps}")
     _check_seed(seed)
     if out is None and not as_json: out = Path("sparse-nb-demo.png")
@@ -169,7 +177,8 @@ def demo(
         decoder, tokenizer = load_model(model)
         progress("loading the model", 1, 1)
         try: example = tasks.make(task, context, seed=seed, tokenizer=tokenizer)
-        except ValueError as error: raise ValueError(f"--context: {context} tokens are too few for task {task!r} ({error})") from error
+        except ValueError as error:
+            raise ValueError(f"--context: {context} tokens are too few for task {task!r} ({error})") from error
         rows, draw = room.compare(decoder, tokenizer, example, density=density, samples=samples, eps=eps, seed=seed,
                                   progress=progress)
     heading = f"{task}, {context} tokens, seed {seed}, {model}"
@@ -216,7 +225,8 @@ def method_from(
     for part in _split(rest) if colon else ():
         key, equals, value = (x.strip() for x in part.partition("="))
         if not (key and equals): raise ValueError(f"{option} must be {FORM}, got {text!r}")
-        if key not in kinds: raise ValueError(f"{option}: {name.lower()} has no setting {key!r}, it has {', '.join(kinds) or 'none'}")
+        if key not in kinds:
+            raise ValueError(f"{option}: {name.lower()} has no setting {key!r}, it has {', '.join(kinds) or 'none'}")
         if key in settings: raise ValueError(f"{option} must set {key} once, got {text!r}")
         nested = value.startswith("(") and value.endswith(")")
         settings[key] = method_from(option, value[1:-1]) if nested else _value(value, kinds[key])
@@ -282,14 +292,16 @@ def read_prompt(
     if not data: raise ValueError(f"--prompt-file: {name!r} is empty")
     try: return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt-file: {name!r} is not UTF-8: byte {error.start} is {data[error.start]:#04x}") from error
+        at = error.start
+        raise ValueError(f"--prompt-file: {name!r} is not UTF-8: byte {at} is {data[at]:#04x}") from error
 
 def check_length(
     text: str,     # of the prompt
     tokenizer,     # a transformers tokenizer
     most: float,   # tokens that the model reads
 ) -> None:
-    "Raise ValueError where `text` must have more tokens than the model reads, whatever they are: without tokenising it."
+    """Raise ValueError where `text` must have more tokens than the model reads, whatever they are: without tokenising
+    it."""
     longest = max(len(token) for token in tokenizer.get_vocab())
     if len(text) <= most * longest: return
     raise ValueError(f"--prompt-file must have at most {most} tokens, got a text of {len(text)} letters, "
@@ -302,18 +314,30 @@ def tokens_of(
     most: float,    # tokens that the model reads
     new: int,       # tokens to be written
 ):                  # token ids of the context [1, N] and of the rest [1, Q]
-    "The prompt in tokens. ValueError where it has none, or where prompt and continuation are longer than the model reads."
+    """The prompt in tokens. ValueError where it has none, or where prompt and continuation are longer than the model
+    reads."""
     from sparse_nb import tasks
     from sparse_nb.demo import split_prompt
     check_length(text, tokenizer, most)
     context, rest = split_prompt(tokenizer, tasks.Example("own", text, question, "", 0, 0))
     total = context.shape[1] + rest.shape[1]
-    if not (context.shape[1] if question else total): raise ValueError("--prompt-file: the text has no token of its own")
+    if not (context.shape[1] if question else total):
+        raise ValueError("--prompt-file: the text has no token of its own")
     if total + new > most:
         what = f"{total} tokens{' with the question' if question else ''}"
-        if total >= most: raise ValueError(f"--prompt-file must leave room in the {most} tokens that the model reads, got {what}")
+        if total >= most:
+            raise ValueError(f"--prompt-file must leave room in the {most} tokens that the model reads, got {what}")
         raise ValueError(f"--max-new-tokens must be at most {most - total} after {what}, got {new}")
     return context, rest
+
+def check_tokens(
+    ids,     # token ids [1, N]
+    decoder, # a transformers decoder
+) -> None:
+    "Raise ValueError for a token without an embedding: the tokenizer is another model's."
+    token, known = int(ids.max()), decoder.get_input_embeddings().num_embeddings
+    if token < known: return
+    raise ValueError(f"--model must know the tokens of its tokenizer, got token {token} with {known} embeddings")
 
 # %% ../nbs/95_cli.ipynb #067974ab
 def _streamer(tokenizer, begin):
@@ -342,10 +366,13 @@ def show_stats(
     from rich.text import Text
     screen = Console(stderr=True)
     if not len(stats):
-        return screen.print(Text("nothing was counted: no token was decoded after the prompt, or every layer has a sliding "
+        return screen.print(Text("nothing was counted: no token was decoded after the prompt, or every layer has a "
+                                 "sliding "
                                  "window and keeps its own attention"))
-    table = Table(title=Text(f"{int(stats['queries'].max())} decoded queries"), title_justify="left", caption_justify="left",
-                  caption=Text("means over queries and heads. bytes: of keys, values and index, as a share of what exact "
+    table = Table(title=Text(f"{int(stats['queries'].max())} decoded queries"), title_justify="left",
+                  caption_justify="left",
+                  caption=Text("means over queries and heads. bytes: of keys, values and index, as a share of what "
+                               "exact "
                                "attention reads."))
     names = "layer", "density", "values read", "bytes", "error"
     for name in names[:5 if "error" in stats else 4]: table.add_column(name, justify="right")
@@ -388,24 +415,35 @@ def continue_prompt(
 # %% ../nbs/95_cli.ipynb #a2f2d2f0
 @app.command()
 def generate(
-    prompt_file: Annotated[str, typer.Option(help="The prompt, UTF-8: a file, or - for standard input.", show_default=False)],
-    decode: Annotated[str, typer.Option(help="Method for the tokens after the prompt, as `sparse-nb methods` lists them, with "
+    prompt_file: Annotated[str, typer.Option(help="The prompt, UTF-8: a file, or - for standard input.",
+                                             show_default=False)],
+    decode: Annotated[str,
+                      typer.Option(help="Method for the tokens after the prompt, as `sparse-nb methods` lists them, "
+                                        "with "
                                         "settings as in santa:samples=64,scheme=flash.")] = "exact",
     prefill: Annotated[str, typer.Option(help="Method that reads the prompt, said in the same way.")] = "exact",
-    question: Annotated[str, typer.Option(help="Text after the prompt, which --decode reads too: the file is then the context.",
+    question: Annotated[str,
+                        typer.Option(help="Text after the prompt, which --decode reads too: the file is then the "
+                                          "context.",
                                           show_default=False)] = None,
     model: MODEL = "pocket",
     dense_layers: Annotated[str, typer.Option(help="Layers that keep the model's own attention, as in 0,1.",
                                               show_default=False)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the continuation at most.")] = 64,
-    offload: Annotated[bool, typer.Option("--offload", help="Keep keys and values in the host's memory; a GPU reads what "
+    offload: Annotated[bool,
+                       typer.Option("--offload", help="Keep keys and values in the host's memory; a GPU reads what "
                                           "--decode picks from there.")] = False,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; above, tokens are drawn.")] = 0,
     seed: Annotated[int, typer.Option(help="Of methods that draw and of drawn tokens.")] = 0,
-    stats: Annotated[bool, typer.Option("--stats", help="Print what each layer read, after the text, on standard error.")] = False,
-    audit: Annotated[bool, typer.Option("--audit", help="Also compare every decoded query with exact attention; prints the table "
+    stats: Annotated[bool,
+                     typer.Option("--stats",
+                                  help="Print what each layer read, after the text, on standard error.")] = False,
+    audit: Annotated[bool,
+                     typer.Option("--audit",
+                                  help="Also compare every decoded query with exact attention; prints the table "
                                         "with a column more.")] = False,
-    stats_out: Annotated[Path, typer.Option(help="Save what each layer and head read, as .csv.", show_default=False)] = None,
+    stats_out: Annotated[Path, typer.Option(help="Save what each layer and head read, as .csv.",
+                                            show_default=False)] = None,
 ):
     "Continue a prompt with a method in place of the model's attention."
     if max_new_tokens < 1: raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
@@ -421,7 +459,8 @@ def generate(
     with progress_bars() as (report, quiet):
         report("loading the model")
         from sparse_nb import hf
-        for name, method in methods.items(): hf.by_layer(f"--{name}", method, [0], name)  # refuses a method that cannot read prompts
+        # refuses a method that cannot read prompts
+        for name, method in methods.items(): hf.by_layer(f"--{name}", method, [0], name)
         context, rest = tokens_of(text, question or "", load_tokenizer(model), longest_input(model), max_new_tokens)
         decoder, tokenizer = load_model(model)
         report("loading the model", 1, 1)
@@ -430,11 +469,10 @@ def generate(
         if wrong := [i for i in dense if i > last]:
             raise ValueError(f"--dense-layers must lie in 0 to {last}, the layers that there are, got {wrong[0]}")
         for name, method in methods.items(): rehearse(f"--{name}", method, config)
-        if (token := max(context.max().item() if context.numel() else 0, rest.max().item() if rest.numel() else 0)) >= \
-                (known := decoder.get_input_embeddings().num_embeddings):
-            raise ValueError(f"--model must know the tokens of its tokenizer, got token {token} with {known} embeddings")
+        check_tokens(torch.cat([context, rest], 1), decoder)
         session = continue_prompt(decoder, tokenizer, context, rest, report, quiet, max_new_tokens, temperature, seed,
-                                  **methods, dense_layers=dense, setup="B" if question else "A", audit=audit, offload=offload,
+                                  **methods, dense_layers=dense, setup="B" if question else "A", audit=audit,
+                                  offload=offload,
                                   stats=stats or stats_out is not None)
     if stats or audit: show_stats(session.stats())
     if stats_out is not None: write_whole(stats_out, session.stats().to_csv().encode(), "--stats-out")
@@ -454,7 +492,8 @@ def triton_state() -> str: # one line
     except ImportError as error: return f"absent ({error.name or 'import failed'}): the PyTorch reference is used"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not (interpreted or torch.cuda.is_available()):
-        return "no GPU to compile for: the PyTorch reference is used; set TRITON_INTERPRET=1 to run kernels in the interpreter"
+        return ("no GPU to compile for: the PyTorch reference is used; set TRITON_INTERPRET=1 to run kernels in the "
+                "interpreter")
     @triton.jit
     def _add_one_kernel(x_ptr):
         o = tl.arange(0, 16)
@@ -463,7 +502,8 @@ def triton_state() -> str: # one line
     try: _add_one_kernel[1,](x)
     except Exception as error: return f"broken: {type(error).__name__}: {' '.join(str(error).split()[-20:])}"
     if not bool((x == 1).all()): return "broken: a kernel that adds one did not"
-    return "interprets kernels on the CPU, slowly (TRITON_INTERPRET=1)" if interpreted else "compiles kernels for the GPU"
+    if interpreted: return "interprets kernels on the CPU, slowly (TRITON_INTERPRET=1)"
+    return "compiles kernels for the GPU"
 
 def devices() -> str: # one line
     "The devices PyTorch can use."
@@ -487,8 +527,10 @@ def doctor():
     weights = Path(sparse_nb.__file__).parent / "pocket_model" / "model.safetensors"
     table = Table(show_header=False, box=None)
     facts = {"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"}
-    facts |= {"sparse_nb": sparse_nb.__version__} | {name: _version(name) for name in ("torch", "triton", "transformers")}
-    size = f"weights of {weights.stat().st_size / 2**20:.1f} MiB" if weights.exists() else f"no weights: {weights} is missing"
+    facts |= {"sparse_nb": sparse_nb.__version__} | {name: _version(name) for name in ("torch", "triton",
+        "transformers")}
+    size = f"no weights: {weights} is missing"
+    if weights.exists(): size = f"weights of {weights.stat().st_size / 2**20:.1f} MiB"
     facts |= {"devices": devices(), "kernels": triton_state(), "pocket model": size}
     for name, fact in facts.items(): table.add_row(name, Text(fact, overflow="fold"))
     Console().print(table)
@@ -496,13 +538,15 @@ def doctor():
 # %% ../nbs/95_cli.ipynb #b5802d8a
 bench = typer.Typer(help="Time kernels on this machine's GPU and record them.")
 app.add_typer(bench, name="bench")
-OUT = Annotated[Path, typer.Option(help="File ending in .json, or a folder; kernels/results if not given.", show_default=False)]
+OUT = Annotated[Path, typer.Option(help="File ending in .json, or a folder; kernels/results if not given.",
+                                   show_default=False)]
 
 def _items(option, text, number=False):
     "The parts of a list that was given as text."
     items = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() if number else part for part in items):
-        raise ValueError(f"--{option} must be {'whole numbers' if number else 'names'} separated by commas, got {text!r}")
+        raise ValueError(f"--{option} must be {'whole numbers' if number else 'names'} separated by commas, got "
+                         f"{text!r}")
     return [int(part) for part in items] if number else items
 
 def _command(): return re.sub(r" --out[ =]\S+", "", " ".join(["sparse-nb", *sys.argv[1:]]))
@@ -511,14 +555,18 @@ def _say(line): print(line, flush=True)
 
 @bench.command()
 def decode(
-    lengths: Annotated[str, typer.Option(help="Numbers of keys; six from 4096 to 1048576 if not given.", show_default=False)] = None,
+    lengths: Annotated[str, typer.Option(help="Numbers of keys; six from 4096 to 1048576 if not given.",
+                                         show_default=False)] = None,
     batches: Annotated[str, typer.Option(help="Numbers of sequences; 1,8,32 if not given.", show_default=False)] = None,
-    shapes: Annotated[str, typer.Option(help="Shapes of the heads; llama3,pocket if not given.", show_default=False)] = None,
+    shapes: Annotated[str, typer.Option(help="Shapes of the heads; llama3,pocket if not given.",
+                                        show_default=False)] = None,
     methods: Annotated[str, typer.Option(help="Methods and rivals; all if not given.", show_default=False)] = None,
-    samples: Annotated[int, typer.Option(help="Values that SANTA draws for each head; flash draws 16 times as many.")] = 128,
+    samples: Annotated[int,
+                       typer.Option(help="Values that SANTA draws for each head; flash draws 16 times as many.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of the cache: bfloat16, float16 or float32.")] = "bfloat16",
     out: OUT = None,
-    append: Annotated[bool, typer.Option("--append", help="Keep the cases of the file that are not measured again.")] = False,
+    append: Annotated[bool,
+                      typer.Option("--append", help="Keep the cases of the file that are not measured again.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Two lengths, one sequence, one shape, ten runs.")] = False,
     budget: Annotated[float, typer.Option(help="Largest cache to measure, in GB.")] = 20,
     seconds: Annotated[float, typer.Option(help="Start no case later than this.")] = 330,
@@ -527,26 +575,34 @@ def decode(
     import torch
     from sparse_nb.bench import SHAPES
     from sparse_nb.records import decode as room
-    if dtype not in ("bfloat16", "float16", "float32"): raise ValueError(f"--dtype must be bfloat16, float16 or float32, got {dtype!r}")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"--dtype must be bfloat16, float16 or float32, got {dtype!r}")
     lists = {"lengths": (lengths, room.LENGTHS), "batches": (batches, room.BATCHES), "shapes": (shapes, tuple(SHAPES)),
              "methods": (methods, None)}
     chosen = {name: default if text is None else _items(name, text, name in ("lengths", "batches"))
               for name, (text, default) in lists.items()}
-    path = room.bench_decode(**chosen, samples=samples, dtype=getattr(torch, dtype), out=out, append=append, quick=quick,
+    path = room.bench_decode(**chosen, samples=samples, dtype=getattr(torch, dtype), out=out, append=append,
+                             quick=quick,
                              budget_gb=budget, limit_s=seconds, command=_command(), say=_say)
     print(f"{'saved' if path.exists() else 'nothing was measured, so there is no'} {path}", file=sys.stderr)
 
 @bench.command("generate")
 def _generate(
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt; 8192,32768,131072 if not given, the shorter ones several "
+    lengths: Annotated[str,
+                       typer.Option(help="Tokens of the prompt; 8192,32768,131072 if not given, the shorter ones "
+                                         "several "
                                          "times.", show_default=False)] = None,
     out: OUT = None,
-    append: Annotated[bool, typer.Option("--append", help="Keep the lengths of the file that are not measured again.")] = False,
+    append: Annotated[bool,
+                      typer.Option("--append",
+                                   help="Keep the lengths of the file that are not measured again.")] = False,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    compiled: Annotated[bool, typer.Option("--compiled", help="With a static cache and a compiled step: the model alone and "
+    compiled: Annotated[bool,
+                        typer.Option("--compiled", help="With a static cache and a compiled step: the model alone and "
                                            "SANTA.")] = False,
 ):
-    "Time the tokens of a model like Llama-3.1-8B, with random weights: alone, with methods, and with the cache in host memory."
+    """Time the tokens of a model like Llama-3.1-8B, with random weights: alone, with methods, and with the cache in
+    host memory."""
     from sparse_nb.records import generate as room
     if layers < 1: raise ValueError(f"--layers must be at least 1, got {layers}")
     chosen = {} if lengths is None else dict(lengths=[(n, 2) for n in _items("lengths", lengths, number=True)])
@@ -577,7 +633,8 @@ def main(
     args = sys.argv[1:] if args is None else args
     try: code = app(args or ["--help"], standalone_mode=False, prog_name="sparse-nb")
     except (KeyboardInterrupt, typer.Abort): code = 130
-    except ModuleNotFoundError as error: _fail(f"{error.name} is missing; install it with: pip install 'sparse_nb[cli]'")
+    except ModuleNotFoundError as error:
+        _fail(f"{error.name} is missing; install it with: pip install 'sparse_nb[cli]'")
     except (ValueError, OSError) as error: _fail(error)
     except Exception as error:
         if not hasattr(error, "format_message"): raise

@@ -86,14 +86,16 @@ class BestView:
     ):                 # a matplotlib Figure
         "Where that head looks, and what each method keeps for its query. ValueError where no query was seen."
         from sparse_nb import plots
-        if self.mass < 0: raise ValueError("model must have a layer that sees the whole context, got none: there is nothing to draw")
+        if self.mass < 0:
+            raise ValueError("model must have a layer that sees the whole context, got none: there is nothing to draw")
         n, kept = self.k.shape[2], {}
         for name, method in methods.items():
             if name == "exact": continue
             selection = method.select(self.q, self.k, seed=self.seed, scale=self.scale)
             kept[name] = (selection.dense(n)[0, self.head, 0] > 0).cpu()
         plots.style()
-        return plots.plot_kept(self.weights, kept, answer=self.place, title=f"Where layer {self.layer}, head {self.head} "
+        return plots.plot_kept(self.weights, kept, answer=self.place,
+                               title=f"Where layer {self.layer}, head {self.head} "
                                "looks as the answer is written, and what each method kept")
 
 class Observed:
@@ -118,7 +120,8 @@ def _row(name, method, answer, example, observed):
                correct=tasks.score(answer.text, example.answer).exact, relative_error=answer.error.mean().item(),
                keys_read=1.0 if method.scores_all else read, values_read=read, ms_per_token=answer.ms_per_token)
     if observed is None: return row
-    return row | dict(promised_eps=method.eps, promised_delta=method.delta, promise_missed=observed.missed / observed.queries)
+    return row | dict(promised_eps=method.eps, promised_delta=method.delta,
+                      promise_missed=observed.missed / observed.queries)
 
 def compare(
     model,                  # a transformers decoder
@@ -131,13 +134,15 @@ def compare(
     seed: int = 0,          # of the sampling
     progress=None,          # called as `progress(what, done, total)`
 ):                          # rows (one dict a method) and a function that draws the picture
-    "Answer one question with each method of the demo, from one exact prefill. Raises as `demo_methods` and `hf.answer`."
+    """Answer one question with each method of the demo, from one exact prefill. Raises as `demo_methods` and
+    `hf.answer`."""
     from sparse_nb import hf
     report = progress or (lambda *args: None)
     demo_methods(8, density, samples, eps)  # refuses bad settings before the long read
     context, question = (ids.to(model.device) for ids in split_prompt(tokenizer, example))
     last = context.shape[1] + question.shape[1] - 1
-    methods, best = demo_methods(last + 1, density, samples, eps), BestView(answer_place(tokenizer, example), last, density)
+    methods, best = demo_methods(last + 1, density, samples, eps), BestView(answer_place(tokenizer, example), last,
+        density)
     cache = hf.prefill(model, context, progress=lambda done, total: report("reading the context", done, total))
     room = model.config.get_text_config().max_position_embeddings - last - 1
     length = max(1, min(len(tokenizer(" " + example.answer)["input_ids"]) + 8, room))
@@ -145,14 +150,16 @@ def compare(
     for i, (name, method) in enumerate(methods.items()):
         report("answering", i, len(methods))
         observed = Observed(method) if name == "vattention" else None
-        answer = hf.answer(model, cache, question, method, tokenizer=tokenizer, max_new_tokens=length, seed=seed, stop=".\n",
+        answer = hf.answer(model, cache, question, method, tokenizer=tokenizer, max_new_tokens=length, seed=seed,
+                           stop=".\n",
                            audit=True, watch=best if name == "exact" else observed)
         rows.append(_row(name, method, answer, example, observed))
     report("answering", len(methods), len(methods))
     return rows, lambda: best.draw(methods)
 
 # %% ../nbs/94_demo.ipynb #32b6abbe
-NOTE = ("error: relative error of the attention outputs, mean. keys read, values read: mean shares; oracles read every key "
+NOTE = ("error: relative error of the attention outputs, mean. keys read, values read: mean shares; oracles read every "
+        "key "
         "to choose, SANTA to weigh. ms/token: of the PyTorch reference, and of kernels where there is a GPU.")
 FIELDS = "method", "answer", "right", "error", "keys read", "values read", "ms/token"
 
@@ -161,8 +168,10 @@ def _clean(text): return "".join(c if c.isprintable() else "·" for c in text)
 def _cells(rows):
     "Rows of the table, as strings."
     from sparse_nb.core.methods import METHODS
-    return [[METHODS[r["method"]].label, _clean(r["answer"]), "yes" if r["correct"] else "no", f"{r['relative_error']:.3f}",
-             f"{100 * r['keys_read']:.1f} %", f"{100 * r['values_read']:.1f} %", f"{r['ms_per_token']:.1f}"] for r in rows]
+    return [[METHODS[r["method"]].label, _clean(r["answer"]), "yes" if r["correct"] else "no",
+             f"{r['relative_error']:.3f}",
+             f"{100 * r['keys_read']:.1f} %", f"{100 * r['values_read']:.1f} %", f"{r['ms_per_token']:.1f}"]
+             for r in rows]
 
 def caption(
     rows: list, # from `compare`
@@ -172,7 +181,8 @@ def caption(
     for r in rows:
         if "promised_eps" not in r: continue
         lines.append(f"vAttention promised an error of at most {100 * r['promised_eps']:.3g} % of the denominator in "
-                     f"{100 * (1 - r['promised_delta']):.3g} % of the cases; it was larger in {100 * r['promise_missed']:.2g} %")
+                     f"{100 * (1 - r['promised_delta']):.3g} % of the cases; it was larger in "
+                     f"{100 * r['promise_missed']:.2g} %")
     return [*lines, NOTE]
 
 # %% ../nbs/94_demo.ipynb #c3c537ac
@@ -186,7 +196,8 @@ def show_table(
     from rich.table import Table
     from rich.text import Text
     screen, cells = screen or Console(), _cells(rows)
-    table = Table(title=Text(heading), title_justify="left", caption_justify="left", caption=Text("\n".join(caption(rows))))
+    table = Table(title=Text(heading), title_justify="left", caption_justify="left",
+                  caption=Text("\n".join(caption(rows))))
     for name in FIELDS:
         words = name in ("method", "answer", "right")
         table.add_column(name, justify="left" if words else "right", overflow="fold", no_wrap=name != "answer")

@@ -1,4 +1,5 @@
-"""What all tests share: one torch thread a process, models that are loaded once, and the processor time of each test."""
+"""What all tests share: one torch thread a process, models that are loaded once, and the processor time of each
+test."""
 import io
 import multiprocessing
 import os
@@ -12,7 +13,8 @@ import pytest
 import torch
 from covering import covering
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # a share of the tests of the kernels, as one test of those without
+# a share of the tests of the kernels, as one test of those without
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SECONDS = 8  # of processor time, children counted, that a test without the mark `budget` may take
 
 
@@ -52,10 +54,12 @@ def pytest_fixture_setup(fixturedef, request):
 def pytest_runtest_call(item):
     result = yield from timed(item, "call")
     used, mark = item.stash[USED], item.get_closest_marker("budget")
-    own, allowed = sum(used.get(kind, 0) for kind in ("fixtures", "call", "elsewhere")), mark.args[0] if mark else SECONDS
+    own, allowed = sum(used.get(kind, 0) for kind in ("fixtures", "call",
+                                                      "elsewhere")), mark.args[0] if mark else SECONDS
     busy = os.getloadavg()[0] > 2 * os.cpu_count()  # then the same work takes up to twice the processor time
     unlimited = busy or INTERPRETED or any(map(item.get_closest_marker, ("slow", "gpu")))
-    if own > allowed and not unlimited: pytest.fail(f"{own:.1f} s of processor time, {item.name} may take {allowed} s", pytrace=False)
+    if own > allowed and not unlimited:
+        pytest.fail(f"{own:.1f} s of processor time, {item.name} may take {allowed} s", pytrace=False)
     return result
 
 
@@ -76,14 +80,16 @@ def pytest_terminal_summary(terminalreporter):
     if not files: return
     terminalreporter.section("processor time, collection not counted")
     files["all"] = tuple(map(sum, zip(*files.values())))
-    for name, (count, seconds) in files.items(): terminalreporter.write_line(f"{seconds:8.1f} s {count:6d} tests  {name}")
+    for name, (count, seconds) in files.items():
+        terminalreporter.write_line(f"{seconds:8.1f} s {count:6d} tests  {name}")
 
 
 # a process of its own, without the seconds that its imports take
 
 PROCESSES = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 if sys.platform == "linux":  # nothing that imports Triton, which looks at TRITON_INTERPRET when it is imported
-    PROCESSES.set_forkserver_preload(["torch.distributed.tensor", "transformers", "scipy.stats", "seaborn", "nbdev.test"])
+    PROCESSES.set_forkserver_preload(["torch.distributed.tensor", "transformers", "scipy.stats", "seaborn",
+                                      "nbdev.test"])
 
 
 def send_result(pipe, function, arguments): pipe.send((function(*arguments), processor_seconds()))
@@ -98,7 +104,8 @@ def run_pytest(environment, *arguments):
 
 @pytest.fixture
 def forked(request):
-    "`forked(function, *arguments)`: what the function returns in a process that has run nothing before; its time is the test's."
+    """`forked(function, *arguments)`: what the function returns in a process that has run nothing before; its time is
+    the test's."""
     def run(function, *arguments):
         mine, theirs = PROCESSES.Pipe(duplex=False)
         process = PROCESSES.Process(target=send_result, args=(theirs, function, arguments))
@@ -107,7 +114,8 @@ def forked(request):
         try: result, seconds = mine.recv()
         except EOFError: result = None
         process.join()
-        if process.exitcode: pytest.fail(f"the process of {function.__name__}{arguments} ended with {process.exitcode}", pytrace=False)
+        if process.exitcode:
+            pytest.fail(f"the process of {function.__name__}{arguments} ended with {process.exitcode}", pytrace=False)
         add_seconds(request.node, "elsewhere", seconds)
         return result
     return run

@@ -1,4 +1,5 @@
-"A method's state inside transformers' caches, and keys from before rotary embedding, on small random models of many families and of every rope_type"
+"""A method's state inside transformers' caches, and keys from before rotary embedding, on small random models of many
+families and of every rope_type"""
 import copy
 
 import pytest
@@ -15,18 +16,25 @@ import test_hf
 from sparse_nb.attention import State, TopK, assert_close
 from sparse_nb.hf import answer, capture, prefill, sparsify
 from sparse_nb.models.cache import keep_state, offload
-from sparse_nb.models.rotation import Rotation, as_complex, candidate_rotations, no_rotation, random_rotation, rotation_of, stored_keys, unrotate
+from sparse_nb.models.rotation import (Rotation, as_complex, candidate_rotations, no_rotation, random_rotation,
+                                       rotation_of, stored_keys, unrotate)
 from test_hf import IDS, SMALL, Letters, rope, whole_layers
 
-MLA = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=9)
+MLA = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
+           v_head_dim=16, first_k_dense_replace=9)
 YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 LLAMA4 = dict(head_dim=16, intermediate_size_mlp=64, num_local_experts=2, num_hidden_layers=4)
-TWO, FOUR = dict(layer_types=["sliding_attention", "full_attention"]), dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2)
-GEMMA4 = dict(head_dim=16, global_head_dim=32, sliding_window=16, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8)
-GEMMA3N = FOUR | dict(head_dim=16, sliding_window=16, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, laurel_rank=4, intermediate_size=[64] * 4, activation_sparsity_pattern=[0.0] * 4)
+TWO, FOUR = dict(layer_types=["sliding_attention", "full_attention"]), dict(num_hidden_layers=4,
+    num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2)
+GEMMA4 = dict(head_dim=16, global_head_dim=32, sliding_window=16, vocab_size_per_layer_input=64,
+              hidden_size_per_layer_input=8)
+GEMMA3N = FOUR | dict(head_dim=16, sliding_window=16, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
+                      laurel_rank=4, intermediate_size=[64] * 4, activation_sparsity_pattern=[0.0] * 4)
 
 def longrope(width, **kwargs):
-    return dict(original_max_position_embeddings=16) | rope(rope_type="longrope", original_max_position_embeddings=16, short_factor=[1.0] * width, long_factor=[1.0 + i for i in range(width)], **kwargs)
+    return dict(original_max_position_embeddings=16) | rope(rope_type="longrope", original_max_position_embeddings=16,
+                                                            short_factor=[1.0] * width,
+                                                            long_factor=[1.0 + i for i in range(width)], **kwargs)
 
 FAMILIES = test_hf.FAMILIES | {
     "linear": ("Llama", rope(rope_type="linear", factor=4.0)),
@@ -49,18 +57,27 @@ FAMILIES = test_hf.FAMILIES | {
 HALVES, NEIGHBOURS, NONE = Rotation("halves", 0, 16), Rotation("neighbours", 0, 16), Rotation("none")
 COHERE, PARTS = Rotation("neighbours", 0, 16, step=2), [HALVES, Rotation("halves", 0, 32)]
 ROTATIONS = {  # of all layers, or of each; halves unless said
-    "longrope, partial": Rotation("halves", 0, 8), "phi, partial": Rotation("halves", 0, 8), "gpt-neox, partial, fused": Rotation("halves", 0, 4), "stablelm, partial": Rotation("halves", 0, 4),
-    "gemma4, proportional": PARTS, "gemma4, shared keys": [*PARTS, None, None], "gemma3n, shared keys": [HALVES, HALVES, None, None],
-    "cohere, interleaved": COHERE, "cohere2, layers without rope": [COHERE] * 3 + [NONE], "smollm3, layers without rope": [HALVES] * 3 + [NONE],
-    "glm, partial, interleaved": Rotation("neighbours", 0, 8), "ernie": NEIGHBOURS, "llama4, complex, norm after": [NEIGHBOURS] * 3 + [NONE], "llama4, yarn": [NEIGHBOURS] * 3 + [NONE],
+    "longrope, partial": Rotation("halves", 0, 8), "phi, partial": Rotation("halves", 0, 8),
+    "gpt-neox, partial, fused": Rotation("halves", 0, 4), "stablelm, partial": Rotation("halves", 0, 4),
+    "gemma4, proportional": PARTS, "gemma4, shared keys": [*PARTS, None, None],
+    "gemma3n, shared keys": [HALVES, HALVES, None, None],
+    "cohere, interleaved": COHERE, "cohere2, layers without rope": [COHERE] * 3 + [NONE],
+    "smollm3, layers without rope": [HALVES] * 3 + [NONE],
+    "glm, partial, interleaved": Rotation("neighbours", 0, 8), "ernie": NEIGHBOURS,
+    "llama4, complex, norm after": [NEIGHBOURS] * 3 + [NONE], "llama4, yarn": [NEIGHBOURS] * 3 + [NONE],
     "nanochat, backwards": Rotation("halves", 0, 16, sign=-1), "head of two columns": Rotation("halves", 0, 2),
 }
 REFUSED = {
-    "deepseek-v3": ("DeepseekV3", MLA, r"layer 0 of deepseek_v3 \(rope_type default\), which rotates what it keeps as values"),
-    "deepseek-v2": ("DeepseekV2", MLA, r"layer 0 of deepseek_v2 \(rope_type default\), which rotates what it keeps as values"),
-    "hunyuan": ("HunYuanDenseV1", dict(head_dim=16), r"layer 0 of hunyuan_v1_dense \(rope_type default\), which rotates its keys in another way"),
-    "llama4, yarn, norm after": ("Llama4Text", LLAMA4 | YARN, r"layer 0 of llama4_text \(rope_type yarn\), which rotates its keys in another way"),
-    "gptj": ("GPTJ", dict(rotary_dim=8, n_embd=64, n_head=4, n_layer=2), "layer 0 of gptj .* is not given its rotation"),
+    "deepseek-v3": ("DeepseekV3", MLA,
+                    r"layer 0 of deepseek_v3 \(rope_type default\), which rotates what it keeps as values"),
+    "deepseek-v2": ("DeepseekV2", MLA,
+                    r"layer 0 of deepseek_v2 \(rope_type default\), which rotates what it keeps as values"),
+    "hunyuan": ("HunYuanDenseV1", dict(head_dim=16),
+                r"layer 0 of hunyuan_v1_dense \(rope_type default\), which rotates its keys in another way"),
+    "llama4, yarn, norm after": ("Llama4Text", LLAMA4 | YARN,
+                                 r"layer 0 of llama4_text \(rope_type yarn\), which rotates its keys in another way"),
+    "gptj": ("GPTJ", dict(rotary_dim=8, n_embd=64, n_head=4, n_layer=2),
+             "layer 0 of gptj .* is not given its rotation"),
     "gpt2": ("GPT2", dict(n_embd=64, n_head=4, n_layer=2), "layer 0 of gpt2 .* is not given its rotation"),
 }
 GROWING = ["dynamic", "longrope", "longrope, partial"]
@@ -69,7 +86,8 @@ def build(family, dtype=torch.float32):
     "A random model whose norms and biases are random, too"
     torch.manual_seed(0)
     name, given = (FAMILIES | REFUSED)[family][:2]
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(**({} if name in ("GPTJ", "GPT2") else SMALL) | given)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers,
+        name + "Config")(**({} if name in ("GPTJ", "GPT2") else SMALL) | given)).eval()
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 1: p.add_(0.2 * torch.randn(p.shape))
@@ -81,10 +99,13 @@ def expected(family, model):
 
 def hook(model, fn):
     "Call `fn(module, kwargs)` with all arguments by name before each attention layer"
-    def call(module, args, kwargs): fn(module, kwargs if "hidden_states" in kwargs else kwargs | dict(hidden_states=args[0]))
-    return [m.register_forward_pre_hook(call, with_kwargs=True) for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
+    def call(module, args, kwargs):
+        fn(module, kwargs if "hidden_states" in kwargs else kwargs | dict(hidden_states=args[0]))
+    return [m.register_forward_pre_hook(call, with_kwargs=True) for m in model.modules() if hasattr(m, "layer_idx")
+            and "Attention" in type(m).__name__]
 
-def plain_keys(module, kwargs): return stored_keys(module, kwargs | dict(position_embeddings=no_rotation(kwargs["position_embeddings"])))[0]
+def plain_keys(module, kwargs):
+    return stored_keys(module, kwargs | dict(position_embeddings=no_rotation(kwargs["position_embeddings"])))[0]
 
 class Spy(DynamicCache):
     "A cache that notes the keys of each update"
@@ -123,7 +144,8 @@ def test_keys_before_rope_come_back_at_every_step(family):
     for step in log:
         for layer, (given, after, before) in step.items(): close(unrotate(after, given, want[layer]), before)
     for layer, (given, after, before) in log[1].items(): assert torch.equal(after, before) == (want[layer] == NONE)
-    close(torch.cat([unrotate(step[0][1], step[0][0], want[0]) for step in log], 2), capture(build(family), ids[:, :60], before_rope=True)[0].k_before)
+    close(torch.cat([unrotate(step[0][1], step[0][0], want[0]) for step in log], 2),
+          capture(build(family), ids[:, :60], before_rope=True)[0].k_before)
 
 def test_only_one_rotation_fits_and_no_other_comes_near(family):
     model, tried = build(family), []
@@ -167,7 +189,8 @@ def test_every_rope_type_of_transformers_is_covered():
         if "rope_type" in ropes: yield ropes["rope_type"]
         for x in ropes.values():
             if isinstance(x, dict): yield from types(x)
-    assert set(ROPE_INIT_FUNCTIONS) | {"default"} <= {t for f in FAMILIES for t in types(build(f).config.rope_parameters)}
+    assert set(ROPE_INIT_FUNCTIONS) | {"default"} <= {t for f in FAMILIES
+                                                      for t in types(build(f).config.rope_parameters)}
 
 def test_the_scaled_and_growing_rotations_are_what_they_say():
     scaled, growing = [], []
@@ -183,9 +206,11 @@ def test_angles_in_an_unknown_form_are_refused():
     model, cos = build("llama"), torch.ones(1, 3, 16)
     for given in (dict(main=(cos, cos)), cos, (cos, cos, cos), (cos[None], cos[None])):
         with pytest.raises(ValueError, match="layer 1 of llama .* in an unknown form"):
-            rotation_of(model.model.layers[1].self_attn, (), dict(hidden_states=torch.zeros(1, 3, 64), position_embeddings=given))
+            rotation_of(model.model.layers[1].self_attn, (), dict(hidden_states=torch.zeros(1, 3, 64),
+                position_embeddings=given))
 
-@pytest.mark.parametrize("family, rotation", [("deepseek-v3", Rotation("halves", 16, 8)), ("deepseek-v2", Rotation("neighbours", 16, 8))])
+@pytest.mark.parametrize("family, rotation", [("deepseek-v3", Rotation("halves", 16, 8)),
+                                              ("deepseek-v2", Rotation("neighbours", 16, 8))])
 def test_the_expanded_keys_of_latent_attention_could_be_inverted_after_the_cache(family, rotation):
     model, given = build(family), {}
     hook(model, lambda module, kwargs: given.update({module.layer_idx: kwargs["position_embeddings"]}))
@@ -196,17 +221,21 @@ def by_group(q, groups):
     return q.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
 
 class Before(State):
-    "All that a state can hear, side by side, NaN where it is unknown; notes the calls that change the order or number of its keys"
+    """All that a state can hear, side by side, NaN where it is unknown; notes the calls that change the order or number
+    of its keys"""
     hears = "shown", "q", "k_before", "q_before"
     def __init__(self):
         super().__init__()
         self.calls = set()
     def features(self, k, v, shown, q, k_before, q_before):
         assert len({x is None for x in (shown, q, k_before, q_before)}) == 1
-        if shown is None: return torch.cat([k, k.new_full((*k.shape[:3], 1 + k.shape[3] * (1 + 2 * self.shares)), torch.nan)], -1)
-        assert shown.shape == (k.shape[0], k.shape[2]) and shown.dtype == torch.bool and k_before.shape == k.shape and q_before.shape == q.shape
+        if shown is None:
+            return torch.cat([k, k.new_full((*k.shape[:3], 1 + k.shape[3] * (1 + 2 * self.shares)), torch.nan)], -1)
+        assert (shown.shape == (k.shape[0], k.shape[2]) and shown.dtype == torch.bool and k_before.shape == k.shape
+                and q_before.shape == q.shape)
         self.shares = q.shape[1] // k.shape[1]
-        return torch.cat([k, k_before, by_group(q, k.shape[1]), by_group(q_before, k.shape[1]), shown[:, None, :, None].expand(*k.shape[:3], 1)], -1)
+        return torch.cat([k, k_before, by_group(q, k.shape[1]), by_group(q_before, k.shape[1]),
+                          shown[:, None, :, None].expand(*k.shape[:3], 1)], -1)
     shares = 2
     def pick_rows(self, rows):
         if rows.tolist() != list(range(len(self.rows))): self.calls.add("select")
@@ -232,7 +261,8 @@ class KeepsBefore(KeepsRows):
         assert state.rows.shape[:2] == k.shape[:2] and 0 < len(state) <= k.shape[2]
         stop = torch.full((len(q),), len(state)) if kwargs["kv_len"] is None else kwargs["kv_len"]
         own = state.rows[torch.arange(len(q)), :, stop - 1][:, :, None]  # of the query's own place
-        assert torch.equal(state.split(own, k.shape[3])[3], by_group(q_before, k.shape[1])) and torch.equal(state.split(own, k.shape[3])[2], by_group(q, k.shape[1]))
+        assert (torch.equal(state.split(own, k.shape[3])[3], by_group(q_before, k.shape[1]))
+                and torch.equal(state.split(own, k.shape[3])[2], by_group(q, k.shape[1])))
         return super().decode(q, k, v, **kwargs)
 
 class NeedsBefore(Before):
@@ -243,9 +273,12 @@ class NeedsBefore(Before):
 class Needs(KeepsBefore):
     def new_state(self): return NeedsBefore()
 
-ALL, ROWS = KeepsBefore(budget=1.0), KeepsRows(budget=0.5)  # with all keys a later layer gets what it gets from the model itself
-E2E = ["llama", "yarn", "qwen3, key norm", "cohere, interleaved", "cohere2, layers without rope", "glm, partial, interleaved", "smollm3, layers without rope", "phi3, fused", "gpt-neox, partial, fused"]
-GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0], return_dict_in_generate=True)
+# with all keys a later layer gets what it gets from the model itself
+ALL, ROWS = KeepsBefore(budget=1.0), KeepsRows(budget=0.5)
+E2E = ["llama", "yarn", "qwen3, key norm", "cohere, interleaved", "cohere2, layers without rope",
+       "glm, partial, interleaved", "smollm3, layers without rope", "phi3, fused", "gpt-neox, partial, fused"]
+GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0],
+              return_dict_in_generate=True)
 PAD = torch.tensor([0, 9])
 PADDED = torch.stack([IDS[0], torch.cat([IDS.new_zeros(9), IDS[0, :31]])])
 TWICE = IDS[:, :20].repeat(1, 2)  # a guess for every next token
@@ -254,14 +287,16 @@ WAYS = {
     "padded": (PADDED, dict(attention_mask=(torch.arange(40) >= PAD[:, None]).long()), set()),
     "chunks": (IDS, dict(prefill_chunk_size=16), set()),
     "static": (IDS, dict(cache_implementation="static"), set()),
-    "padded, static": (PADDED, dict(attention_mask=(torch.arange(40) >= PAD[:, None]).long(), cache_implementation="static"), set()),
+    "padded, static": (PADDED, dict(attention_mask=(torch.arange(40) >= PAD[:, None]).long(),
+                                    cache_implementation="static"), set()),
     "lookup": (TWICE, dict(prompt_lookup_num_tokens=3), {"crop"}),
     "beams": (IDS, dict(num_beams=5), {"select"}),
 }
 
 def session(model, method=ALL): return sparsify(model, decode=dict.fromkeys(whole_layers(model), method))
 
-def generate(model, ids, **kwargs): return model.generate(ids, **GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs)
+def generate(model, ids, **kwargs):
+    return model.generate(ids, **GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs)
 
 def check(model, cache, ids, pad=None, calls=None):
     "The states hold the keys before rope of `ids`, in every layer without a window"
@@ -272,10 +307,12 @@ def check(model, cache, ids, pad=None, calls=None):
             assert state.rows.shape[:1] == ids.shape[:1]
             groups, size = c.k.shape[1], c.k.shape[3]
             *got, shown = state.split(state.rows[[b]], size)
-            for x, want in zip(got, (c.k, c.k_before, by_group(c.q, groups), by_group(c.q_before, groups)), strict=True):
+            for x, want in zip(got, (c.k, c.k_before, by_group(c.q, groups), by_group(c.q_before, groups)),
+                               strict=True):
                 assert_close(x[:, :, first:], want, rtol=1e-4)
             assert (shown[:, :, :first] == 0).all() and (shown[:, :, first:] == 1).all()
-            for x, y in ((c.k, c.k_before), (c.q, c.q_before)): assert torch.equal(x, y) or (x - y).norm() > 0.05 * x.norm()
+            for x, y in ((c.k, c.k_before), (c.q, c.q_before)):
+                assert torch.equal(x, y) or (x - y).norm() > 0.05 * x.norm()
             assert calls is None or state.calls == calls
             found.append(c.layer)
         assert found == whole_layers(model) != []
@@ -285,7 +322,8 @@ def check(model, cache, ids, pad=None, calls=None):
 def test_generation_keeps_the_keys_before_rope(family, way):
     model, (ids, kwargs, calls) = build(family), WAYS[way]
     with session(model): out = generate(model, ids, **kwargs)
-    cache, told = out.past_key_values, out.sequences[:, :int(out.past_key_values.get_seq_length(whole_layers(model)[0]))]
+    cache, told = out.past_key_values, out.sequences[:,
+                                                     :int(out.past_key_values.get_seq_length(whole_layers(model)[0]))]
     if way == "beams":  # what was written in each row of the cache: the values of the first layer tell the token
         table = capture(model, torch.arange(64)[None])[0].v.transpose(1, 2).flatten(2)
         values = cache.layers[0].values[:, :, -5:].transpose(1, 2).flatten(2)
@@ -306,7 +344,9 @@ def test_a_second_turn_goes_on_with_the_keys_before_rope(family):
 
 def test_a_rotation_given_without_its_name():
     model = build("llama")
-    for layer in model.model.layers: layer.self_attn.register_forward_pre_hook(lambda m, args, kwargs: ((kwargs.pop("hidden_states"), kwargs.pop("position_embeddings")), kwargs), with_kwargs=True)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda m, args, kwargs: ((kwargs.pop("hidden_states"),
+            kwargs.pop("position_embeddings")), kwargs), with_kwargs=True)
     with session(model): out = generate(model, IDS)
     check(build("llama"), out.past_key_values, out.sequences[:, :-1])
 
@@ -330,7 +370,8 @@ def test_keys_that_came_outside_of_a_session_are_unknown(way):
         state = cache.layers[c.layer].state
         k, k_before, *_ = state.split(state.rows, 16)
         unheard = [*range(30), 35] if not way else list(range(30))
-        assert len(state) == (35 if way else 40) and k_before.isnan().all(-1)[0, 0].nonzero().flatten().tolist() == unheard
+        assert (len(state) == (35 if way else 40) and k_before.isnan().all(-1)[0, 0].nonzero().flatten().tolist()
+                == unheard)
         heard = [i for i in range(len(state)) if i not in unheard]
         assert torch.equal(k[:, :, :30], keys)
         assert_close(k, c.k[:, :, :len(state)], rtol=1e-4)
@@ -350,7 +391,9 @@ def test_an_index_of_keys_before_rope_names_the_model_that_cannot_give_them(fami
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2"])
 def test_an_index_of_a_model_that_keeps_latents_is_of_the_keys_that_attention_gets(family, monkeypatch):
-    with sparsify(model := build(family), decode=KeepsRows(budget=1.0)), pytest.raises(ValueError, match="got layer 0 of deepseek_v., which uses values of another head size"): generate(model, IDS)
+    with sparsify(model := build(family), decode=KeepsRows(budget=1.0)), pytest.raises(ValueError,
+        match="got layer 0 of deepseek_v., which uses values of another head size"):
+        generate(model, IDS)
     monkeypatch.setitem(REFUSED, family, (REFUSED[family][0], MLA | dict(v_head_dim=24)))
     model = build(family)
     with sparsify(model, decode=KeepsRows(budget=1.0)): out = generate(model, IDS)
@@ -366,12 +409,16 @@ def forwards(model):
         for part in ids[:, :60].split([5, 35, 1, 19], 1): model(part, past_key_values=cache)
     return cache
 
-@pytest.mark.parametrize("way", [forwards, lambda model: generate(model, IDS[:, :10], max_new_tokens=20).past_key_values], ids=["forwards", "generate"])
+@pytest.mark.parametrize("way",
+                         [forwards, lambda model: generate(model, IDS[:, :10], max_new_tokens=20).past_key_values],
+                         ids=["forwards", "generate"])
 @pytest.mark.parametrize("family", GROWING)
 def test_angles_that_change_as_the_sequence_grows(family, way):
     model, log, given = build(family), {}, {}
     def note(module, kwargs):
-        if kwargs["past_key_values"].get_seq_length(module.layer_idx) == 0: log[module.layer_idx], given[module.layer_idx] = [], []  # Phi-3 reads all anew when it changes to the long angles
+        # Phi-3 reads all anew when it changes to the long angles
+        if kwargs["past_key_values"].get_seq_length(module.layer_idx) == 0:
+            log[module.layer_idx], given[module.layer_idx] = [], []
         log[module.layer_idx].append(plain_keys(module, kwargs))
         given[module.layer_idx].append(kwargs["position_embeddings"])
     with session(model):
@@ -388,11 +435,15 @@ def test_angles_that_change_as_the_sequence_grows(family, way):
         assert (unrotate(layer.keys, last, ROTATIONS.get(family, HALVES)) - before).norm() > 1e-2 * before.norm()
 
 CONFIG = transformers.LlamaConfig(**SMALL)
-CACHES = {"dynamic": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset"], 99),
-          "host": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset"], 99),
+CACHES = {"dynamic": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_cache", "crop",
+                                                            "batch_repeat_interleave", "batch_select_indices",
+                                                            "reset"], 99),
+          "host": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_cache", "crop", "batch_repeat_interleave",
+                                                         "batch_select_indices", "reset"], 99),
           "static": (lambda: StaticCache(config=CONFIG, max_cache_len=12), ["update", "reorder_cache", "reset"], 12)}
 
-def pair(n, rows=2, seed=0): return torch.randn(2, rows, 2, n, 4, generator=torch.Generator().manual_seed(seed)).unbind(0)
+def pair(n, rows=2, seed=0):
+    return torch.randn(2, rows, 2, n, 4, generator=torch.Generator().manual_seed(seed)).unbind(0)
 
 class Other(DynamicLayer): "A kind of layer that is not known here"
 
@@ -424,7 +475,8 @@ def check_changes(kind, before, after):
             for cache in (kept, plain): change(cache, *op, room)
         if not hasattr(kept.layers[0], "state"): continue
         length, want = int(plain.get_seq_length()), plain.layers[0]
-        assert kept.layers[0] is layer is keep_state(kept, 0, ROWS) and len(layer.state) <= int(layer.get_seq_length()) == length
+        assert (kept.layers[0] is layer is keep_state(kept, 0, ROWS) and len(layer.state)
+                <= int(layer.get_seq_length()) == length)
         if not length: continue
         if op is not None and op[1] % 3 == 0: continue  # nobody listens
         new = min(length - len(layer.state), 1)
@@ -450,40 +502,51 @@ def test_a_state_follows_a_static_layer(before, after): check_changes("static", 
 
 @pytest.mark.parametrize("kind", ["dynamic", "host"])
 @pytest.mark.parametrize("op", CACHES["dynamic"][1])
-@pytest.mark.parametrize("emptied", [[], [("update", 4), ("reset", 0)], [("update", 4), ("crop", 2)]], ids=["new", "reset", "cropped"])
-def test_an_empty_layer_may_be_changed(emptied, op, kind): check_changes(kind, [], [*emptied, (op, 1), ("update", 3), ("reorder_cache", 4)])
+@pytest.mark.parametrize("emptied", [[], [("update", 4), ("reset", 0)], [("update", 4), ("crop", 2)]],
+                         ids=["new", "reset", "cropped"])
+def test_an_empty_layer_may_be_changed(emptied, op, kind):
+    check_changes(kind, [], [*emptied, (op, 1), ("update", 3), ("reorder_cache", 4)])
 
 @pytest.mark.parametrize("place", [lambda cache: None, lambda cache: offload(cache, 0)], ids=["device", "host"])
-@pytest.mark.parametrize("indices", [[1, 0], [-1], torch.tensor([1, 1]), torch.tensor([1], dtype=torch.int32), torch.tensor([False, True])], ids=str)
+@pytest.mark.parametrize("indices", [[1, 0], [-1], torch.tensor([1, 1]), torch.tensor([1], dtype=torch.int32),
+                                     torch.tensor([False, True])], ids=str)
 def test_sequences_may_be_named_in_every_way_that_indexes_a_tensor(indices, place):
     keep_state(cache := filled(), 0, ROWS)
     place(cache)
     layer = cache.layers[0]
     layer.hear(layer.keys, layer.values)
     cache.batch_select_indices(indices)
-    assert torch.equal(layer.state.rows, torch.cat([layer.keys, layer.values], -1)) and torch.equal(layer.keys, pair(5)[0][indices])
+    assert (torch.equal(layer.state.rows, torch.cat([layer.keys, layer.values], -1)) and torch.equal(layer.keys,
+        pair(5)[0][indices]))
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)), "got a DynamicSlidingWindowLayer for layer 0"),
-    (lambda: StaticCache(config=transformers.MistralConfig(**SMALL, sliding_window=4), max_cache_len=9), "got a StaticSlidingWindowLayer for layer 0"),
+    (lambda: DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)),
+     "got a DynamicSlidingWindowLayer for layer 0"),
+    (lambda: StaticCache(config=transformers.MistralConfig(**SMALL, sliding_window=4), max_cache_len=9),
+     "got a StaticSlidingWindowLayer for layer 0"),
     (lambda: transformers.Cache(layers=[Other()]), "got a Other for layer 0"),
     (lambda: filled(cache=transformers.Cache(layers=[Other()])), "got a Other for layer 0"),
 ])
 def test_caches_that_cannot_keep_a_state_are_refused_and_left_alone(make, message):
     layer = (cache := make()).layers[0]
-    with pytest.raises(ValueError, match="cache must have layers that can keep an index, " + message): keep_state(cache, 0, ROWS)
+    with pytest.raises(ValueError, match="cache must have layers that can keep an index, " + message):
+        keep_state(cache, 0, ROWS)
     assert cache.layers[0] is layer
 
 def test_a_state_of_another_method_or_of_keys_that_are_gone_is_refused():
     layer = keep_state(cache := filled(), 0, ROWS)
     layer.hear(layer.keys, layer.values)
     assert keep_state(cache, 0, KeepsRows(budget=0.25)) is layer  # another budget, the same rows
-    with pytest.raises(ValueError, match=r"cache must keep the index of KeepsBefore.*, got layer 0, which keeps another index, of KeepsRows\(budget=0.5"): keep_state(cache, 0, ALL)
+    with pytest.raises(ValueError,
+                       match=r"cache must keep the index of KeepsBefore.*, got layer 0, which keeps another index, of "
+                             r"KeepsRows\(budget=0.5"):
+        keep_state(cache, 0, ALL)
     layer.state.size = 4
     with pytest.raises(ValueError, match="cache must keep the index"): keep_state(cache, 0, KeepsRows(budget=0.25))
     assert keep_state(cache, 0, KeepsRows(budget=0.5)) is layer and keep_state(cache, 1, ALL) is cache.layers[1]
     layer.keys, layer.values = layer.keys[:, :, :3], layer.values[:, :, :3]
-    with pytest.raises(ValueError, match="cache must hold the keys of its index, got one of 5 for 3 in layer 0"): keep_state(cache, 0, ROWS)
+    with pytest.raises(ValueError, match="cache must hold the keys of its index, got one of 5 for 3 in layer 0"):
+        keep_state(cache, 0, ROWS)
     with pytest.raises(ValueError, match="new must be at most -2"): layer.hear(layer.keys, layer.values)
     layer.state.crop(2)
     with pytest.raises(ValueError, match="new must be at most 1, .* got 2"): layer.hear(layer.keys, layer.values, 2)
@@ -511,13 +574,15 @@ def test_a_copy_of_a_cache_has_a_state_of_its_own(method, place):
     assert len(layer.state) == 3 and len(other.layers[0].state) == 7
     assert keep_state(other, 0, method) is other.layers[0]
 
-@pytest.mark.parametrize("family", ["qwen2, window", "cohere2, layers without rope", "gemma3, two ropes", "gemma3n, shared keys"])
+@pytest.mark.parametrize("family", ["qwen2, window", "cohere2, layers without rope", "gemma3, two ropes",
+                                    "gemma3n, shared keys"])
 def test_layers_with_a_window_or_without_keys_of_their_own_keep_nothing(family):
     model = build(family)
     whole = [i for i in whole_layers(model) if expected(family, model)[i]]
     with sparsify(model, decode=KeepsRows(budget=1.0)): cache = generate(model, IDS).past_key_values
     assert [i for i, x in enumerate(cache.layers) if hasattr(x, "state")] == whole != []
-    for i in whole: assert torch.equal(cache.layers[i].state.rows, torch.cat([cache.layers[i].keys, cache.layers[i].values], -1))
+    for i in whole:
+        assert torch.equal(cache.layers[i].state.rows, torch.cat([cache.layers[i].keys, cache.layers[i].values], -1))
 
 def test_a_layer_in_host_memory_grows_in_place_and_gives_back_a_first_reading():
     k, v = pair(5)
@@ -528,13 +593,15 @@ def test_a_layer_in_host_memory_grows_in_place_and_gives_back_a_first_reading():
     places = []
     for n in range(6, 20):
         found = cache.update(*pair(1, seed=n), 0)
-        assert torch.equal(found[0][:, :, :5], k) and torch.equal(found[1][:, :, n - 1:], pair(1, seed=n)[1]) and found[0].shape[2] == n
+        assert (torch.equal(found[0][:, :, :5], k) and torch.equal(found[1][:, :, n - 1:], pair(1, seed=n)[1])
+                and found[0].shape[2] == n)
         places.append(found[0].data_ptr())
     assert [n for n, (a, b) in enumerate(zip(places, places[1:]), 7) if a != b] == [9, 17]
 
 @pytest.mark.parametrize("make, message", [
     (lambda: StaticCache(config=CONFIG, max_cache_len=9), "got a StaticLayer for layer 0"),
-    (lambda: DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)), "got a DynamicSlidingWindowLayer for layer 0"),
+    (lambda: DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=4)),
+     "got a DynamicSlidingWindowLayer for layer 0"),
     (lambda: transformers.Cache(layers=[Other()]), "got a Other for layer 0"),
 ])
 def test_layers_that_cannot_move_to_the_host_are_refused_and_left_alone(make, message):
@@ -561,7 +628,8 @@ def test_forks_of_a_layer_in_host_memory_go_their_own_ways():
     fork = copy.copy(layer)
     fork.update(*pair(2, seed=1))
     layer.update(*pair(2, seed=2))
-    for x, seed in ((fork, 1), (layer, 2)): assert torch.equal(x.keys, torch.cat([pair(3)[0], pair(2, seed=seed)[0]], 2))
+    for x, seed in ((fork, 1), (layer, 2)):
+        assert torch.equal(x.keys, torch.cat([pair(3)[0], pair(2, seed=seed)[0]], 2))
 
 def test_host_memory_serves_every_mode_and_default_device():
     cache = DynamicCache(config=CONFIG)
@@ -570,5 +638,8 @@ def test_host_memory_serves_every_mode_and_default_device():
     one = pair(1, seed=1)
     with torch.device("meta"): cache.update(*one, 0)
     k, v = (x.requires_grad_() for x in pair(1, seed=2))
-    assert not cache.update(k, v, 0)[0].requires_grad and torch.equal(cache.layers[0].keys, torch.cat([pair(5)[0], pair(1, seed=1)[0], pair(1, seed=2)[0]], 2))
-    with pytest.raises(ValueError, match="offload must be False but for keys of a CPU or a CUDA device, got keys of meta"): cache.update(k.to("meta"), v.to("meta"), 0)
+    assert (not cache.update(k, v, 0)[0].requires_grad and torch.equal(cache.layers[0].keys,
+        torch.cat([pair(5)[0], pair(1, seed=1)[0], pair(1, seed=2)[0]], 2)))
+    with pytest.raises(ValueError,
+                       match="offload must be False but for keys of a CPU or a CUDA device, got keys of meta"):
+        cache.update(k.to("meta"), v.to("meta"), 0)

@@ -1,4 +1,5 @@
-"The command as a user meets it: in this process, and in a few of its own where imports, signals, pipes or a terminal matter"
+"""The command as a user meets it: in this process, and in a few of its own where imports, signals, pipes or a terminal
+matter"""
 import io
 import json
 import os
@@ -29,7 +30,8 @@ def child(*args, cwd=None, code=None, input=None, **env):
     "The command, or `code`, in a process of its own."
     start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "sparse_nb.cli"]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run([*start, *args], capture_output=True, text=True, encoding="utf-8", timeout=120, cwd=cwd, input=input,
+    return subprocess.run([*start, *args], capture_output=True, text=True, encoding="utf-8", timeout=120, cwd=cwd,
+                          input=input,
                           env=ENV | {"PYTHONPATH": path} | env)
 
 
@@ -62,7 +64,8 @@ def save_llama(folder, vocabulary=None, **settings):
     "A tiny random Llama that reads bytes."
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2,
                  max_position_embeddings=4096, bos_token_id=tokenizer.bos_token_id, eos_token_id=None)
     config = transformers.LlamaConfig(vocab_size=vocabulary or len(tokenizer), **sizes | settings)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
@@ -101,7 +104,8 @@ def generated(file, *args): return run("generate", "--prompt-file", file, *args)
 
 def test_json_is_one_list_and_the_report_stands_alone(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = run("demo", "--model", tiny, "--context", 512, "--density", 0.1, "--task", "kv", "--samples", 7, "--eps", 0.3, "--json",
+    result = run("demo", "--model", tiny, "--context", 512, "--density", 0.1, "--task", "kv", "--samples", 7, "--eps",
+                 0.3, "--json",
                  "--out", "report.html")
     assert result.returncode == 0 and result.stderr == "saved report.html\n"
     rows = {r["method"]: r for r in json.loads(result.stdout)}
@@ -118,14 +122,16 @@ def test_json_is_one_list_and_the_report_stands_alone(tiny, tmp_path, monkeypatc
     promise = rows["vattention"]
     assert (promise["promised_eps"], promise["promised_delta"]) == (0.3, 0.1) and 0 <= promise["promise_missed"] <= 0.1
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<tr>") == 7 and "data:image/png;base64," in page and "http" not in page and "promised an error" in page
+    assert (page.count("<tr>") == 7 and "data:image/png;base64," in page and "http" not in page
+            and "promised an error" in page)
 
 
 def test_the_table_and_the_default_picture(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("demo", "--model", tiny, "--context", 256)
     assert result.returncode == 0 and result.stderr == "saved sparse-nb-demo.png\n"
-    for word in ("streaming", "top-k (oracle)", "Double Sparsity", "SANTA", "vAttention", "keys read", "values read", "right answer",
+    for word in ("streaming", "top-k (oracle)", "Double Sparsity", "SANTA", "vAttention", "keys read", "values read",
+                 "right answer",
                  "promised an error of at most 10 %"): assert word in result.stdout
     assert (tmp_path / "sparse-nb-demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -134,7 +140,8 @@ def test_a_narrow_terminal_loses_nothing(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "40")
     said = run("demo", "--model", tiny, "--context", 256).stdout
-    for word in ("answer:", "right:", "error:", "keys read:", "values read:", "ms/token:"): assert said.count(f"  {word} ") == 6, word
+    for word in ("answer:", "right:", "error:", "keys read:", "values read:", "ms/token:"):
+        assert said.count(f"  {word} ") == 6, word
     assert "  keys read: 100.0 %\n" in said
 
 
@@ -165,7 +172,8 @@ def test_wrong_options_take_one_line(tiny, tmp_path, monkeypatch, options, words
     assert [x.name for x in tmp_path.iterdir()] == ["folder.png"]
 
 
-@pytest.mark.parametrize("args", [["demos"], ["--colour"], ["record"], ["record", "nothing"], ["record", "gather", "--list"]])
+@pytest.mark.parametrize("args", [["demos"], ["--colour"], ["record"], ["record", "nothing"],
+                                  ["record", "gather", "--list"]])
 def test_wrong_commands_take_one_line(args): one_line(run(*args))
 
 
@@ -190,7 +198,8 @@ def test_a_folder_without_permission(tiny, tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     opened = os.fdopen
-    monkeypatch.setattr(os, "fdopen", lambda handle, mode: (os.close(handle), opened(os.open("/dev/full", os.O_WRONLY), mode))[1])
+    monkeypatch.setattr(os, "fdopen", lambda handle, mode: (os.close(handle),
+                                                            opened(os.open("/dev/full", os.O_WRONLY), mode))[1])
     (tmp_path / "s.csv").write_text("old")
     with pytest.raises(ValueError, match="--stats-out: cannot write .*No space left"):
         write_whole(tmp_path / "s.csv", b"new", "--stats-out")
@@ -221,7 +230,8 @@ def change(folder, **settings):
 def test_a_tokenizer_larger_than_the_embedding(tmp_path):
     (tmp_path / "text").write_text("zebra")
     model = save_llama(tmp_path / "model", vocabulary=100, bos_token_id=None)
-    one_line(generated(tmp_path / "text", "--model", model), "--model must know the tokens of its tokenizer", "100 embeddings")
+    one_line(generated(tmp_path / "text", "--model", model), "--model must know the tokens of its tokenizer",
+             "100 embeddings")
 
 
 def test_a_model_that_cannot_be_sparse(tmp_path):
@@ -279,7 +289,8 @@ print([m for m in ("torch", "transformers", "matplotlib", "pandas") if m in sys.
 
 def test_doctor_says_what_is_here():
     said = text_of(run("doctor"))
-    for word in ("python", "torch", torch.__version__, "transformers", transformers.__version__, "sparse_nb", "triton", "devices",
+    for word in ("python", "torch", torch.__version__, "transformers", transformers.__version__, "sparse_nb", "triton",
+                 "devices",
                  "CPU", "kernels", "pocket model"): assert word in said
 
 
@@ -294,7 +305,8 @@ def test_doctor_runs_a_kernel_in_the_interpreter():
 
 
 def test_a_prompt_from_standard_input(pocket, needle):
-    result = child("generate", "--prompt-file", "-", "--decode", "santa:samples=8", "--seed", "3", "--max-new-tokens", "12",
+    result = child("generate", "--prompt-file", "-", "--decode", "santa:samples=8", "--seed", "3", "--max-new-tokens",
+                   "12",
                    input=needle.prompt)
     assert text_of(result) == by_hand(pocket, needle.prompt, decode=Santa(8), seed=3)[0]
 
@@ -317,7 +329,8 @@ def test_bars_on_a_terminal_stay_out_of_the_text(files, pocket, needle):
             while part := os.read(ours, 65536): shown.append(part)
         except OSError: pass
     options = ["--prompt-file", str(files / "context"), "--question", needle.question, "--max-new-tokens", "12"]
-    process = subprocess.Popen([sys.executable, "-m", "sparse_nb.cli", "generate", *options], stdout=subprocess.PIPE, stderr=theirs,
+    process = subprocess.Popen([sys.executable, "-m", "sparse_nb.cli", "generate", *options], stdout=subprocess.PIPE,
+                               stderr=theirs,
                                env=ENV | {"TERM": "xterm"}, cwd=ROOT)
     os.close(theirs)
     listener = threading.Thread(target=listen, daemon=True)
@@ -344,7 +357,8 @@ def by_hand(pocket, prompt, cut=None, *, prefill=None, decode=None, seed=0, dens
     from sparse_nb import hf
     model, tokenizer = pocket
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
-    with hf.sparsify(model, prefill=prefill, decode=decode, seed=seed, dense_layers=dense_layers, setup="B" if cut else "A",
+    with hf.sparsify(model, prefill=prefill, decode=decode, seed=seed, dense_layers=dense_layers,
+                     setup="B" if cut else "A",
                      audit=True) as session:
         cache = hf.prefill(model, ids[:, :cut]) if cut else None
         torch.manual_seed(seed)
@@ -355,7 +369,8 @@ def by_hand(pocket, prompt, cut=None, *, prefill=None, decode=None, seed=0, dens
 
 @pytest.mark.parametrize("text, want", [
     ("exact", "Exact()"), ("EXACT", "Exact()"), ("topk", "TopK(budget=0.1)"), ("TopK:budget=128", "TopK(budget=128)"),
-    ("topk:budget=1.0", "TopK(budget=1.0)"), ("topp:mass=1", "TopP(mass=1.0)"), (" uniform : samples = 2e-1 ", "Uniform(samples=0.2)"),
+    ("topk:budget=1.0", "TopK(budget=1.0)"), ("topp:mass=1", "TopP(mass=1.0)"),
+    (" uniform : samples = 2e-1 ", "Uniform(samples=0.2)"),
     ("streaming:window=.5,sinks=0", "Streaming(sinks=0, window=0.5)"),
     ("santa:samples=64,scheme=flash", "Santa(samples=64, scheme='flash', tile=128, eps=None, delta=None, bound='clt')"),
     ("Santa:eps=0.1,delta=5e-2,bound=bernstein,scheme=iid",
@@ -370,24 +385,31 @@ def test_a_method_among_the_settings_stands_in_parentheses():
 
 
 @pytest.mark.parametrize("text, words", [
-    ("", ["got ''", "adamas, doublesparsity, exact", "quest, santa", "vattention"]), ("magic", ["got 'magic'", "santa"]),
-    ("topk=3", ["got 'topk=3'"]), ("topk:", ["got 'topk:'", "name:setting=value"]), ("topk:0.1", ["name:setting=value"]),
+    ("", ["got ''", "adamas, doublesparsity, exact", "quest, santa", "vattention"]),
+    ("magic", ["got 'magic'", "santa"]),
+    ("topk=3", ["got 'topk=3'"]), ("topk:", ["got 'topk:'", "name:setting=value"]),
+    ("topk:0.1", ["name:setting=value"]),
     ("topk:=0.1", ["name:setting=value"]), ("topk:budget=1,", ["name:setting=value"]),
     ("topk:size=3", ["topk has no setting 'size', it has budget"]), ("topk:Budget=3", ["no setting 'Budget'"]),
-    ("topk:scores_all=true", ["no setting 'scores_all'"]), ("exact:mass=1", ["exact has no setting 'mass', it has none"]),
-    ("topk:budget=1,budget=2", ["must set budget once"]), ("topk:budget=", ["got str"]), ("topk:budget=none", ["got str"]),
-    ("topk:budget=0", ["at least 1 key, got 0"]), ("topk:budget=1.5", ["(0, 1]", "got 1.5"]), ("topp:mass=nan", ["got nan"]),
+    ("topk:scores_all=true", ["no setting 'scores_all'"]), ("exact:mass=1",
+                                                            ["exact has no setting 'mass', it has none"]),
+    ("topk:budget=1,budget=2", ["must set budget once"]), ("topk:budget=", ["got str"]),
+    ("topk:budget=none", ["got str"]),
+    ("topk:budget=0", ["at least 1 key, got 0"]), ("topk:budget=1.5", ["(0, 1]", "got 1.5"]),
+    ("topp:mass=nan", ["got nan"]),
     ("santa:samples=2.5", ["samples must be an int, got float"]), ("santa:samples=many", ["got str"]),
     ("santa:samples=65537", ["at most 65536, got 65537"]), ("santa:scheme=none", ["scheme must be one of", "'none'"]),
     ("santa:eps=0.1", ["delta"]), ("vattention:predictor=quest", ["predictor must be"]),
-    ("vattention:predictor=(quest:page=0)", ["page must be at least 1, got 0"]), ("vattention:predictor=(quest", ["predictor"])])
+    ("vattention:predictor=(quest:page=0)", ["page must be at least 1, got 0"]),
+    ("vattention:predictor=(quest", ["predictor"])])
 def test_bad_methods_are_named(text, words):
     with pytest.raises(ValueError) as error: method_from("--prefill", text)
     assert str(error.value).startswith("--prefill") and "\n" not in str(error.value)
     for word in words: assert word in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["exact", "santa:samples=8", "uniform", "topk:budget=0.05", "streaming:window=9", "topk:budget=5000"])
+@pytest.mark.parametrize("spec", ["exact", "santa:samples=8", "uniform", "topk:budget=0.05", "streaming:window=9",
+                                  "topk:budget=5000"])
 def test_generate_writes_what_the_model_generates(pocket, needle, files, spec):
     want, _ = by_hand(pocket, needle.prompt, decode=None if spec == "exact" else method_from("--decode", spec), seed=3)
     assert text_of(generated(files / "prompt", "--decode", spec, "--max-new-tokens", 12, "--seed", 3)) == want
@@ -407,7 +429,8 @@ def test_keys_in_host_memory_write_the_same(files):
 
 def test_a_cache_that_the_model_asks_for_does_not_meet_that_of_the_context(tiny, tmp_path):
     folder = Path(shutil.copytree(tiny, tmp_path / "static"))
-    settings = dict(cache_implementation="static", num_return_sequences=2, do_sample=True, eos_token_id=None, bos_token_id=None)
+    settings = dict(cache_implementation="static", num_return_sequences=2, do_sample=True, eos_token_id=None,
+                    bos_token_id=None)
     (folder / "generation_config.json").write_text(json.dumps(settings))
     (tmp_path / "text").write_text("a context of a few words")
     options = ["--model", folder, "--question", "why", "--decode", "topk", "--max-new-tokens", 3]
@@ -422,7 +445,8 @@ def test_prefill_and_dense_layers_are_passed_on(pocket, needle, files):
 
 
 def test_drawn_tokens_follow_the_seed(pocket, needle, files):
-    draw = lambda seed: text_of(generated(files / "prompt", "--decode", "santa:samples=4", "--temperature", 1.5, "--seed", seed,
+    draw = lambda seed: text_of(generated(files / "prompt", "--decode", "santa:samples=4", "--temperature", 1.5,
+                                          "--seed", seed,
                                           "--max-new-tokens", 12))
     want = by_hand(pocket, needle.prompt, decode=Santa(4), seed=5, do_sample=True, temperature=1.5)[0]
     assert draw(5) == draw(5) == want != draw(6)
@@ -432,7 +456,8 @@ def test_drawn_tokens_follow_the_seed(pocket, needle, files):
 def test_a_question_is_decoded(pocket, needle, files, prefill, tmp_path):
     cut = len(pocket[1](needle.context)["input_ids"])
     want, stats = by_hand(pocket, needle.prompt, cut, prefill=method_from("", prefill), decode=Santa(8), seed=2)
-    got = generated(files / "context", "--question", needle.question, "--prefill", prefill, "--decode", "santa:samples=8", "--seed", 2,
+    got = generated(files / "context", "--question", needle.question, "--prefill", prefill, "--decode",
+                    "santa:samples=8", "--seed", 2,
                     "--max-new-tokens", 12, "--audit", "--stats-out", tmp_path / "s.csv")
     assert got.returncode == 0 and got.stdout == want
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "s.csv", index_col=["layer", "head"]), stats)
@@ -457,7 +482,8 @@ def test_the_table_and_the_csv_say_what_was_read(pocket, needle, files, tmp_path
     rows = [line.replace("│", " ").split() for line in audit.stderr.splitlines() if "│" in line]
     mean = stats.groupby("layer").mean()
     mean.loc["all"] = stats.mean()
-    want = [[str(layer), f"{100 * m.density:.1f}", "%", f"{m.values_read:.1f}", f"{100 * m.bytes / m.dense_bytes:.1f}", "%",
+    want = [[str(layer), f"{100 * m.density:.1f}", "%", f"{m.values_read:.1f}", f"{100 * m.bytes / m.dense_bytes:.1f}",
+             "%",
              f"{m.error:.3f}"] for layer, m in mean.iterrows()]
     assert rows == want and len(rows) == 7 and rows[5][1:4] == ["100.0", "%", f"{mean.loc[5].values_read:.1f}"]
     quiet = generated(files / "prompt", *options, "--stats-out", tmp_path / "quiet.csv")
@@ -471,7 +497,8 @@ def test_one_token_comes_from_the_reading(pocket, needle, files):
 
 def test_a_prompt_of_one_token(tiny, tmp_path):
     (tmp_path / "a").write_bytes(b"a")
-    assert len(text_of(generated(tmp_path / "a", "--model", tiny, "--decode", "topk:budget=1", "--max-new-tokens", 3))) > 0
+    assert len(text_of(generated(tmp_path / "a", "--model", tiny, "--decode", "topk:budget=1", "--max-new-tokens",
+                                 3))) > 0
 
 
 def test_a_huge_prompt_is_refused_at_once(pocket, tmp_path, monkeypatch):
@@ -484,34 +511,45 @@ def test_a_huge_prompt_is_refused_at_once(pocket, tmp_path, monkeypatch):
 
 GENERATE = [
     (["--prompt-file", "none"], ["--prompt-file: cannot read 'none'", "No such file"]),
-    (["--prompt-file", "."], ["--prompt-file: cannot read '.'"]), (["--prompt-file", "empty"], ["--prompt-file: 'empty' is empty"]),
+    (["--prompt-file", "."], ["--prompt-file: cannot read '.'"]), (["--prompt-file", "empty"],
+        ["--prompt-file: 'empty' is empty"]),
     (["--prompt-file", "bytes"], ["'bytes' is not UTF-8: byte 2 is 0xff"]),
     (["--decode", "topq"], ["--decode must be one of", "topk", "got 'topq'"]),
     (["--decode", "topk:budget=0"], ["--decode: budget must be at least 1 key"]),
-    (["--prefill", "nothing"], ["--prefill must be one of", "got 'nothing'"]), (["--prefill", "santa"], ["--prefill", "Santa", "prefill"]),
+    (["--prefill", "nothing"], ["--prefill must be one of", "got 'nothing'"]),
+    (["--prefill", "santa"], ["--prefill", "Santa", "prefill"]),
     (["--decode", "doublesparsity:channels=1000"], ["--decode: ", "channels"]),
-    (["--decode", "hashattention"], ["--decode: "]), (["--decode", "hashattention:maps=p.txt"], ["--decode: ", "p.txt"]),
+    (["--decode", "hashattention"], ["--decode: "]), (["--decode", "hashattention:maps=p.txt"],
+                                                      ["--decode: ", "p.txt"]),
     (["--decode", "hashattention:maps=/nonexistent"], ["--decode: ", "/nonexistent"]),
     (["--decode", "magicpig:tables=100000000"], ["--decode: "]),
-    (["--dense-layers", "0,x"], ["--dense-layers must be whole numbers", "got '0,x'"]), (["--dense-layers", "-1"], ["got '-1'"]),
+    (["--dense-layers", "0,x"], ["--dense-layers must be whole numbers", "got '0,x'"]),
+    (["--dense-layers", "-1"], ["got '-1'"]),
     (["--dense-layers", ""], ["got ''"]), (["--dense-layers", "2"], ["--dense-layers must lie in 0 to 1", "got 2"]),
-    (["--offload"], ["offload", "no layer decodes with a method"]), (["--question", ""], ["--question must be some text"]),
-    (["--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, got 0"]), (["--max-new-tokens", "1.5"], ["--max-new-tokens"]),
+    (["--offload"], ["offload", "no layer decodes with a method"]), (["--question", ""],
+        ["--question must be some text"]),
+    (["--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, got 0"]),
+    (["--max-new-tokens", "1.5"], ["--max-new-tokens"]),
     (["--max-new-tokens", "4085"], ["--max-new-tokens must be at most 4084 after 12 tokens, got 4085"]),
-    (["--question", "why", "--max-new-tokens", "4082"], ["--max-new-tokens must be at most 4081 after 15 tokens with the question"]),
+    (["--question", "why", "--max-new-tokens", "4082"],
+     ["--max-new-tokens must be at most 4081 after 15 tokens with the question"]),
     (["--prompt-file", "long"], ["--prompt-file must leave room in the 4096 tokens", "got 5001 tokens"]),
     (["--seed", "-1"], ["--seed must lie in"]), (["--seed", str(2**63)], ["--seed must lie in"]),
-    *[(["--temperature", x], [f"--temperature must be 0, or 0.001 or more, got {float(x)}"]) for x in ("-1", "nan", "inf", "1e-9")],
-    (["--temperature", "hot"], ["--temperature"]), (["--stats-out", "s.xlsx"], ["--stats-out must end in one of .csv, got 's.xlsx'"]),
+    *[(["--temperature", x], [f"--temperature must be 0, or 0.001 or more, got {float(x)}"])
+      for x in ("-1", "nan", "inf", "1e-9")],
+    (["--temperature", "hot"], ["--temperature"]), (["--stats-out", "s.xlsx"],
+                                                    ["--stats-out must end in one of .csv, got 's.xlsx'"]),
     (["--stats-out", "none/s.csv"], ["--stats-out must lie in a folder that is there"]),
     (["--stats-out", "folder.csv"], ["--stats-out must be a file, got the folder"]),
-    (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"]), (["--setup", "B"], ["--setup"]), (["stray"], ["stray"])]
+    (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"]), (["--setup", "B"], ["--setup"]),
+    (["stray"], ["stray"])]
 
 
 @pytest.mark.parametrize("options, words", GENERATE, ids=[" ".join(options) for options, _ in GENERATE])
 def test_wrong_options_of_generate_take_one_line(tiny, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
-    for name, text in dict(good=b"hello world", empty=b"", bytes=b"ab\xffc", long=b"x" * 5000).items(): (tmp_path / name).write_bytes(text)
+    for name, text in dict(good=b"hello world", empty=b"", bytes=b"ab\xffc", long=b"x" * 5000).items():
+        (tmp_path / name).write_bytes(text)
     (tmp_path / "folder.csv").mkdir()
     before = sorted(tmp_path.iterdir())
     one_line(generated("good", *([] if "--model" in options else ["--model", tiny]), *options), *words)
@@ -526,7 +564,8 @@ def test_what_can_be_checked_is_checked_before_the_model_is_loaded(tmp_path, mon
     monkeypatch.setattr(cli, "load_model", lambda *args: pytest.fail("loaded"))
     (tmp_path / "good").write_bytes(b"hello")
     for options in (["--stats-out", "s.txt"], ["--decode", "topq"], ["--prefill", "santa"], ["--dense-layers", "a"],
-                    ["--temperature", "-1"], ["--prompt-file", tmp_path]): one_line(generated(tmp_path / "good", *options))
+                    ["--temperature", "-1"], ["--prompt-file", tmp_path]):
+        one_line(generated(tmp_path / "good", *options))
 
 
 # answers
@@ -542,7 +581,8 @@ def right_wherever_exact_is(seeds, context):
         example = tasks.make("needle", context, seed=seed, tokenizer=tokenizer)
         prompt, question = (ids.to(model.device) for ids in split_prompt(tokenizer, example))
         cache = hf.prefill(model, prompt)
-        answers = [hf.answer(model, cache, question, methods[name], tokenizer=tokenizer, max_new_tokens=8, seed=seed, stop=".\n")
+        answers = [hf.answer(model, cache, question, methods[name], tokenizer=tokenizer, max_new_tokens=8, seed=seed,
+                             stop=".\n")
                    for name in ("exact", "santa")]
         right = [tasks.score(answer.text, example.answer).exact for answer in answers]
         assert right[1] or not right[0], f"seed {seed}"
@@ -562,10 +602,13 @@ def test_santa_is_right_at_16k_on_three_seeds(): assert right_wherever_exact_is(
 
 @pytest.mark.parametrize("options, words", [
     (["--lengths", "4k"], ["--lengths must be whole numbers", "got '4k'"]), (["--lengths", ""], ["got ''"]),
-    (["--batches", "1,-2"], ["--batches must be whole numbers", "got '1,-2'"]), (["--batches", "0"], ["batches must be at least 1, got 0"]),
+    (["--batches", "1,-2"], ["--batches must be whole numbers", "got '1,-2'"]),
+    (["--batches", "0"], ["batches must be at least 1, got 0"]),
     (["--shapes", "llama9"], ["shapes must be", "llama3, pocket, got 'llama9'"]),
-    (["--methods", "flashinfer,magic"], ["methods must be", "flashinfer", "got 'magic'"]), (["--methods", ","], ["got ','"]),
-    (["--samples", "0"], ["samples must be at least 1"]), (["--dtype", "float64"], ["--dtype must be", "got 'float64'"]),
+    (["--methods", "flashinfer,magic"], ["methods must be", "flashinfer", "got 'magic'"]),
+    (["--methods", ","], ["got ','"]),
+    (["--samples", "0"], ["samples must be at least 1"]), (["--dtype", "float64"],
+                                                           ["--dtype must be", "got 'float64'"]),
     (["--colour"], ["--colour"])])
 def test_bad_options_of_the_bench(options, words): one_line(run("bench", "decode", *options), *words)
 

@@ -18,17 +18,26 @@ def test_the_tables_agree():
     names = [room for rooms in house.HOUSE for room in rooms]
     assert len(set(names)) == len(names)
     for pattern, others in house.BESIDE.items():
-        floors = {house.floor_of(room) for room in names if house.fnmatch(room, pattern)} | {*map(house.floor_of, others)}
+        floors = {house.floor_of(room) for room in names
+                  if house.fnmatch(room, pattern)} | {*map(house.floor_of, others)}
         assert len(floors) == 1 and None not in floors, pattern
 
 
 GOOD = {  # a house in order
     "__init__": '__version__ = "1"', "core.__init__": "", "kernels.__init__": "", "records.__init__": "",
-    "kernels.common": "import math\nimport torch\nimport triton.language as tl", "kernels.santa": "from .common import LOG2E", "kernels.gather": "from sparse_nb.kernels import common\ncommon.LOG2E",
-    "core.checks": "import torch\n_own = 1", "core.exact": "from .checks import check\nfrom . import checks\nchecks.check", "core.selection": "def f():\n    from ..kernels.gather import attend",
-    "core.methods": "from .selection import take_rows as _take_rows", "santa": "from .core.methods import Method\nfrom .kernels import santa as kernels\nself._kernels = kernels.decode",
-    "vattention": "import sparse_nb.core.checks\nsparse_nb.core.checks.check", "hash_attention": "", "baselines": "from .hash_attention import bits", "compose": "from . import santa, vattention",
-    "attention": "from .core.exact import attention\n_all_ = [attention]", "hf": "from . import __version__\nimport sparse_nb", "bench": "from .hf import sparsify", "records.recorder": "", "records.santa": "from .recorder import Recorder\nfrom ..kernels.santa import decode",
+    "kernels.common": "import math\nimport torch\nimport triton.language as tl",
+    "kernels.santa": "from .common import LOG2E",
+    "kernels.gather": "from sparse_nb.kernels import common\ncommon.LOG2E",
+    "core.checks": "import torch\n_own = 1",
+    "core.exact": "from .checks import check\nfrom . import checks\nchecks.check",
+    "core.selection": "def f():\n    from ..kernels.gather import attend",
+    "core.methods": "from .selection import take_rows as _take_rows",
+    "santa": "from .core.methods import Method\nfrom .kernels import santa as kernels\nself._kernels = kernels.decode",
+    "vattention": "import sparse_nb.core.checks\nsparse_nb.core.checks.check", "hash_attention": "",
+    "baselines": "from .hash_attention import bits", "compose": "from . import santa, vattention",
+    "attention": "from .core.exact import attention\n_all_ = [attention]",
+    "hf": "from . import __version__\nimport sparse_nb", "bench": "from .hf import sparsify", "records.recorder": "",
+    "records.santa": "from .recorder import Recorder\nfrom ..kernels.santa import decode",
 }
 
 
@@ -45,13 +54,16 @@ def test_a_house_in_order(tmp_path): assert faults_of(tmp_path, GOOD) == []
 
 @pytest.mark.parametrize("room, text, fault", [
     ("core.exact", "from ..santa import Santa", "core.exact, on floor 2, imports santa, on floor 5"),
-    ("core.exact", "def f():\n    if True: from sparse_nb import santa", "core.exact, on floor 2, imports santa, on floor 5"),
+    ("core.exact", "def f():\n    if True: from sparse_nb import santa",
+     "core.exact, on floor 2, imports santa, on floor 5"),
     ("core.checks", "import sparse_nb.core.methods as m", "core.checks, on floor 1, imports core.methods, on floor 4"),
-    ("kernels.common", "from ..core.checks import check", "kernels.common, on floor 0, imports core.checks, on floor 1"),
+    ("kernels.common", "from ..core.checks import check",
+     "kernels.common, on floor 0, imports core.checks, on floor 1"),
     ("kernels.gather", "from .santa import decode", "kernels.gather, on floor 0, imports kernels.santa, on floor 0"),
     ("kernels.gather", "import pandas as pd", "kernels.gather imports pandas"),
     ("kernels.gather", "def f():\n    from scipy.stats import norm", "kernels.gather imports scipy"),
-    ("core.methods", "from ..kernels.common import LOG2E", "core.methods, on floor 4, imports kernels.common, on floor 0"),
+    ("core.methods", "from ..kernels.common import LOG2E",
+     "core.methods, on floor 4, imports kernels.common, on floor 0"),
     ("santa", "from .kernels.gather import attend", "santa, on floor 5, imports kernels.gather, on floor 0"),
     ("santa", "from .vattention import VAttention", "santa, on floor 5, imports vattention, on floor 5"),
     ("hash_attention", "from .baselines import Quest", "hash_attention, on floor 5, imports baselines, on floor 5"),
@@ -63,7 +75,8 @@ def test_a_house_in_order(tmp_path): assert faults_of(tmp_path, GOOD) == []
     ("core.__init__", "from .exact import attention", "core.__init__ imports core.exact, a package imports nothing"),
     ("santa", "from .core.checks import _own", "santa imports the private core.checks._own"),
     ("santa", "from sparse_nb.core import checks as c\nc._own", "santa uses the private core.checks._own"),
-    ("santa", "def f():\n    from .core import checks\n    return checks._own()", "santa uses the private core.checks._own"),
+    ("santa", "def f():\n    from .core import checks\n    return checks._own()",
+     "santa uses the private core.checks._own"),
     ("santa", "import sparse_nb.core.checks\nsparse_nb.core.checks._own", "santa uses the private core.checks._own"),
     ("attention", "def attention(): pass", "attention is a door, attention belongs to a room"),
     ("records.recorder", "from .device import meta", "records.recorder imports records.device, which is no room")])
@@ -80,4 +93,5 @@ def test_the_house_is_shown(tmp_path, capsys):
     faults_of(tmp_path, GOOD)
     house.show(tmp_path)
     said = capsys.readouterr().out
-    assert said.index("floor 9") < said.index("floor 0") and "__init__" not in said and "  core.exact                3 lines  core.checks\n" in said and "compose" in said
+    assert (said.index("floor 9") < said.index("floor 0") and "__init__" not in said
+            and "  core.exact                3 lines  core.checks\n" in said and "compose" in said)

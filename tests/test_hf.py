@@ -7,14 +7,16 @@ transformers = pytest.importorskip("transformers")
 from sparse_nb.attention import Exact, TopK, Uniform, assert_close, attention
 from sparse_nb.hf import answer, attention_override, capture, prefill
 
-SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2,
              max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 def rope(**kwargs): return dict(rope_parameters=dict(rope_type="default", rope_theta=1e4) | kwargs)
 
 FAMILIES = {
     "llama": ("Llama", {}),
-    "llama3 scaling": ("Llama", rope(rope_type="llama3", factor=4.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0)),
+    "llama3 scaling": ("Llama", rope(rope_type="llama3", factor=4.0, original_max_position_embeddings=64,
+                                     low_freq_factor=1.0, high_freq_factor=4.0)),
     "yarn": ("Llama", rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)),
     "mistral, window": ("Mistral", dict(sliding_window=16)),
     "qwen2, window": ("Qwen2", dict(use_sliding_window=True, sliding_window=16, max_window_layers=1)),
@@ -36,13 +38,15 @@ REFUSED = {"gemma2, capped": "softcap", "gpt-oss, sinks": "s_aux"}
 def whole_layers(model):
     "Layers whose mask has no sliding window"
     config = model.config
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if getattr(config, "sliding_window", None)
+                                                     else "full_attention"] * config.num_hidden_layers
     return [i for i, kind in enumerate(kinds) if kind != "sliding_attention"]
 
 def build(family):
     torch.manual_seed(0)
     name, settings = FAMILIES[family]
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(**SMALL | settings)).eval()
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers,
+        name + "Config")(**SMALL | settings)).eval()
 
 @pytest.fixture(params=FAMILIES)
 def family(request): return request.param
@@ -73,7 +77,8 @@ def projected_keys(model, layer, like):
     with torch.no_grad(): model(IDS, use_cache=False)
     hook.remove()
     batch, groups, keys, size = like.shape
-    if name == "qkv_proj": return out[0][..., -2 * groups * size:-groups * size].unflatten(-1, (groups, size)).transpose(1, 2)
+    if name == "qkv_proj":
+        return out[0][..., -2 * groups * size:-groups * size].unflatten(-1, (groups, size)).transpose(1, 2)
     if name == "query_key_value": return out[0].unflatten(-1, (groups, 3, size))[..., 1, :].transpose(1, 2)
     if out[0].shape == like.shape: return out[0]
     return out[0].reshape(batch, keys, groups, size).transpose(1, 2)
@@ -186,13 +191,15 @@ def test_exact_answer_is_the_generated_one(family):
     cache = prefill(model, IDS[:, :32])
     before = [x.keys for x in cache.layers]
     if family in REFUSED:
-        with pytest.raises(ValueError, match=f"which uses {REFUSED[family]}"): answer(model, cache, IDS[:, 32:], TopK(budget=0.5), tokenizer=Letters())
+        with pytest.raises(ValueError, match=f"which uses {REFUSED[family]}"):
+            answer(model, cache, IDS[:, 32:], TopK(budget=0.5), tokenizer=Letters())
     got = answer(model, cache, IDS[:, 32:], Exact(), tokenizer=Letters(), max_new_tokens=6)
     want = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, do_sample=False)[0, 40:].tolist()
     assert got.ids == want and len(got.seconds) == len(want) and got.ms_per_token > 0 and got.error is None
     assert cache.get_seq_length() == 32 and all(a is b.keys for a, b in zip(before, cache.layers))
     if not (whole := whole_layers(model)):
-        with pytest.raises(ValueError, match="model must have a layer without a sliding window"): answer(model, cache, IDS[:, 32:], Exact(), tokenizer=Letters(), audit=True)
+        with pytest.raises(ValueError, match="model must have a layer without a sliding window"):
+            answer(model, cache, IDS[:, 32:], Exact(), tokenizer=Letters(), audit=True)
         return
     got = answer(model, cache, IDS[:, 32:], Exact(), tokenizer=Letters(), max_new_tokens=6, audit=True)
     assert got.ids == want and got.error.shape == (8 + len(want) - 1, len(whole), 4) and got.density.min() == 1
@@ -200,17 +207,21 @@ def test_exact_answer_is_the_generated_one(family):
 
 def test_layers_with_a_window_stay_exact():
     model, seen = build("qwen2, window"), set()
-    answer(model, prefill(model, IDS[:, :32]), IDS[:, 32:], TopK(budget=0.5), tokenizer=Letters(), max_new_tokens=2, watch=lambda layer, **kwargs: seen.add(layer))
+    answer(model, prefill(model, IDS[:, :32]), IDS[:, 32:], TopK(budget=0.5), tokenizer=Letters(), max_new_tokens=2,
+           watch=lambda layer, **kwargs: seen.add(layer))
     assert seen == set(whole_layers(model)) == {0}
 
 def test_a_budget_beyond_the_keys_means_all_of_them(llama):
     cache = prefill(llama, IDS[:, :32])
-    exact, got = (answer(llama, cache, IDS[:, 32:], m, tokenizer=Letters(), max_new_tokens=4, audit=True) for m in (Exact(), TopK(budget=1000)))
+    exact, got = (answer(llama, cache, IDS[:, 32:], m, tokenizer=Letters(), max_new_tokens=4, audit=True)
+                  for m in (Exact(), TopK(budget=1000)))
     assert got.ids == exact.ids and got.error.max() < 1e-5 and got.density.min() == 1
 
 def test_the_seed_fixes_the_answer_and_the_audit_replays_it(llama):
     cache = prefill(llama, IDS[:, :32])
-    def run(seed, **kwargs): return answer(llama, cache, IDS[:, 32:], Uniform(samples=0.2), tokenizer=Letters(), max_new_tokens=4, seed=seed, **kwargs)
+    def run(seed, **kwargs):
+        return answer(llama, cache, IDS[:, 32:], Uniform(samples=0.2), tokenizer=Letters(), max_new_tokens=4,
+                      seed=seed, **kwargs)
     a, b, c = run(1, audit=True), run(1, audit=True), run(2, audit=True)
     assert a.ids == b.ids == run(1).ids and torch.equal(a.error, b.error) and not torch.equal(a.error, c.error)
     assert (a.density - 0.2).abs().max() < 0.03 and run(1).error is None
@@ -225,12 +236,16 @@ def test_an_answer_stops_at_a_stop_character_once_begun(llama):
     got = answer(llama, prefill(llama, IDS), IDS[:, :1], Exact(), tokenizer=Lines(), stop="\n.")
     assert got.text == "\n47" and len(got.ids) <= 4
 
-def gpt2(): return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=64, bos_token_id=1, eos_token_id=2)).eval()
+def gpt2():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=64,
+        bos_token_id=1, eos_token_id=2)).eval()
 
 @pytest.mark.parametrize("call, error, message", [
     (lambda m: attention_override(m, None).__enter__(), TypeError, "fn must be a function, got NoneType"),
-    (lambda m: attention_override(m, per_query, mask="dense").__enter__(), ValueError, "mask must be one of .*, got 'dense'"),
-    (lambda m: attention_override(torch.nn.Linear(2, 2), per_query).__enter__(), ValueError, "model must look its attention up by name.* got Linear"),
+    (lambda m: attention_override(m, per_query, mask="dense").__enter__(), ValueError,
+     "mask must be one of .*, got 'dense'"),
+    (lambda m: attention_override(torch.nn.Linear(2, 2), per_query).__enter__(), ValueError,
+     "model must look its attention up by name.* got Linear"),
     (lambda m: capture(m, [1, 2]), TypeError, "input_ids must be a tensor of token numbers, got list"),
     (lambda m: capture(m, IDS.float()), TypeError, "input_ids must be int32 or int64, got torch.float32"),
     (lambda m: capture(m, IDS[:, :0]), ValueError, r"input_ids must have shape \[N\] or \[B, N\]"),
@@ -243,14 +258,20 @@ def gpt2(): return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=
     (lambda m: capture(m, IDS, positions=5), ValueError, "positions must be a row of at least one, got shape"),
     (lambda m: capture(m, IDS, positions=[0.5]), TypeError, "positions must be integers, got torch.float32"),
     (lambda m: capture(gpt2(), IDS, before_rope=True), ValueError, "layer 0 of gpt2 is not given its rotation"),
-    (lambda m: capture(transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=8, n_layer=1, n_head=2)).eval(), IDS), ValueError, "got bloom"),
-    (lambda m: capture(transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1)).eval(), IDS), ValueError, "got mamba"),
+    (lambda m: capture(transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=8, n_layer=1,
+        n_head=2)).eval(), IDS), ValueError, "got bloom"),
+    (lambda m: capture(transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=8,
+        num_hidden_layers=1)).eval(), IDS), ValueError, "got mamba"),
     (lambda m: prefill(m, IDS, chunk=0), ValueError, "chunk must be at least 1, got 0"),
     (lambda m: prefill(m, IDS, chunk=2.0), TypeError, "chunk must be an int, got float"),
-    (lambda m: answer(m, prefill(m, IDS), IDS.repeat(2, 1), Exact(), tokenizer=Letters()), ValueError, "input_ids must be one question, got 2 rows"),
-    (lambda m: answer(m, prefill(m, IDS), IDS, None, tokenizer=Letters()), TypeError, "method must have `decode`, got NoneType"),
-    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), max_new_tokens=0), ValueError, "max_new_tokens must be at least 1, got 0"),
-    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), max_new_tokens=1.5), TypeError, "max_new_tokens must be an int, got float"),
+    (lambda m: answer(m, prefill(m, IDS), IDS.repeat(2, 1), Exact(), tokenizer=Letters()), ValueError,
+     "input_ids must be one question, got 2 rows"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, None, tokenizer=Letters()), TypeError,
+     "method must have `decode`, got NoneType"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), max_new_tokens=0), ValueError,
+     "max_new_tokens must be at least 1, got 0"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), max_new_tokens=1.5), TypeError,
+     "max_new_tokens must be an int, got float"),
     (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), seed=-1), ValueError, "seed must lie"),
 ])
 def test_bad_input_is_named(llama, call, error, message):

@@ -1,10 +1,14 @@
-"""The Triton kernels: against float64 for every type, size and layout, against the reference's streams, on the CPU and on a GPU.
+"""The Triton kernels: against float64 for every type, size and layout, against the reference's streams, on the CPU and
+on a GPU.
 
-`pytest -m gpu tests/test_kernels.py` runs the sweep on a GPU (compiling dominates: -n 12 helps where pytest-xdist is installed);
+`pytest -m gpu tests/test_kernels.py` runs the sweep on a GPU (compiling dominates: -n 12 helps where pytest-xdist is
+installed);
 without one, the same tests run on small problems in Triton's interpreter, in a process of their own.
 
-What is held against float64: the drawn key's interval of running sums must hold the threshold of its slot, up to what the arithmetic
-rounds away, and the output must be the mean of the drawn rows. Statistical checks use fixed seeds; each accepts a correct kernel
+What is held against float64: the drawn key's interval of running sums must hold the threshold of its slot, up to what
+the arithmetic
+rounds away, and the output must be the mean of the drawn rows. Statistical checks use fixed seeds; each accepts a
+correct kernel
 in all but one of 1 / ALARM seeds.
 """
 import json
@@ -24,7 +28,8 @@ import torch
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from sparse_nb.attention import Selection, masked_scores, assert_close, attention, fold_in, philox, select_sinks_window, select_uniform, visible_range, weighted_attention
+from sparse_nb.attention import (Selection, masked_scores, assert_close, attention, fold_in, philox,
+                                 select_sinks_window, select_uniform, visible_range, weighted_attention)
 from sparse_nb import baselines, vattention
 from sparse_nb.core import bounds
 from sparse_nb.bench import captured
@@ -112,9 +117,11 @@ def audit(p, out, index, *, samples, scheme="systematic", tile=128, seed=0, scor
     q, k, v = p.q, p.k, p.v
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     first, end = visible_range(q, k, **p.masks)
-    hidden = (torch.arange(N, device=DEVICE) < first) | (torch.arange(N, device=DEVICE) >= end)                    # [B, 1, N]
+    # [B, 1, N]
+    hidden = (torch.arange(N, device=DEVICE) < first) | (torch.arange(N, device=DEVICE) >= end)
     keys = k.double().masked_fill(hidden[..., None], 0) if p.start is not None else k.double()
-    scores = masked_scores((q if scores_of is None else scores_of).double(), keys, 0, first, end, None)           # [B, H, 1, N]
+    # [B, H, 1, N]
+    scores = masked_scores((q if scores_of is None else scores_of).double(), keys, 0, first, end, None)
     largest = float(scores[scores.isfinite()].abs().max())
     tolerance = (4e-4 if q.dtype in HALF else 2e-5) + 4e-6 * largest
     assert index.shape[:3] == (B, H, 1) and index.dtype == torch.int32
@@ -122,34 +129,45 @@ def audit(p, out, index, *, samples, scheme="systematic", tile=128, seed=0, scor
     used = index >= 0
     i = torch.where(used, index, first)
     assert ((i >= first) & (i < end)).all(), "a key outside the visible range"
-    weights = scores[:, :, 0].softmax(-1)                                                                          # [B, H, N]
+    # [B, H, N]
+    weights = scores[:, :, 0].softmax(-1)
     if scheme in ("proportional", "flash"):
-        cut = from_first_visible(scores, first, end, tile)[:, :, 0]                                                              # [B, H, T, tile]
-        mass = cut.flatten(-2).softmax(-1).view(cut.shape).sum(-1)                                                 # [B, H, T]
+        # [B, H, T, tile]
+        cut = from_first_visible(scores, first, end, tile)[:, :, 0]
+        # [B, H, T]
+        mass = cut.flatten(-2).softmax(-1).view(cut.shape).sum(-1)
         inner = (cut - cut.amax(-1, keepdim=True).clamp(min=-1e300)).exp()
-        share, steps = inner / inner.sum(-1, keepdim=True).clamp(min=1e-300), inner.cumsum(-1) / inner.sum(-1, keepdim=True).clamp(min=1e-300)
+        share, steps = inner / inner.sum(-1, keepdim=True).clamp(min=1e-300), inner.cumsum(-1) / inner.sum(-1,
+            keepdim=True).clamp(min=1e-300)
         t = (i - first) // tile
         count = torch.zeros_like(mass, dtype=torch.int64).scatter_add_(-1, t, used.long())
         if scheme == "proportional":
             assert used.all() and index.shape[-1] == samples, "not S keys"
-            assert ((count - samples * mass).abs() <= 1 + samples * tolerance).all(), "a budget that is not a neighbour of its quota"
+            assert ((count - samples * mass).abs() <= 1 + samples
+                    * tolerance).all(), "a budget that is not a neighbour of its quota"
             quota, want = samples * mass, largest_remainder(mass, samples)
             fraction = quota - quota.floor()
-            cut_off = torch.where(want > quota, fraction, 2).amin(-1, keepdim=True)                                # the smallest that was rounded up
+            # the smallest that was rounded up
+            cut_off = torch.where(want > quota, fraction, 2).amin(-1, keepdim=True)
             apart = torch.stack([(fraction - cut_off).abs(), fraction, 1 - fraction]).amin(0)
-            assert (apart <= (1e-4 if q.dtype in HALF else 1e-6) * quota.amax(-1, keepdim=True) + 1e-5)[count != want].all(), "a budget that rounding does not explain"
+            assert (apart <= (1e-4 if q.dtype in HALF else 1e-6) * quota.amax(-1, keepdim=True)
+                    + 1e-5)[count != want].all(), "a budget that rounding does not explain"
         else:
-            tiles = torch.div(end - first + tile - 1, tile, rounding_mode="floor")                                 # [B, 1, 1]
+            # [B, 1, 1]
+            tiles = torch.div(end - first + tile - 1, tile, rounding_mode="floor")
             each = torch.div(2 * samples + tiles, 2 * tiles, rounding_mode="floor").clamp(min=1)
-            assert (count == torch.where(torch.arange(count.shape[-1], device=DEVICE) < tiles, each, 0)).all(), "not round(S / T) keys in each tile"
+            assert (count == torch.where(torch.arange(count.shape[-1], device=DEVICE) < tiles, each,
+                                         0)).all(), "not round(S / T) keys in each tile"
         assert (t.diff(dim=-1) >= 0)[used[..., 1:]].all(), "tiles out of order"
         rank = torch.arange(index.shape[-1], device=DEVICE) - (count.cumsum(-1) - count).gather(-1, t)
-        threshold = (rank + streams(B, H, seed, torch.arange(count.shape[-1], device=DEVICE)).gather(-1, t)) / count.gather(-1, t).clamp(min=1)
+        threshold = (rank + streams(B, H, seed, torch.arange(count.shape[-1],
+            device=DEVICE)).gather(-1, t)) / count.gather(-1, t).clamp(min=1)
         place = (i - first - t * tile)
         at = lambda x: x.gather(2, t[..., None].expand(-1, -1, -1, x.shape[-1]))
         w, cum = (at(x).gather(-1, place[..., None]).squeeze(-1) for x in (share, steps))
         used &= mass.gather(-1, t) > 0
-        want = first + t * tile + torch.searchsorted(at(steps).contiguous(), threshold[..., None].contiguous(), right=True).squeeze(-1)
+        want = first + t * tile + torch.searchsorted(at(steps).contiguous(), threshold[..., None].contiguous(),
+                                                     right=True).squeeze(-1)
     else:
         assert used.all() and index.shape[-1] == samples, "not S keys"
         j = torch.arange(samples, device=DEVICE)
@@ -162,12 +180,15 @@ def audit(p, out, index, *, samples, scheme="systematic", tile=128, seed=0, scor
     off = torch.maximum(cum - w - threshold, threshold - cum)[used]
     assert off.max() <= tolerance, f"a threshold lies {float(off.max()):.2g} beside the interval of its key, allowed is {tolerance:.2g}"
     flipped = float((want != i)[used].double().mean())
-    assert flipped <= (0.03 + 0.3 * (N / 2**20) ** 0.5 if flips is None else flips), f"{flipped:.1%} of the keys are not those of float64"
+    assert flipped <= (0.03 + 0.3 * (N / 2**20) ** 0.5 if flips is None
+                       else flips), f"{flipped:.1%} of the keys are not those of float64"
     row, group = torch.arange(B, device=DEVICE).view(-1, 1, 1), (torch.arange(H, device=DEVICE) // (H // G)).view(-1, 1)
     values = v[row, group, i].double()
     assert out.shape == q.shape and out.dtype == q.dtype
     rounding = torch.finfo(q.dtype).eps / 2 + 1e-5
-    if scheme == "flash": mean, rounding = ((mass / count.clamp(min=1)).gather(-1, t) * used)[..., None].mul(values).sum(-2), rounding + tolerance
+    if scheme == "flash":
+        mean, rounding = ((mass / count.clamp(min=1)).gather(-1, t)
+                          * used)[..., None].mul(values).sum(-2), rounding + tolerance
     else: mean = values.mean(-2)
     assert_close(out[:, :, 0], mean, rtol=rounding, name="output")
 
@@ -183,7 +204,9 @@ def check(p, *, samples, scores_of=None, flips=None, **kw):
 # every type and size
 
 @kernel
-@pytest.mark.parametrize("dtype, D, R", sizes([(dtype, D, R) for dtype in (BF16, FP16, FP32) for D in (64, 80, 96, 128, 256) for R in (1, 3, 4, 8)],
+@pytest.mark.parametrize("dtype, D, R",
+                         sizes([(dtype, D, R) for dtype in (BF16, FP16, FP32) for D in (64, 80, 96, 128, 256)
+                                for R in (1, 3, 4, 8)],
                                               [(BF16, 64, 3), (FP16, 80, 1), (FP32, 96, 2), (BF16, 128, 4)]), ids=str)
 def test_types_and_sizes(dtype, D, R):
     B, N, samples = sizes((3, 1000, 128), (2, 150, 16))
@@ -209,7 +232,9 @@ def test_lengths_of_tiled_schemes(N, dtype, D, scheme):
 
 
 @kernel
-@pytest.mark.parametrize("dtype, D, R, tile", sizes([(BF16, 128, 4, 64), (FP16, 80, 3, 128), (FP32, 64, 1, 16), (BF16, 256, 8, 32), (FP32, 96, 4, 256)], [(BF16, 16, 3, 16), (FP32, 24, 1, 32)]), ids=str)
+@pytest.mark.parametrize("dtype, D, R, tile",
+                         sizes([(BF16, 128, 4, 64), (FP16, 80, 3, 128), (FP32, 64, 1, 16), (BF16, 256, 8, 32),
+                                (FP32, 96, 4, 256)], [(BF16, 16, 3, 16), (FP32, 24, 1, 32)]), ids=str)
 @pytest.mark.parametrize("scheme", [x for x in SCHEMES if x != "systematic"])
 def test_schemes(dtype, D, R, tile, scheme):
     B, N, samples = sizes((3, 1000, 128), (2, 90, 16))
@@ -225,10 +250,13 @@ def test_numbers_of_samples(samples, scheme):
 
 @kernel
 @pytest.mark.parametrize("sub", [8, 16])
-@pytest.mark.parametrize("dtype, D, R, layout", sizes([(BF16, 128, 4, "plain"), (FP32, 80, 3, "plain"), (FP16, 64, 1, "by position")], [(BF16, 24, 2, "by position")]), ids=str)
+@pytest.mark.parametrize("dtype, D, R, layout",
+                         sizes([(BF16, 128, 4, "plain"), (FP32, 80, 3, "plain"), (FP16, 64, 1, "by position")],
+                               [(BF16, 24, 2, "by position")]), ids=str)
 def test_stash_of_sums(dtype, D, R, layout, sub):
     p, samples = problem(sizes(3, 2), 1, R, sizes(1000, 150), D, dtype, layout=layout, ragged=True), sizes(128, 16)
-    out, index = poisoned(lambda: kernels.launch(p.q, p.k, p.v, samples, "systematic", 128, 3, None, p.start, p.stop, return_index=True, sub=sub))
+    out, index = poisoned(lambda: kernels.launch(p.q, p.k, p.v, samples, "systematic", 128, 3, None, p.start, p.stop,
+                                                 return_index=True, sub=sub))
     audit(p, out, index, samples=samples, seed=3)
 
 
@@ -244,7 +272,8 @@ def test_small_heads(D): check(problem(1, 1, 2, 100, D, FP32), samples=16, seed=
 @pytest.mark.parametrize("scheme", sizes(["systematic", "flash"], ["systematic"]))
 def test_layouts(layout, scheme):
     shared = layout == "one for all"  # hidden keys of one row would be those of all
-    check(problem(2, 2, 2, sizes(1000, 70), sizes(128, 16), BF16, layout=layout, ragged=not shared), samples=sizes(128, 8), scheme=scheme, seed=2)
+    check(problem(2, 2, 2, sizes(1000, 70), sizes(128, 16), BF16, layout=layout, ragged=not shared),
+          samples=sizes(128, 8), scheme=scheme, seed=2)
 
 
 @kernel
@@ -274,7 +303,8 @@ def spoilt(p, row, group, how):
 @pytest.mark.parametrize("how", sizes(["nan", "all -inf", "+inf"], ["nan", "all -inf"]))
 def test_spoilt_head_gives_nan_and_only_there(scheme, how):
     p = problem(2, 2, sizes(2, 1), sizes(1000, 40), 16, FP32)
-    whole, bad = (drawn(x, samples=8, scheme=scheme, tile=16, seed=1) for x in (spoilt(p, 0, 0, "nothing")._replace(k=p.k), spoilt(p, 1, 0, how)))
+    whole, bad = (drawn(x, samples=8, scheme=scheme, tile=16, seed=1)
+                  for x in (spoilt(p, 0, 0, "nothing")._replace(k=p.k), spoilt(p, 1, 0, how)))
     R = p.q.shape[1] // 2
     assert bad[0][1, :R].isnan().all()
     for a, b in zip(bad, whole):
@@ -287,7 +317,8 @@ def test_spoilt_head_gives_nan_and_only_there(scheme, how):
 @pytest.mark.parametrize("scheme", sizes(SCHEMES, ("systematic", "proportional")))
 @pytest.mark.parametrize("kind", ["flat", "peaked", "spiked", "-inf"])
 def test_shapes_of_scores(scheme, kind):
-    p = problem(2, 1, 3, sizes(1000, 50), sizes(64, 16), sizes(BF16, FP32), spread=0.0 if kind == "flat" else 12.0 if kind == "peaked" else 1.0, ragged=True)
+    p = problem(2, 1, 3, sizes(1000, 50), sizes(64, 16), sizes(BF16, FP32), spread=0.0 if kind == "flat" else 12.0
+                if kind == "peaked" else 1.0, ragged=True)
     q, k = p.q, p.k
     if kind == "spiked":
         q[..., 0] = 1
@@ -310,7 +341,8 @@ def test_features(dtype, D, R, layout, scheme):
     generator = torch.Generator(DEVICE).manual_seed(1)
     keep = torch.rand(B, G, 1, 1, D, device=DEVICE, generator=generator) < 0.3
     estimate = (torch.randn(B, G, R, 1, D, device=DEVICE, generator=generator) * keep).flatten(1, 2)
-    k = torch.where(keep[:, :, 0].expand(p.k.shape), p.k, math.nan)  # a feature that no head of the group drew must not be read
+    # a feature that no head of the group drew must not be read
+    k = torch.where(keep[:, :, 0].expand(p.k.shape), p.k, math.nan)
     k = k.transpose(-1, -2).contiguous().transpose(-1, -2) if layout == "feature-major" else k
     out, index = drawn(p._replace(k=k), samples=sizes(128, 16), scheme=scheme, seed=4, estimate=estimate)
     audit(p, out, index, samples=sizes(128, 16), scheme=scheme, seed=4, scores_of=estimate)
@@ -330,20 +362,23 @@ def test_deterministic_and_every_head_has_its_stream(scheme):
     p = p._replace(q=p.q[:1, :1].expand(p.q.shape))
     heads = fold_in(1, torch.arange(p.q.shape[0], device=DEVICE)[:, None], torch.arange(p.q.shape[1], device=DEVICE))
     strided = torch.stack([heads, heads + 1], -1)[..., 0]
-    runs = [drawn(p, samples=16, scheme=scheme, tile=32, seed=seed) for seed in (2**62 + 5, 2**62 + 5, 1, torch.tensor(1, device=DEVICE), heads, strided)]
+    runs = [drawn(p, samples=16, scheme=scheme, tile=32, seed=seed) for seed in (2**62 + 5, 2**62 + 5, 1,
+        torch.tensor(1, device=DEVICE), heads, strided)]
     for a, b in (runs[:2], runs[2:4], runs[2::2], runs[2::3]): assert all(map(torch.equal, a, b))
     row = drawn(p._replace(q=p.q[1:], k=p.k[1:], v=p.v[1:]), samples=16, scheme=scheme, tile=32, seed=heads[1:])
     assert torch.equal(row[1], runs[2][1][1:])
     want, got = select_santa(p.q, p.k, samples=16, scheme=scheme, tile=32, seed=heads), runs[4][1]
     used = want.weight > 0
-    assert (want.index == got[..., :used.shape[-1]])[used].double().mean() > 0.9                            # rounding in float32 moves few draws
+    # rounding in float32 moves few draws
+    assert (want.index == got[..., :used.shape[-1]])[used].double().mean() > 0.9
     rows = runs[0][1].flatten(0, 2)
     assert len(rows.unique(dim=0)) > len(rows) / 2 and not torch.equal(runs[0][1], runs[2][1])
     assert torch.equal(decode(p.q, p.k, p.v, samples=16, scheme=scheme, tile=32, seed=1), runs[2][0])
 
 
 def moments(weights, samples, scheme):
-    "Mean and variance of how often a draw of `samples` hits each of the neighbouring intervals of [0, 1) of lengths `weights` [H, n]."
+    """Mean and variance of how often a draw of `samples` hits each of the neighbouring intervals of [0, 1) of lengths
+    `weights` [H, n]."""
     mean, upper = weights * samples, weights.cumsum(-1)[..., None]
     if scheme == "iid": return mean, mean * (1 - weights)
     m = torch.arange(samples, device=DEVICE)
@@ -353,7 +388,8 @@ def moments(weights, samples, scheme):
 
 
 def largest_z(x, mean, variance):
-    "Largest |z| of the columns of independent rows x [B, ...] with the stated moments, and what a correct sampler exceeds with probability ALARM."
+    """Largest |z| of the columns of independent rows x [B, ...] with the stated moments, and what a correct sampler
+    exceeds with probability ALARM."""
     often = variance * len(x) >= sizes(100, 5)  # the normal approximation wants counts
     assert often.sum() >= often.numel() / 2
     z = (x.double().mean(0) - mean)[often] * (len(x) / variance[often]) ** 0.5
@@ -361,34 +397,45 @@ def largest_z(x, mean, variance):
 
 
 @kernel
-@pytest.mark.parametrize("scheme, sub, dtype", sizes([(x, 1, FP32) for x in SCHEMES] + [("systematic", 8, BF16), ("stratified", 8, BF16)],
-                                                     [("systematic", 1, FP32), ("proportional", 1, FP32), ("flash", 1, FP32), ("stratified", 8, BF16)]), ids=str)
+@pytest.mark.parametrize("scheme, sub, dtype",
+                         sizes([(x, 1, FP32) for x in SCHEMES] + [("systematic", 8, BF16), ("stratified", 8, BF16)],
+                                                     [("systematic", 1, FP32), ("proportional", 1, FP32),
+                                                      ("flash", 1, FP32), ("stratified", 8, BF16)]), ids=str)
 def test_unbiased(scheme, sub, dtype):
-    "The batch axis repeats one small problem; every row has its own stream. Keys and tiles are drawn with their probabilities, and the mean output is exact attention."
+    """The batch axis repeats one small problem; every row has its own stream. Keys and tiles are drawn with their
+    probabilities, and the mean output is exact attention."""
     B, H, N, D, samples, tile = sizes(4096, 64), sizes(2, 1), 24, 16, 8, 16
     p = problem(1, 1, H, N, D, dtype, spread=0.5)
     many = Problem(*(x.expand(B, -1, -1, -1) for x in p[:3]))
-    out, index = poisoned(lambda: kernels.launch(*many[:3], samples, scheme, tile, 20260, None, None, None, return_index=True, sub=sub))
-    weights = masked_scores(p.q.double(), p.k.double(), 0, *visible_range(p.q, p.k), None).softmax(-1)[0, :, 0]    # [H, N]
+    out, index = poisoned(lambda: kernels.launch(*many[:3], samples, scheme, tile, 20260, None, None, None,
+                                                 return_index=True, sub=sub))
+    # [H, N]
+    weights = masked_scores(p.q.double(), p.k.double(), 0, *visible_range(p.q, p.k), None).softmax(-1)[0, :, 0]
     i = index[:, :, 0].long()
-    counts = torch.zeros(B, H, N + 1, device=DEVICE).scatter_add_(-1, torch.where(i < 0, N, i), torch.ones(i.shape, device=DEVICE))[..., :N]
+    counts = torch.zeros(B, H, N + 1, device=DEVICE).scatter_add_(-1, torch.where(i < 0, N, i),
+        torch.ones(i.shape, device=DEVICE))[..., :N]
     halves = lambda x: torch.stack([x[..., :tile].sum(-1), x[..., tile:].sum(-1)], -1)
     mass = halves(weights)
     if scheme == "flash":  # half of the draws in each tile, whatever its mass
-        parts = [moments(x / x.sum(-1, keepdim=True), samples // 2, scheme) for x in (weights[:, :tile], weights[:, tile:])]
+        parts = [moments(x / x.sum(-1, keepdim=True), samples // 2, scheme) for x in (weights[:, :tile],
+            weights[:, tile:])]
         found = [largest_z(counts, *(torch.cat(x, -1) for x in zip(*parts)))]
-    else: found = [largest_z(counts, *moments(weights, samples, scheme)), largest_z(halves(counts), *moments(mass, samples, scheme))]
+    else:
+        found = [largest_z(counts, *moments(weights, samples, scheme)),
+                 largest_z(halves(counts), *moments(mass, samples, scheme))]
     exact = weights @ p.v[0, 0].double()
     z = (out[:, :, 0].double().mean(0) - exact) * B**0.5 / out[:, :, 0].double().std(0)
     found.append((float(z.abs().max()), NormalDist().inv_cdf(1 - ALARM / 2 / z.numel())))
-    if scheme == "proportional": assert any(z > allowed for z, allowed in found), "the test does not see the bias of the proportional rule"
+    if scheme == "proportional":
+        assert any(z > allowed for z, allowed in found), "the test does not see the bias of the proportional rule"
     else: assert all(z <= allowed for z, allowed in found), found
 
 
 # attention over chosen rows
 
 def lists(p, S, kind, seed=0):
-    "Key numbers and weights for each head: lists of their own, one for a group, or one for all; a third of the slots unused"
+    """Key numbers and weights for each head: lists of their own, one for a group, or one for all; a third of the slots
+    unused"""
     (B, H), (G, N) = p.q.shape[:2], p.k.shape[1:3]
     generator = torch.Generator(DEVICE).manual_seed(seed)
     rows = {"head": H, "group": G, "all": 1}[kind]
@@ -399,7 +446,9 @@ def lists(p, S, kind, seed=0):
     return whole if kind == "all" else index, weight, whole
 
 
-def true_output(p, index, weight): return weighted_attention(p.q.double(), p.k.double(), p.v.double(), Selection(index, weight.double()), backend="torch")
+def true_output(p, index, weight):
+    return weighted_attention(p.q.double(), p.k.double(), p.v.double(), Selection(index, weight.double()),
+                              backend="torch")
 
 
 @kernel
@@ -424,9 +473,11 @@ def test_groups_of_any_size_scales_and_strides(R):
     p = problem(1, 3, R, 400, 64, FP32)
     index, weight, whole = lists(p, 90, "group")
     weight[..., 0] = 1
-    assert_close(gather.attend(p.q, p.k, p.v, index, weight, scale=0.3), true_output(p._replace(q=p.q * 0.3 * 8), whole, weight), rtol=2e-6)
+    assert_close(gather.attend(p.q, p.k, p.v, index, weight, scale=0.3),
+                 true_output(p._replace(q=p.q * 0.3 * 8), whole, weight), rtol=2e-6)
     turned = index.transpose(-1, -2).contiguous().transpose(-1, -2)[..., ::2], weight.flip(1).flip(1)[..., ::2]
-    assert_close(gather.attend(p.q, p.k, p.v, *turned), gather.attend(p.q, p.k, p.v, *(x.contiguous() for x in turned)), rtol=2e-6)
+    assert_close(gather.attend(p.q, p.k, p.v, *turned), gather.attend(p.q, p.k, p.v,
+        *(x.contiguous() for x in turned)), rtol=2e-6)
     assert torch.equal(gather.attend(p.q, p.k, p.v, index.int(), weight), gather.attend(p.q, p.k, p.v, index, weight))
 
 
@@ -447,24 +498,35 @@ def test_what_is_not_used_counts_for_nothing_and_what_is_no_row_shows():
     assert nothing[0, 0].isnan().all() and torch.equal(nothing[0, 1], want[0, 1])
     lost = weight.clone()
     lost[:, 0, :, 3] = math.nan
-    assert gather.attend(p.q, p.k, p.v, index, lost)[0, 0].isnan().all() and not gather.attend(p.q, p.k, p.v, index, lost)[0, 1].isnan().any()
-    with pytest.raises(ValueError, match="index must have a list for each of 2 query heads or 1 groups, got 3"): gather.attend(p.q, p.k, p.v, index.expand(-1, 3, -1, -1), weight)
-    with pytest.raises(ValueError, match="q must have one query for backend='triton', got 2"): gather.attend(torch.zeros(1, 2, 2, 64), p.k, p.v, index, weight)
-    with pytest.raises(ValueError, match="q must have a head size of at most 256 for backend='triton', got 300"): gather.attend(torch.zeros(1, 2, 1, 300), p.k, p.v, index, weight)
-    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"): gather.attend(p.q.double(), p.k, p.v, index, weight)
+    assert (gather.attend(p.q, p.k, p.v, index, lost)[0, 0].isnan().all()
+            and not gather.attend(p.q, p.k, p.v, index, lost)[0, 1].isnan().any())
+    with pytest.raises(ValueError, match="index must have a list for each of 2 query heads or 1 groups, got 3"):
+        gather.attend(p.q, p.k, p.v, index.expand(-1, 3, -1, -1), weight)
+    with pytest.raises(ValueError, match="q must have one query for backend='triton', got 2"):
+        gather.attend(torch.zeros(1, 2, 2, 64), p.k, p.v, index, weight)
+    with pytest.raises(ValueError, match="q must have a head size of at most 256 for backend='triton', got 300"):
+        gather.attend(torch.zeros(1, 2, 1, 300), p.k, p.v, index, weight)
+    with pytest.raises(TypeError,
+                       match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"):
+        gather.attend(p.q.double(), p.k, p.v, index, weight)
 
 
 @kernel
 def test_selections_reach_the_kernel():
     p = problem(2, 2, 4, 600, 128, FP32, ragged=True)
-    for s in (select_sinks_window(p.q, p.k, sinks=3, window=0.3, **p.masks), select_uniform(p.q, p.k, samples=0.2, seed=1, **p.masks)):
+    for s in (select_sinks_window(p.q, p.k, sinks=3, window=0.3, **p.masks),
+              select_uniform(p.q, p.k, samples=0.2, seed=1, **p.masks)):
         got = weighted_attention(p.q, p.k, p.v, s, backend="triton")
         assert_close(got, weighted_attention(p.q, p.k, p.v, s, backend="torch"), rtol=2e-6)
-        if GPU: assert torch.equal(weighted_attention(p.q, p.k, p.v, s), got) and torch.equal(weighted_attention(p.q, pinned(p.k), pinned(p.v), s), got)
+        if GPU:
+            assert (torch.equal(weighted_attention(p.q, p.k, p.v, s), got)
+                    and torch.equal(weighted_attention(p.q, pinned(p.k), pinned(p.v), s), got))
     q = p.q.clone().requires_grad_()
     assert weighted_attention(q, p.k, p.v, s).requires_grad
-    with pytest.raises(ValueError, match="backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'"): weighted_attention(q, p.k, p.v, s, backend="triton")
-    with pytest.raises(ValueError, match="backend must be one of auto, torch, triton, got 'cuda'"): weighted_attention(p.q, p.k, p.v, s, backend="cuda")
+    with pytest.raises(ValueError, match="backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'"):
+        weighted_attention(q, p.k, p.v, s, backend="triton")
+    with pytest.raises(ValueError, match="backend must be one of auto, torch, triton, got 'cuda'"):
+        weighted_attention(p.q, p.k, p.v, s, backend="cuda")
 
 
 @pytest.mark.gpu
@@ -480,14 +542,16 @@ def test_chosen_rows_in_a_graph_and_in_the_compiler():
         out.fill_(math.nan)
         replay()
         assert torch.equal(out, call())
-    assert torch.equal(torch.compile(lambda q, i, w: gather.attend(q * 1, p.k, p.v, i, w), fullgraph=True)(p.q, index, weight), call())
+    assert torch.equal(torch.compile(lambda q, i, w: gather.attend(q * 1, p.k, p.v, i, w),
+                                     fullgraph=True)(p.q, index, weight), call())
 
 
 # host memory
 
 def pinned(x):
     "A copy in pinned host memory, token by token as a cache layer lays it out; in the interpreter, the same on the CPU"
-    return torch.empty(x.shape[2], x.shape[0], x.shape[1], x.shape[3], dtype=x.dtype, pin_memory=GPU).permute(1, 2, 0, 3).copy_(x)
+    return torch.empty(x.shape[2], x.shape[0], x.shape[1], x.shape[3], dtype=x.dtype,
+                       pin_memory=GPU).permute(1, 2, 0, 3).copy_(x)
 
 
 @kernel
@@ -498,7 +562,8 @@ def test_rows_of_host_memory(D, dtype, layout):
     B, G, R, N = 2, 2, 3, sizes(3000, 300)
     x = problem(B, G, R, N, D, dtype, layout=layout).k
     x = x.cpu().pin_memory() if GPU and layout == "plain" else pinned(x) if GPU else x
-    index = torch.randint(N, (B, G * R, 1, sizes(700, 70)), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    index = torch.randint(N, (B, G * R, 1, sizes(700, 70)), device=DEVICE,
+                          generator=torch.Generator(DEVICE).manual_seed(0))
     shared = index[:, :1].expand(-1, G * R, -1, -1)
     for picked in (index, index.transpose(-1, -2), index[..., ::3], shared, index[..., :1]):
         got = poisoned(lambda: host.rows(x, picked))
@@ -517,7 +582,9 @@ def test_rows_of_host_memory(D, dtype, layout):
 def test_the_kernels_read_pinned_host_memory(scheme):
     p = problem(2, 2, 4, 5000, 128, BF16, ragged=True)
     k, v = pinned(p.k), pinned(p.v)
-    for settings in (dict(scheme=scheme), dict(scheme=scheme, eps=0.3, delta=0.1)) if scheme not in ("proportional", "flash") else (dict(scheme=scheme),):
+    for settings in (dict(scheme=scheme), dict(scheme=scheme, eps=0.3,
+                                               delta=0.1)) if scheme not in ("proportional",
+                                                   "flash") else (dict(scheme=scheme),):
         want, stats = santa_decode(*p[:3], samples=64, seed=1, **p.masks, **settings, return_stats=True)
         got, again = santa_decode(p.q, k, v, samples=64, seed=1, **p.masks, **settings, return_stats=True)
         assert torch.equal(got, want) and torch.equal(again.values_read, stats.values_read)
@@ -527,7 +594,8 @@ def test_the_kernels_read_pinned_host_memory(scheme):
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_host_memory_that_is_not_pinned_is_refused():
     p = problem(1, 1, 2, 100, 64, BF16)
-    with pytest.raises(ValueError, match="k must be on the device of q, cuda:0, or in pinned host memory, got cpu"): santa_decode(p.q, p.k.cpu(), p.v)
+    with pytest.raises(ValueError, match="k must be on the device of q, cuda:0, or in pinned host memory, got cpu"):
+        santa_decode(p.q, p.k.cpu(), p.v)
 
 
 @pytest.mark.gpu
@@ -535,7 +603,8 @@ def test_host_memory_that_is_not_pinned_is_refused():
 def test_launches_go_to_the_device_of_the_tensors():
     p = problem(1, 2, 3, 1000, 64, BF16)
     there = [x.to("cuda:1") for x in p[:3]]
-    assert torch.cuda.current_device() == 0 and torch.equal(decode(*there, samples=64, seed=1).cpu(), decode(*p[:3], samples=64, seed=1).cpu())
+    assert (torch.cuda.current_device() == 0 and torch.equal(decode(*there, samples=64, seed=1).cpu(),
+        decode(*p[:3], samples=64, seed=1).cpu()))
     index = torch.randint(1000, (1, 6, 1, 50), device="cuda:1")
     assert torch.equal(host.rows(pinned(p.k), index), host.rows(there[1], index))
 
@@ -558,8 +627,10 @@ def test_graph_replay_with_a_new_seed_and_length(scheme):
         replay()
         torch.cuda.synchronize()
         assert torch.equal(out, call())
-        assert torch.equal(out, decode(p.q, p.k, p.v, samples=64, scheme=scheme, seed=2**40 * step + step, kv_start=start, kv_len=stop))
-        audit(p._replace(start=start, stop=stop), *drawn(p._replace(start=start, stop=stop), samples=64, scheme=scheme, seed=seed), samples=64, scheme=scheme, seed=seed, flips=0.05)
+        assert torch.equal(out, decode(p.q, p.k, p.v, samples=64, scheme=scheme, seed=2**40 * step + step,
+                                       kv_start=start, kv_len=stop))
+        audit(p._replace(start=start, stop=stop), *drawn(p._replace(start=start, stop=stop), samples=64, scheme=scheme,
+                                                         seed=seed), samples=64, scheme=scheme, seed=seed, flips=0.05)
         seen.append(out.clone())
     assert all(not torch.equal(a, b) for a, b in zip(seen, seen[1:]))
 
@@ -568,10 +639,13 @@ def test_graph_replay_with_a_new_seed_and_length(scheme):
 @pytest.mark.parametrize("scheme", sizes(SCHEMES, ("systematic",)))
 def test_compiles_into_one_graph(scheme):
     p = problem(2, 1, 4, sizes(1000, 40), 16, BF16, ragged=True)
-    def step(q, k, v, seed, start, stop): return 2 * santa_decode(q, k, v, samples=16, scheme=scheme, seed=seed, kv_start=start, kv_len=stop, backend="triton")
+    def step(q, k, v, seed, start, stop):
+        return 2 * santa_decode(q, k, v, samples=16, scheme=scheme, seed=seed, kv_start=start, kv_len=stop,
+                                backend="triton")
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend=sizes("inductor", "eager"))
-    for seed in sizes((torch.tensor(3, device=DEVICE), torch.tensor(4, device=DEVICE), 5, 6), (torch.tensor(3), 5)): assert torch.equal(compiled(*p[:3], seed, p.start, p.stop), step(*p[:3], seed, p.start, p.stop))
+    for seed in sizes((torch.tensor(3, device=DEVICE), torch.tensor(4, device=DEVICE), 5, 6), (torch.tensor(3), 5)):
+        assert torch.equal(compiled(*p[:3], seed, p.start, p.stop), step(*p[:3], seed, p.start, p.stop))
 
 
 @kernel
@@ -599,18 +673,27 @@ good = {n: torch.zeros(1, h, m, 64) for n, h, m in (("q", 2, 1), ("k", 1, 30), (
 
 
 @pytest.mark.parametrize("change, error, message", [
-    (dict(q=good["q"].double()), TypeError, "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"),
+    (dict(q=good["q"].double()), TypeError,
+     "q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"),
     (dict(q=torch.zeros(1, 2, 2, 64)), ValueError, "q must have one query for backend='triton', got 2"),
-    (dict(q=torch.zeros(1, 2, 1, 257)), ValueError, "q must have a head size of at most 256 for backend='triton', got 257"),
+    (dict(q=torch.zeros(1, 2, 1, 257)), ValueError,
+     "q must have a head size of at most 256 for backend='triton', got 257"),
     (dict(tile=48), ValueError, "tile must be 16, 32, 64, 128 or 256, got 48"),
     (dict(samples=2**17), ValueError, "samples must be at most 65536, got 131072"),
-    (dict(scheme="sys"), ValueError, "scheme must be one of iid, stratified, systematic, proportional, flash, got 'sys'"),
-    (dict(seed=torch.zeros((), dtype=torch.int64, device="meta")), ValueError, "seed must be on the device of q, cpu, got meta"),
-    (dict(seed=torch.zeros(1, 2, dtype=torch.int64, device="meta")), ValueError, "seed must be on the device of q, cpu, got meta"),
-    (dict(tile=256, scheme="flash", q=torch.zeros(1, 2, 1, 200), k=torch.zeros(1, 1, 30, 200), v=torch.zeros(1, 1, 30, 200)), ValueError, "tile must be at most 128 for torch.float32 and heads of 200, got 256"),
+    (dict(scheme="sys"), ValueError,
+     "scheme must be one of iid, stratified, systematic, proportional, flash, got 'sys'"),
+    (dict(seed=torch.zeros((), dtype=torch.int64, device="meta")), ValueError,
+     "seed must be on the device of q, cpu, got meta"),
+    (dict(seed=torch.zeros(1, 2, dtype=torch.int64, device="meta")), ValueError,
+     "seed must be on the device of q, cpu, got meta"),
+    (dict(tile=256, scheme="flash", q=torch.zeros(1, 2, 1, 200), k=torch.zeros(1, 1, 30, 200),
+          v=torch.zeros(1, 1, 30, 200)), ValueError,
+          "tile must be at most 128 for torch.float32 and heads of 200, got 256"),
     (dict(scheme="flash", estimate=good["q"]), ValueError, "estimate must be None for scheme='flash'"),
-    (dict(estimate=good["q"].half()), ValueError, "estimate must be torch.float32 [1, 2, 1, 64] on the device of q, cpu, got torch.float16 [1, 2, 1, 64] on cpu"),
-    (dict(estimate=good["q"][:, :1]), ValueError, "estimate must be torch.float32 [1, 2, 1, 64] on the device of q, cpu, got torch.float32 [1, 1, 1, 64] on cpu"),
+    (dict(estimate=good["q"].half()), ValueError,
+     "estimate must be torch.float32 [1, 2, 1, 64] on the device of q, cpu, got torch.float16 [1, 2, 1, 64] on cpu"),
+    (dict(estimate=good["q"][:, :1]), ValueError,
+     "estimate must be torch.float32 [1, 2, 1, 64] on the device of q, cpu, got torch.float32 [1, 1, 1, 64] on cpu"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_input(change, error, message):
     with pytest.raises(error, match=re.escape(message)): decode(**(good | change))
@@ -619,7 +702,8 @@ def test_bad_input(change, error, message):
 @kernel
 def test_estimate_is_not_for_flash():
     p = problem(1, 1, 2, 30, 64, FP32)
-    with pytest.raises(ValueError, match="estimate must be None for scheme='flash'"): decode(*p[:3], scheme="flash", estimate=p.q)
+    with pytest.raises(ValueError, match="estimate must be None for scheme='flash'"):
+        decode(*p[:3], scheme="flash", estimate=p.q)
 
 
 if INTERPRETED:
@@ -628,30 +712,39 @@ if INTERPRETED:
         for cases in sweep:
             every, chosen = values(case for case, _ in cases), [case for case, of_them in cases if of_them]
             assert chosen and values(chosen) == every
-            if every: assert all(values(chosen[:i] + chosen[i + 1:]) < every for i in range(len(chosen)))  # each is needed
+            # each is needed
+            if every: assert all(values(chosen[:i] + chosen[i + 1:]) < every for i in range(len(chosen)))
         left_out = [len(cases) - sum(of_them for _, of_them in cases) for cases in sweep]
         assert sum(left_out) > sum(map(len, sweep)) / 4 and left_out.count(0) > len(left_out) / 2
 
     @pytest.mark.parametrize("name, rows, most", [
-        ("gather", {"attend": 4, "copy": 1}, 0.01), ("vattention_launches", {"vattention": 3, "copy": 1}, 0.01), ("santa_steps", {"step": 4, "bernoulli": 7, "append": 2}, 10),
+        ("gather", {"attend": 4, "copy": 1}, 0.01), ("vattention_launches", {"vattention": 3, "copy": 1}, 0.01),
+        ("santa_steps", {"step": 4, "bernoulli": 7, "append": 2}, 10),
         ("host", {"copy": 1, "rows": 6}, 0), ("decode", {"santa_systematic": 1}, 10)])
     def test_records_run_in_their_quick_form(name, rows, most, tmp_path):
         said = []
         made = json.loads(run_record(name, tmp_path, quick=True, say=said.append).read_text())
         found = [row.get("method") or row["what"] for row in made["rows"]]
-        assert rows == {x: found.count(x) for x in found if not x.startswith("sdpa")} and not [line for line in said if "not recorded" in line], said
-        assert all(row.get("error", 0) <= most and row["median_us"] > 0 for row in made["rows"]) and made["meta"]["gpu"] == "CPU" and made["meta"]["command"] == f"sparse-nb record {name} --quick"
+        assert rows == {x: found.count(x) for x in found if not x.startswith("sdpa")} and not [line for line in said
+            if "not recorded" in line], said
+        assert (all(row.get("error", 0) <= most and row["median_us"] > 0 for row in made["rows"])
+                and made["meta"]["gpu"] == "CPU" and made["meta"]["command"] == f"sparse-nb record {name} --quick")
 
 
 if not INTERPRETED:
     def python(*command, **variables):
         "Run Python in a process of its own, with these environment variables."
-        known = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"} | dict(OMP_NUM_THREADS="1") | variables
-        return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=known, cwd=Path(__file__).parents[1])
+        known = {name: x for name, x in os.environ.items()
+                 if name != "TRITON_INTERPRET"} | dict(OMP_NUM_THREADS="1") | variables
+        return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=known,
+                              cwd=Path(__file__).parents[1])
 
     def test_tensors_on_the_cpu():
-        done = python("-c", "import torch; from sparse_nb.kernels.santa import decode; x = torch.zeros(1, 1, 1, 64); decode(x, x, x)")
-        assert done.returncode and "ValueError: q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got cpu" in done.stderr
+        done = python("-c",
+                      "import torch; from sparse_nb.kernels.santa import decode; x = torch.zeros(1, 1, 1, 64); "
+                      "decode(x, x, x)")
+        assert (done.returncode
+                and "ValueError: q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got cpu" in done.stderr)
 
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_rows_kernel_compiles(capability):
@@ -659,47 +752,68 @@ if not INTERPRETED:
         from triton.compiler import ASTSource
         for kind, D, BD in (("bf16", 128, 128), ("fp32", 80, 128), ("fp64", 256, 256)):
             constants = dict(x_d=1, i_s=1, D=D, BS=64, BD=BD)
-            signature = {name: "constexpr" if name in constants else f"*{'i64' if name == 'index_ptr' else kind}" if name.endswith("_ptr") else "i32" for name in host._rows_kernel.arg_names}
-            made = triton.compile(ASTSource(host._rows_kernel, signature, constexprs=constants), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
+            signature = {name: "constexpr" if name in constants else f"*{'i64' if name == 'index_ptr' else kind}"
+                         if name.endswith("_ptr") else "i32" for name in host._rows_kernel.arg_names}
+            made = triton.compile(ASTSource(host._rows_kernel, signature, constexprs=constants),
+                                  target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
             assert made.asm["cubin"] and "ld.global" in made.asm["ptx"]
 
-    @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("bf16", 128, 1), ("fp16", 80, 8), ("bf16", 256, 8), ("fp32", 128, 4), ("fp32", 256, 4)])
+    @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("bf16", 128, 1), ("fp16", 80, 8), ("bf16", 256, 8),
+                                             ("fp32", 128, 4), ("fp32", 256, 4)])
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_gather_kernels_do_not_spill(capability, kind, D, LR):
         base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1)
         types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
-        for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)), (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
-            used = compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")}, capability, gather._WARPS)
-            assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
+        for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16,
+            BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)),
+            (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
+            used = compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")},
+                                  capability, gather._WARPS)
+            assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind,
+                used)
 
     @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("fp16", 256, 8), ("fp32", 128, 1)])
     @pytest.mark.parametrize("capability", [80, 90])
     def test_the_vattention_kernels_do_not_spill(capability, kind, D, LR):
-        types = dict.fromkeys(("eps", "log", "square", "plug"), "fp32") | dict.fromkeys(("sinks_share", "window_share", "top_share", "base_share"), "i64")
-        types |= {f"{x}_ptr": "i32" for x in ("row", "mask", "count", "stop", "code", "key", "plane", "hist", "tail", "bin")} | {f"{x}_ptr": "fp16" for x in ("w1", "b1", "w2", "b2")}
+        types = dict.fromkeys(("eps", "log", "square", "plug"), "fp32") | dict.fromkeys(("sinks_share", "window_share",
+            "top_share", "base_share"), "i64")
+        types |= {f"{x}_ptr": "i32" for x in ("row", "mask", "count", "stop", "code", "key", "plane", "hist", "tail",
+                                              "bin")} | {f"{x}_ptr": "fp16" for x in ("w1", "b1", "w2", "b2")}
         BD = triton.next_power_of_2(D)
-        base = dict(LR=LR, PLANES=LR.bit_length(), D=D, BD=BD, M=64, BM=64, BR=16, BQ=LR, BS=steps.GUESS, BINS=steps._BINS, LEAST=32, CLT_LEAST=32, BOUND="clt", PLUGIN="upper", SEEDS=False, PDL=capability >= 90, key_n=1,
+        base = dict(LR=LR, PLANES=LR.bit_length(), D=D, BD=BD, M=64, BM=64, BR=16, BQ=LR, BS=steps.GUESS,
+                    BINS=steps._BINS, LEAST=32, CLT_LEAST=32, BOUND="clt", PLUGIN="upper", SEEDS=False,
+                    PDL=capability >= 90, key_n=1,
                     start_ptr=None, len_ptr=None, seed_ptr=None, ceiling_ptr=None)
-        rows = lambda setting: dict(BN=min(setting[0], 2**22 // BD**2 // (4 if kind == "fp32" else 2)), STAGES=setting[1], BC=1024 if setting is steps._LOOK else 128)
-        for kernel_, constants, warps in ((steps._code_kernel, {}, 8), (steps._guess_kernel, {}, 4), (steps._count_kernel, dict(BN=4096), 4), (steps._keep_kernel, dict(BN=4096, BT=256), 4), (steps._look_kernel, rows(steps._LOOK), 4),
-                                          (steps._budget_kernel, dict(BP=64), 4), (steps._sample_kernel, rows(steps._SAMPLE), 4), (steps._merge_kernel, dict(BP=128, BE=64, BD=32), 4)):
-            own = types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")} | (dict(bin_ptr="u8") if kernel_ is steps._count_kernel else {})
+        rows = lambda setting: dict(BN=min(setting[0], 2**22 // BD**2 // (4 if kind == "fp32" else 2)),
+                                    STAGES=setting[1], BC=1024 if setting is steps._LOOK else 128)
+        for kernel_, constants, warps in ((steps._code_kernel, {}, 8), (steps._guess_kernel, {}, 4),
+                                          (steps._count_kernel, dict(BN=4096), 4),
+                                          (steps._keep_kernel, dict(BN=4096, BT=256), 4),
+                                          (steps._look_kernel, rows(steps._LOOK), 4),
+                                          (steps._budget_kernel, dict(BP=64), 4),
+                                          (steps._sample_kernel, rows(steps._SAMPLE), 4),
+                                          (steps._merge_kernel, dict(BP=128, BE=64, BD=32), 4)):
+            own = types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")} | (dict(bin_ptr="u8")
+                if kernel_ is steps._count_kernel else {})
             used = compiled_usage(kernel_, base | constants, own, capability, warps)
             # 8 bytes: ptxas trades two registers of the draw for one more program on a multiprocessor
-            assert used["spills"] <= 8 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind, used)
+            assert used["spills"] <= 8 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind,
+                used)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
     @pytest.mark.budget(100)
     @pytest.mark.parametrize("shard", range(4))
     def test_in_the_interpreter(forked_pytest, shard):
-        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/4", "--cases", "covering", __file__, TRITON_INTERPRET="1")
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/4",
+                                   "--cases", "covering", __file__, TRITON_INTERPRET="1")
         print(said)
         assert not code and re.search(r"\d\d passed", said), said[-4000:]
 
     @pytest.mark.slow
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
     def test_the_other_cases_in_the_interpreter(forked_pytest):
-        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--cases", "others", __file__, TRITON_INTERPRET="1")
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--cases", "others", __file__,
+                                   TRITON_INTERPRET="1")
         print(said)
         assert not code and re.search(r"\d\d passed", said), said[-4000:]
 
@@ -708,10 +822,12 @@ if not INTERPRETED:
         rows = kernels.resource_usage(capability, (n,))
         with capsys.disabled():  # in the log of every run
             print("", " ".join(rows[0]), *(" ".join(map(str, row.values())) for row in rows), sep="\n")
-        assert {row["kernel"] for row in rows} > {"scores", "gather", "flash", "merge, flash", "features", "budgets, proportional"}
+        assert {row["kernel"] for row in rows} > {"scores", "gather", "flash", "merge, flash", "features",
+                                                  "budgets, proportional"}
         # the budgets of the proportional scheme, for comparison only, may spill where a head has thousands of tiles
         allowed = lambda row: 512 if row["kernel"] == "budgets, proportional" and row["n"] > 131072 else 0
-        assert not [row for row in rows if row["spills"] > allowed(row) or row["registers"] > 255 or row["shared"] > 99 * 1024]
+        assert not [row for row in rows if row["spills"] > allowed(row) or row["registers"] > 255
+                    or row["shared"] > 99 * 1024]
 
 
 # vAttention
@@ -719,19 +835,24 @@ if not INTERPRETED:
 def settings_of(s):
     "What the kernels are told of a `VAttention`."
     level, log_square = s.delta * (0.8 if s.plugin == "upper" else 1), bounds.tail_levels
-    return steps.Settings(s.sinks, s.window, s.topk, s.base, 32, s.eps, *log_square(level, False), math.log(10 / s.delta), s.bound, s.plugin)
+    return steps.Settings(s.sinks, s.window, s.topk, s.base, 32, s.eps, *log_square(level, False),
+                          math.log(10 / s.delta), s.bound, s.plugin)
 
 
 def networks(H, D, M, seed=0):
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    return tuple(torch.randn(*shape, device=DEVICE, generator=generator) for shape in ((H, D, M), (H, M), (H, M, 32), (H, 32)))
+    return tuple(torch.randn(*shape, device=DEVICE, generator=generator) for shape in ((H, D, M), (H, M), (H, M, 32),
+        (H, 32)))
 
 
-def random_codes(B, G, N, seed=0): return torch.randint(-2**31, 2**31, (B, G, N, 1), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)).int()
+def random_codes(B, G, N, seed=0):
+    return torch.randint(-2**31, 2**31, (B, G, N, 1), device=DEVICE,
+                         generator=torch.Generator(DEVICE).manual_seed(seed)).int()
 
 
 def agreement(p, codes, maps, lists):
-    "Equal bits of queries and keys, summed over the heads of a list [B, L, N], and whether a rounding error could change them [B, L]."
+    """Equal bits of queries and keys, summed over the heads of a list [B, L, N], and whether a rounding error could
+    change them [B, L]."""
     H, G = p.q.shape[1], codes.shape[1]
     hidden = (torch.einsum("bhd,hdm->bhm", p.q[:, :, 0].double(), maps[0].double()) + maps[1]).relu()
     out = torch.einsum("bhm,hmj->bhj", hidden, maps[2].double()) + maps[3]
@@ -753,7 +874,8 @@ STEP = vattention.VAttention(0.2, 0.1, sinks=3, window=7, topk=0.05, base=0.1, s
 @kernel
 @pytest.mark.parametrize("lists", ["group", "head"])
 @pytest.mark.parametrize("dtype, D, R, rtol, layout, ragged", sizes(
-    [(dtype, D, R, rtol, "plain", False) for dtype, rtol in ((BF16, 8e-3), (FP16, 2e-3), (FP32, 3e-6)) for D in (64, 80, 96, 128, 256) for R in (1, 3, 4, 8)]
+    [(dtype, D, R, rtol, "plain", False) for dtype, rtol in ((BF16, 8e-3), (FP16, 2e-3), (FP32, 3e-6))
+     for D in (64, 80, 96, 128, 256) for R in (1, 3, 4, 8)]
     + [(FP32, 64, 3, 3e-6, layout, True) for layout in LAYOUTS if layout != "one for all"],
     [(BF16, 16, 3, 8e-3, "by position", False), (FP32, 24, 4, 3e-6, "plain", True)]), ids=str)
 def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, lists):
@@ -761,7 +883,8 @@ def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, l
     p = problem(B, G, R, N, D, dtype, layout=layout, ragged=ragged)
     H, L = G * R, G if lists == "group" else G * R
     codes, maps = random_codes(B, G, N), networks(H, D, 48)
-    found = poisoned(lambda: steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=L, codes=codes, maps=maps, seed=5, **p.masks))
+    found = poisoned(lambda: steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=L, codes=codes, maps=maps, seed=5,
+                                          **p.masks))
     equal, close = agreement(p, codes, maps, L)
     firsts, ends = (x[:, 0, 0] for x in visible_range(p.q, p.k, **p.masks))
     kept = torch.zeros(B, L, dtype=torch.long, device=DEVICE)
@@ -774,11 +897,15 @@ def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, l
             own, order = row[:int(kept[b, g])] - first, row[found.slots:found.slots + int(found.places[b, g])]
             new = order[order >= 0] - first
             base, extra = int(found.base[b, g].sum()), int(found.extra[b, g].sum())
-            assert len(new) == base + extra and len(torch.cat([own, new]).unique()) == len(own) + len(new) and 0 <= int(new.min()) and int(new.max()) < n
-            assert int(found.rest[b, g]) == n - len(own) - base and base >= math.ceil((n - len(own)) * 0.1) and extra >= min(int(found.rest[b, g]), int(found.facts[b, g * H // L:(g + 1) * H // L, 2].max()))
+            assert (len(new) == base + extra and len(torch.cat([own, new]).unique()) == len(own) + len(new)
+                    and 0 <= int(new.min()) and int(new.max()) < n)
+            assert (int(found.rest[b, g]) == n - len(own) - base and base >= math.ceil((n - len(own)) * 0.1)
+                    and extra >= min(int(found.rest[b, g]), int(found.facts[b, g * H // L:(g + 1) * H // L, 2].max())))
             if close[b, g]: continue
             middle = equal[b, g, first + left:first + right].sort(descending=True, stable=True).indices[:top] + left
-            assert torch.equal(own, torch.cat([torch.arange(left, device=DEVICE), middle, torch.arange(right, n, device=DEVICE)]).sort().values)
+            assert torch.equal(own,
+                               torch.cat([torch.arange(left, device=DEVICE), middle,
+                                          torch.arange(right, n, device=DEVICE)]).sort().values)
     chosen = vattention.read_rows(found, kept, H)
     assert found.out.dtype == dtype
     visible = Problem(p.q, *(torch.where(x.isnan(), 0, x) for x in (p.k, p.v)))
@@ -792,12 +919,15 @@ def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, l
     quarter = found.base[..., :found.base.shape[-1] // 4].sum(-1)
     one, two = (drawn & (rank <= quarter[..., None])), drawn & (rank > quarter[..., None]) & (rank <= base[..., None])
     slots = torch.arange(found.slots, device=DEVICE) < kept[..., None]
-    parts = [heads(torch.cat([x, y], -1)) for x, y in ((slots, one & False), (slots & False, one), (slots & False, two))]
+    parts = [heads(torch.cat([x, y], -1)) for x, y in ((slots, one & False), (slots & False, one),
+                                                       (slots & False, two))]
     index = heads(torch.cat([found.rows[:, :, :found.slots], order], -1)).long()
     used = parts[0] | parts[1] | parts[2]
-    e, shift = vattention.exponential_terms(visible.q.double(), visible.k.double(), torch.where(used, index, 0), used, None)
+    e, shift = vattention.exponential_terms(visible.q.double(), visible.k.double(), torch.where(used, index, 0), used,
+                                            None)
     n_s = heads(found.rest + base)
-    facts = vattention.residual_facts(e[..., None], *parts, n_s, (e * (parts[1] | parts[2])).amax(-1), "upper", "clt", STEP.delta / 10, False)
+    facts = vattention.residual_facts(e[..., None], *parts, n_s, (e * (parts[1] | parts[2])).amax(-1), "upper", "clt",
+                                      STEP.delta / 10, False)
     deviation, size, asked, unit = found.facts[:, :, None].double().unbind(-1)
     assert_close(unit * math.log(2), shift, rtol=1e-4)
     want = vattention.draws_needed(STEP, facts, None, heads(found.rest))
@@ -814,9 +944,11 @@ def test_vattention_keeps_as_many_where_the_guess_is_wrong(like, topk):
     zeros = torch.zeros(1, 1, N, 1, dtype=torch.int32, device=DEVICE)
     own = agreement(p, zeros, maps, 1)[0][0, 0, 0]  # bits of the query that are 0
     hidden = (torch.einsum("bhd,hdm->bhm", p.q[:, :, 0].double(), maps[0].double()) + maps[1]).relu()
-    code = ((torch.einsum("bhm,hmj->bhj", hidden, maps[2].double()) + maps[3] > 0).long() << torch.arange(32, device=DEVICE)).sum()
+    code = ((torch.einsum("bhm,hmj->bhj", hidden, maps[2].double()) + maps[3]
+             > 0).long() << torch.arange(32, device=DEVICE)).sum()
     assert 32 - own == int(code).bit_count()
-    seen = 3 + torch.arange(steps.GUESS, device=DEVICE) * (N - 10) // steps.GUESS  # what the guess is made from: all like the query, or its opposite
+    # what the guess is made from: all like the query, or its opposite
+    seen = 3 + torch.arange(steps.GUESS, device=DEVICE) * (N - 10) // steps.GUESS
     codes = random_codes(1, 1, N)
     codes[0, 0, seen, 0] = (code if like else ~code).to(torch.int32)
     found = poisoned(lambda: steps.decode(p.q, p.k, p.v, settings_of(s), lists=1, codes=codes, maps=maps, seed=5))
@@ -824,8 +956,10 @@ def test_vattention_keeps_as_many_where_the_guess_is_wrong(like, topk):
     score = agreement(p, codes, maps, 1)[0][0, 0]
     guess = 32 if like else 0
     bins = (score[3:-7] - guess + steps._BINS // 2 - 1).clamp(0, steps._BINS - 1)
-    want = torch.cat([torch.arange(3, device=DEVICE), bins.sort(descending=True, stable=True).indices[:top] + 3, torch.arange(N - 7, N, device=DEVICE)]).sort().values
-    assert torch.equal(found.rows[0, 0, :top + 10].long(), want) and 0 < int((bins == (0 if like else steps._BINS - 1)).sum()) != top
+    want = torch.cat([torch.arange(3, device=DEVICE), bins.sort(descending=True, stable=True).indices[:top] + 3,
+                      torch.arange(N - 7, N, device=DEVICE)]).sort().values
+    assert (torch.equal(found.rows[0, 0, :top + 10].long(), want) and 0
+            < int((bins == (0 if like else steps._BINS - 1)).sum()) != top)
 
 
 kl_bounds = steps._kl_bounds
@@ -840,7 +974,8 @@ def _lower_bounds(mean_ptr, log_ptr, out_ptr, BN: tl.constexpr):
 @pytest.mark.parametrize("draws", [24, 1000, 100000])
 def test_vattention_bounds_of_tiny_means_stay_below_them(draws):
     log = torch.full((64,), math.log(100) / draws, device=DEVICE)
-    mean, lower = log / torch.linspace(80, 105, 64, device=DEVICE), torch.empty_like(log)  # exp(-log / mean) leaves float32
+    # exp(-log / mean) leaves float32
+    mean, lower = log / torch.linspace(80, 105, 64, device=DEVICE), torch.empty_like(log)
     _lower_bounds[1,](mean, log, lower, BN=64)
     assert (lower >= 0).all() and (lower < 1e-3 * mean).all()
 
@@ -848,24 +983,29 @@ def test_vattention_bounds_of_tiny_means_stay_below_them(draws):
 @kernel
 def test_vattention_draws_uniformly_and_keeps_its_promise():
     B, N = sizes((4096, 600), (30, 400))
-    one, s = problem(1, 1, 2, N, 16, FP32, spread=0.5), vattention.VAttention(0.2, 0.2, sinks=2, window=4, topk=0.03, base=0.1)
+    one, s = problem(1, 1, 2, N, 16, FP32, spread=0.5), vattention.VAttention(0.2, 0.2, sinks=2, window=4, topk=0.03,
+        base=0.1)
     p = Problem(*(x.expand(B, -1, -1, -1) for x in one[:3]))
     codes, maps = random_codes(1, 1, N).expand(B, -1, -1, -1), networks(2, 16, 32)
     found = poisoned(lambda: steps.decode(p.q, p.k, p.v, settings_of(s), lists=1, codes=codes, maps=maps, seed=9))
     kept = int(kept_of(found, s, 0, N)[2]) + 6
     chosen = vattention.read_rows(found, torch.full((B, 1), kept, device=DEVICE), 2)
-    dense = torch.zeros(B, N, dtype=torch.double, device=DEVICE).scatter_add_(-1, chosen.index[:, 0, 0], chosen.weight[:, 0, 0].double())
+    dense = torch.zeros(B, N, dtype=torch.double, device=DEVICE).scatter_add_(-1, chosen.index[:, 0, 0],
+        chosen.weight[:, 0, 0].double())
     assert_close(dense.sum(-1), torch.full((B,), float(N), device=DEVICE), rtol=1e-5)
     # each key outside the kept ones is in the base sample as often as any other
-    base = (found.rows[:, 0, found.slots:] >= 0) & ((found.rows[:, 0, found.slots:] >= 0).cumsum(-1) <= found.base.sum(-1))
+    base = (found.rows[:, 0, found.slots:] >= 0) & ((found.rows[:, 0, found.slots:] >= 0).cumsum(-1)
+                                                    <= found.base.sum(-1))
     base &= torch.arange(N, device=DEVICE) < found.places
-    hits = torch.zeros(B, N + 1, device=DEVICE).scatter_add_(-1, torch.where(base, found.rows[:, 0, found.slots:], N).long(), torch.ones(B, N, device=DEVICE))[:, :N].sum(0)
+    hits = torch.zeros(B, N + 1, device=DEVICE).scatter_add_(-1, torch.where(base, found.rows[:, 0, found.slots:],
+        N).long(), torch.ones(B, N, device=DEVICE))[:, :N].sum(0)
     others = (found.rows[0, 0, :kept, None] != torch.arange(N, device=DEVICE)).all(0)
     share = base.sum(-1).double() / (N - kept)
     z = (hits[others] - share.sum()) / (share * (1 - share)).sum().sqrt()
     assert float(z.abs().max()) < NormalDist().inv_cdf(1 - ALARM / 2 / int(others.sum())) and not hits[~others].any()
     # the estimate of the denominator is unbiased, and rarely off by more than promised
-    terms = torch.exp(masked_scores(p.q[:1].double(), p.k[:1].double(), 0, *visible_range(p.q[:1], p.k[:1]), None)[0, :, 0])
+    terms = torch.exp(masked_scores(p.q[:1].double(), p.k[:1].double(), 0, *visible_range(p.q[:1], p.k[:1]),
+                                    None)[0, :, 0])
     assert not (found.extra.sum(-1) == found.rest).any()
     D = dense @ terms.T
     z = (D.mean(0) - terms.sum(-1)) * B**0.5 / D.std(0)
@@ -878,11 +1018,14 @@ def test_vattention_draws_uniformly_and_keeps_its_promise():
 def test_vattention_streams_and_device_seeds():
     p = problem(2, 2, 2, 250, 16, FP32)
     codes, maps = random_codes(2, 2, 250), networks(4, 16, 32)
-    run = lambda seed, lists=2: steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=lists, codes=codes, maps=maps, seed=seed)
+    run = lambda seed, lists=2: steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=lists, codes=codes, maps=maps,
+                                             seed=seed)
     order = lambda x: x.rows[:, :, x.slots:x.slots + 20]
     one = run(2**40 + 7)
-    assert torch.equal(one.out, run(2**40 + 7).out) and torch.equal(one.out, run(torch.tensor(2**40 + 7, device=DEVICE)).out)
-    assert not torch.equal(order(one), order(run(8))) and not torch.equal(order(one)[0], order(one)[1]) and not torch.equal(order(one)[:, 0], order(one)[:, 1])
+    assert (torch.equal(one.out, run(2**40 + 7).out) and torch.equal(one.out,
+        run(torch.tensor(2**40 + 7, device=DEVICE)).out))
+    assert (not torch.equal(order(one), order(run(8))) and not torch.equal(order(one)[0], order(one)[1])
+            and not torch.equal(order(one)[:, 0], order(one)[:, 1]))
     rows, heads = torch.arange(2, device=DEVICE).view(-1, 1), torch.arange(4, device=DEVICE)
     assert torch.equal(run(fold_in(2**40 + 7, rows, heads)).out, one.out)
     assert torch.equal(order(run(fold_in(2**40 + 7, rows, heads), 4))[:, ::2], order(run(2**40 + 7, 4))[:, ::2])
@@ -890,20 +1033,26 @@ def test_vattention_streams_and_device_seeds():
 
 @kernel
 @pytest.mark.parametrize("predictor, share, bound, plugin", sizes(
-    [(x, share, *how) for x in ("oracle", baselines.Quest(page=8)) for share in (True, False) for how in (("clt", "upper"), ("clt", "plain"), ("bernstein", "upper"), ("hoeffding", "upper"))],
-    [("oracle", True, "clt", "upper"), ("oracle", False, "bernstein", "upper"), (baselines.Quest(page=8), True, "hoeffding", "upper"), (baselines.Quest(page=8), False, "clt", "plain")]), ids=str)
+    [(x, share, *how) for x in ("oracle", baselines.Quest(page=8)) for share in (True, False)
+     for how in (("clt", "upper"), ("clt", "plain"), ("bernstein", "upper"), ("hoeffding", "upper"))],
+    [("oracle", True, "clt", "upper"), ("oracle", False, "bernstein", "upper"),
+     (baselines.Quest(page=8), True, "hoeffding", "upper"), (baselines.Quest(page=8), False, "clt", "plain")]), ids=str)
 def test_vattention_by_any_predictor(predictor, share, bound, plugin):
     p = problem(2, 2, 3, sizes(3000, 150), 16, FP32, ragged=True)
     k, v = (torch.where(x.isnan(), 0, x) for x in (p.k, p.v))
     method = vattention.VAttention(0.2, 0.1, 4, 5, 0.06, 0.1, predictor, bound=bound, plugin=plugin, share=share)
-    (out, stats), (_, reference) = (method.decode(p.q, k, v, seed=3, **p.masks, return_stats=True, backend=x) for x in ("triton", "torch"))
+    (out, stats), (_, reference) = (method.decode(p.q, k, v, seed=3, **p.masks, return_stats=True, backend=x)
+                                    for x in ("triton", "torch"))
     mine, theirs = stats.certificate, reference.certificate
     visible = (visible_range(p.q, k, **p.masks)[1] - visible_range(p.q, k, **p.masks)[0]).expand(mine.kept.shape)
-    assert torch.equal(mine.kept, theirs.kept) and mine.proven == theirs.proven and torch.equal(mine.kept + mine.base + mine.rest, visible)
-    assert ((mine.budget >= mine.asked) | (mine.budget == mine.rest)).all() and torch.equal(mine.exact, mine.budget == mine.rest)
+    assert (torch.equal(mine.kept, theirs.kept) and mine.proven == theirs.proven
+            and torch.equal(mine.kept + mine.base + mine.rest, visible))
+    assert (((mine.budget >= mine.asked) | (mine.budget == mine.rest)).all() and torch.equal(mine.exact,
+        mine.budget == mine.rest))
     assert torch.equal(stats.values_read, visible - mine.rest + mine.budget)
     group = mine.density.unflatten(1, (2, -1))
-    assert (mine.group_density >= group.amax(2) - 1e-6).all() and (not share or torch.equal(mine.group_density, group[:, :, 0]))
+    assert ((mine.group_density >= group.amax(2) - 1e-6).all() and (not share or torch.equal(mine.group_density,
+        group[:, :, 0])))
     if mine.exact.all(): assert_close(out, attention(p.q, k, v, **p.masks), rtol=1e-5)
     assert torch.equal(out, method.decode(p.q, k, v, seed=3, **p.masks, backend="triton"))
 
@@ -912,33 +1061,50 @@ def test_vattention_by_any_predictor(predictor, share, bound, plugin):
 def test_vattention_of_few_keys_reads_all_and_spoilt_heads_show():
     for N in (1, 2, 5, 33):
         p = problem(1, 1, 2, N, 16, FP32)
-        out = steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=1, codes=random_codes(1, 1, N), maps=networks(2, 16, 32), seed=1).out
-        assert_close(out, true_output(p, torch.arange(N, device=DEVICE).expand(1, 2, 1, N), torch.ones(1, 2, 1, N, device=DEVICE)), rtol=1e-5)
+        out = steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=1, codes=random_codes(1, 1, N),
+                           maps=networks(2, 16, 32), seed=1).out
+        assert_close(out, true_output(p, torch.arange(N, device=DEVICE).expand(1, 2, 1, N),
+                                      torch.ones(1, 2, 1, N, device=DEVICE)), rtol=1e-5)
     p = problem(1, 2, 1, 300, 16, FP32)
     p.k[:, 1, 0] = math.nan
-    out = steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=2, codes=random_codes(1, 2, 300), maps=networks(2, 16, 32), seed=1).out
+    out = steps.decode(p.q, p.k, p.v, settings_of(STEP), lists=2, codes=random_codes(1, 2, 300),
+                       maps=networks(2, 16, 32), seed=1).out
     assert out[0, 1].isnan().all() and not out[0, 0].isnan().any()
 
 
 @kernel
 def test_vattention_refuses_what_has_no_kernel():
     p = problem(1, 2, 2, 100, 16, FP32)
-    decode_ = lambda q=p.q, lists=2, **kw: steps.decode(q, p.k, p.v, settings_of(STEP), lists=lists, **({"codes": random_codes(1, 2, 100), "maps": networks(4, 16, 32)} | kw))
-    with pytest.raises(ValueError, match="lists must be 4 or 2, for each head or for each group, got 1"): decode_(lists=1)
+    decode_ = lambda q=p.q, lists=2, **kw: steps.decode(q, p.k, p.v, settings_of(STEP), lists=lists,
+                                                        **({"codes": random_codes(1, 2, 100),
+                                                            "maps": networks(4, 16, 32)} | kw))
+    with pytest.raises(ValueError, match="lists must be 4 or 2, for each head or for each group, got 1"):
+        decode_(lists=1)
     with pytest.raises(ValueError, match="codes or kept must be given, and not both"): decode_(codes=None)
-    with pytest.raises(ValueError, match="q must have one query for backend='triton', got 2"): decode_(q=torch.zeros(1, 4, 2, 16, device=DEVICE))
-    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"): decode_(q=p.q.double())
-    with pytest.raises(ValueError, match="q must have a head size of at most 256 for backend='triton', got 300"): decode_(q=torch.zeros(1, 4, 1, 300, device=DEVICE))
-    for settings, error, message in ((dict(guarantee="output"), ValueError, "guarantee must be 'denominator' for backend='triton', got 'output'"), (dict(replacement=True), ValueError, "replacement must be False for backend='triton', got True")):
-        with pytest.raises(error, match=message): vattention.VAttention(**settings).decode(p.q, p.k, p.v, backend="triton")
-    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"): STEP.decode(*(x.double() for x in p[:3]), backend="triton")
+    with pytest.raises(ValueError, match="q must have one query for backend='triton', got 2"):
+        decode_(q=torch.zeros(1, 4, 2, 16, device=DEVICE))
+    with pytest.raises(TypeError,
+                       match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"):
+        decode_(q=p.q.double())
+    with pytest.raises(ValueError, match="q must have a head size of at most 256 for backend='triton', got 300"):
+        decode_(q=torch.zeros(1, 4, 1, 300, device=DEVICE))
+    for settings, error, message in ((dict(guarantee="output"), ValueError,
+                                      "guarantee must be 'denominator' for backend='triton', got 'output'"),
+                                      (dict(replacement=True), ValueError,
+                                       "replacement must be False for backend='triton', got True")):
+        with pytest.raises(error, match=message):
+            vattention.VAttention(**settings).decode(p.q, p.k, p.v, backend="triton")
+    with pytest.raises(TypeError,
+                       match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"):
+        STEP.decode(*(x.double() for x in p[:3]), backend="triton")
     with pytest.raises(ValueError, match="backend must be one of"): STEP.decode(*p[:3], backend="cuda")
 
 
 @kernel
 def test_vattention_compiles_into_one_graph():
     p, seed = problem(1, 2, 2, 200, 16, FP32), torch.tensor(5, device=DEVICE)
-    codes, maps, settings, how = random_codes(1, 2, 200), networks(4, 16, 32), settings_of(STEP), dict(fullgraph=True, backend="inductor" if GPU else "eager")
+    codes, maps, settings, how = random_codes(1, 2, 200), networks(4, 16, 32), settings_of(STEP), dict(fullgraph=True,
+        backend="inductor" if GPU else "eager")
     call = lambda q, seed: steps.decode(q * 1, p.k, p.v, settings, lists=2, codes=codes, maps=maps, seed=seed).out
     assert torch.equal(torch.compile(call, **how)(p.q, seed), call(p.q, seed))
     for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(page=8))):
@@ -950,8 +1116,13 @@ def test_vattention_compiles_into_one_graph():
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("bound", vattention.BOUNDS)
 def test_budgets_in_a_graph(bound):
-    sigma, D, trace, norm, reach = torch.rand(5, 8, 12, dtype=torch.float64, device=DEVICE) * torch.tensor([1, 900, 1, 900, 9], device=DEVICE)[:, None, None]
-    call = lambda: torch.stack([vattention.budget_output(sigma, D, trace, norm, 5000, 0.3, 0.1, bound, width=reach, reach=reach), vattention.budget_denominator(sigma, D, 5000, 0.3, 0.1, bound, width=reach),
+    sigma, D, trace, norm, reach = torch.rand(5, 8, 12, dtype=torch.float64,
+                                              device=DEVICE) * torch.tensor([1, 900, 1, 900, 9],
+                                                  device=DEVICE)[:, None, None]
+    call = lambda: torch.stack([vattention.budget_output(sigma, D, trace, norm, 5000, 0.3, 0.1, bound, width=reach,
+                                                         reach=reach),
+                                                         vattention.budget_denominator(sigma, D, 5000, 0.3, 0.1, bound,
+                                                             width=reach),
                                 vattention.budget_numerator(trace, norm, 5000, 0.3, 0.1, bound, reach=reach)])
     replay, out = captured(call)
     sigma *= 0.5
@@ -965,7 +1136,8 @@ def test_budgets_in_a_graph(bound):
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_vattention_in_a_graph():
     p, seed = problem(2, 2, 4, 3000, 128, BF16), torch.tensor(0, device=DEVICE)
-    codes, maps, stop, settings = random_codes(2, 2, 3000), networks(8, 128, 64), torch.tensor([3000, 2500], device=DEVICE), settings_of(STEP)
+    codes, maps, stop, settings = random_codes(2, 2, 3000), networks(8, 128, 64), torch.tensor([3000, 2500],
+        device=DEVICE), settings_of(STEP)
     call = lambda: steps.decode(p.q, p.k, p.v, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_len=stop).out
     replay, out = captured(call)
     for step in range(3):
@@ -976,8 +1148,10 @@ def test_vattention_in_a_graph():
         torch.cuda.synchronize()
         assert torch.equal(out, call())
     host = [pinned(x) for x in (p.k, p.v)]
-    assert torch.equal(steps.decode(p.q, *host, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_len=stop).out, call())
-    for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1), vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(), share=False)):
+    assert torch.equal(steps.decode(p.q, *host, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_len=stop).out,
+                       call())
+    for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1),
+                   vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(), share=False)):
         replay, out = captured(lambda: method.decode(p.q, p.k, p.v, seed=seed))
         replay()
         assert torch.equal(out, method.decode(p.q, p.k, p.v, seed=seed))

@@ -23,7 +23,8 @@ BIN = Path(sys.executable).parent
 test_nb.__test__ = False  # nbdev's, no test of ours
 
 # the notebooks that take longest, which start first
-LONGEST = ["santa.ipynb", "70_hf.ipynb", "02_pocket.ipynb", "10_santa.ipynb", "72_evaluate.ipynb", "60_baselines.ipynb", "20_vattention.ipynb",
+LONGEST = ["santa.ipynb", "70_hf.ipynb", "02_pocket.ipynb", "10_santa.ipynb", "72_evaluate.ipynb",
+           "60_baselines.ipynb", "20_vattention.ipynb",
            "vattention.ipynb", "95_cli.ipynb", "01_metrics.ipynb"]
 
 # what of pyplot and seaborn draws nothing
@@ -56,7 +57,8 @@ def differences(root, rebuilt, folder, pattern):
 
 
 def calls(tree):
-    "Dotted names of the calls that running `tree` makes, without exception handlers and functions that it only defines."
+    """Dotted names of the calls that running `tree` makes, without exception handlers and functions that it only
+    defines."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ExceptHandler)): continue
         if isinstance(node, ast.Call): yield ast.unparse(node.func)
@@ -88,11 +90,13 @@ def faults(nb):
         if any(o.output_type == "error" for o in cell.outputs): yield say("an error as output")
         if options.get("eval:") == ["false"]: continue
         data = [(kind, "".join(text)) for o in cell.outputs for kind, text in o.get("data", {}).items()]
-        picture = any(kind.startswith("image/") or kind == "text/html" and re.search("<(img|svg)", text) for kind, text in data)
+        picture = any(kind.startswith("image/") or kind == "text/html" and re.search("<(img|svg)", text)
+                      for kind, text in data)
         if (draws(tree, drawing) or options.keys() & {"fig-alt:", "fig-cap:"}) and not picture: yield say("no picture")
         if cell.outputs or not tree.body or cell.source.rstrip().endswith(";"): continue
         last = tree.body[-1]
-        shows = isinstance(last, ast.Expr) and not isinstance(last.value, (ast.Call, ast.Await)) and ast.unparse(last) != "None"
+        shows = isinstance(last, ast.Expr) and not isinstance(last.value,
+            (ast.Call, ast.Await)) and ast.unparse(last) != "None"
         if shows or {"print", "display"} & set(calls(tree)): yield say("no output")
 
 
@@ -119,7 +123,8 @@ def test_outputs(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
 def test_title(path):
-    assert re.fullmatch(r"# .+\n+> .+", read_nb(ROOT / path).cells[0].source), "the site drops what else the title's cell holds"
+    assert re.fullmatch(r"# .+\n+> .+",
+                        read_nb(ROOT / path).cells[0].source), "the site drops what else the title's cell holds"
 
 
 def execute(path, root=ROOT, flags=()):
@@ -133,7 +138,9 @@ def execute(path, root=ROOT, flags=()):
 
 
 @pytest.mark.budget(60)
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS, key=lambda path: (LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST), path)), ids=str)
+@pytest.mark.parametrize("path",
+                         sorted(NOTEBOOKS, key=lambda path: (LONGEST.index(path.name) if path.name in LONGEST
+                             else len(LONGEST), path)), ids=str)
 def test_notebooks_run(forked, path):
     wrong = forked(execute, path)
     if wrong: pytest.fail(wrong, pytrace=False)
@@ -168,7 +175,8 @@ def project(tmp_path):
 def complaints(project, into):
     "Modules and notebooks of `project` that are not as nbdev makes them."
     rebuild(project, into)
-    return [differences(project, into, Path(folder), pattern) for folder, pattern in (("sparse_nb", "*.py"), (".", "*.ipynb"))]
+    return [differences(project, into, Path(folder), pattern) for folder, pattern in (("sparse_nb", "*.py"),
+        (".", "*.ipynb"))]
 
 
 def test_project_in_order(project, tmp_path):
@@ -195,21 +203,27 @@ def test_unclean_notebook(project, tmp_path):
 
 def test_failing_notebook(forked, project):
     run = lambda *flags: forked(execute, Path("nbs/01_bad.ipynb"), project, flags)
-    skipped = [("#| slow\nassert False, 'slow'", []), ("#| cuda\nassert False", []), ("#| eval: false\nassert False", [])]
-    write_nb(notebook(*skipped, ("from pathlib import Path\nassert Path('00_toy.ipynb').exists()", [])), project / "nbs/01_bad.ipynb")
+    skipped = [("#| slow\nassert False, 'slow'", []), ("#| cuda\nassert False", []),
+               ("#| eval: false\nassert False", [])]
+    write_nb(notebook(*skipped, ("from pathlib import Path\nassert Path('00_toy.ipynb').exists()", [])),
+             project / "nbs/01_bad.ipynb")
     assert run() == ""
-    assert re.search(r"nbs/01_bad.ipynb: AssertionError(.|\n)*Traceback(.|\n)*#\| slow\nassert False, 'slow'", run("slow"))
+    assert re.search(r"nbs/01_bad.ipynb: AssertionError(.|\n)*Traceback(.|\n)*#\| slow\nassert False, 'slow'",
+                     run("slow"))
 
 
 def test_notebook_that_ends_its_process(forked, project):
     write_nb(notebook(("import os\nos._exit(3)", [])), project / "nbs/01_bad.ipynb")
-    with pytest.raises(pytest.fail.Exception, match="01_bad.* ended with 3"): forked(execute, Path("nbs/01_bad.ipynb"), project)
+    with pytest.raises(pytest.fail.Exception, match="01_bad.* ended with 3"):
+        forked(execute, Path("nbs/01_bad.ipynb"), project)
 
 
 @pytest.mark.parametrize("cell", [
-    "plt.plot([1])", "ax.plot([1])", "fig, ax = plt.subplots()", "sns.lineplot(x=[1])", "df.plot.bar()", "frame['a'].plot()",
+    "plt.plot([1])", "ax.plot([1])", "fig, ax = plt.subplots()", "sns.lineplot(x=[1])", "df.plot.bar()",
+    "frame['a'].plot()",
     "from m import plot_coverage\nplot_coverage(w)", "plots.plot_kept(w)", "[plt.hist(x) for x in xs]",
-    "if True:\n    plt.imshow(x)", "show()", "show_twice();", "#| fig-alt: a line\ndraw_somehow()", "#| cuda\nplt.figure()",
+    "if True:\n    plt.imshow(x)", "show()", "show_twice();", "#| fig-alt: a line\ndraw_somehow()",
+    "#| cuda\nplt.figure()",
     "%%time\nplt.figure()"], ids=repr)
 def test_figure_without_picture(cell):
     before = ("def show(): plt.plot([1])", []), ("def show_twice():\n    show()\n    show()", [])
@@ -218,14 +232,17 @@ def test_figure_without_picture(cell):
 
 
 @pytest.mark.parametrize("cell", [
-    "plt.rcParams.update({})", "sns.set_theme()", "plt.style.use('ggplot')", "plots.style()", "def show(): plt.plot([1])",
+    "plt.rcParams.update({})", "sns.set_theme()", "plt.style.use('ggplot')", "plots.style()",
+    "def show(): plt.plot([1])",
     "fails(lambda: plot_kept(None))", "fig = plot_kept(w)\nplt.close(fig)", "import matplotlib.pyplot as plt",
-    "#| eval: false\nplt.plot([1])", "assert True", "x = 2", "try: import m\nexcept ImportError: print('no m')", "double(2);", "'silent';", "f()"], ids=repr)
+    "#| eval: false\nplt.plot([1])", "assert True", "x = 2", "try: import m\nexcept ImportError: print('no m')",
+    "double(2);", "'silent';", "f()"], ids=repr)
 def test_cell_that_needs_no_output(cell):
     assert not list(faults(notebook((cell, []))))
 
 
-@pytest.mark.parametrize("cell", ["double(2) + 1", "x", "x.shape", "f'{x}'", "print(2)", "for i in x: print(i)", "display(x)"])
+@pytest.mark.parametrize("cell", ["double(2) + 1", "x", "x.shape", "f'{x}'", "print(2)", "for i in x: print(i)",
+                                  "display(x)"])
 def test_missing_output(cell):
     assert not list(faults(notebook((cell, VALUE))))
     assert ["no output" in line for line in faults(notebook((cell, [])))] == [True]

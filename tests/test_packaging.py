@@ -15,7 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md",
+POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+          "README.md",
           "scores.json", "hash_attention.safetensors"]
 
 
@@ -23,8 +24,10 @@ POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_confi
 def wheel(tmp_path_factory):
     "The wheel that pip builds of this tree, opened."
     out = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, out / "tree", ignore=shutil.ignore_patterns(".*", "_proc", "_docs", "_preview", "build", "*.egg-info"))
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, out / "tree"], check=True)
+    shutil.copytree(ROOT, out / "tree", ignore=shutil.ignore_patterns(".*", "_proc", "_docs", "_preview", "build",
+        "*.egg-info"))
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out,
+                    out / "tree"], check=True)
     (path,) = out.glob("*.whl")
     with zipfile.ZipFile(path) as opened: yield opened
 
@@ -57,7 +60,8 @@ def test_one_version(wheel):
 
 def test_core_needs_torch_and_triton_on_linux_only(wheel):
     needs = [Requirement(r) for r in HeaderParser().parsestr(member(wheel, "METADATA")).get_all("Requires-Dist")]
-    core = lambda system: {r.name for r in needs if not r.marker or r.marker.evaluate({"sys_platform": system, "extra": ""})}
+    core = lambda system: {r.name for r in needs if not r.marker or r.marker.evaluate({"sys_platform": system,
+        "extra": ""})}
     assert core("linux") == {"torch", "triton"}
     assert core("darwin") == {"torch"}
 
@@ -97,6 +101,7 @@ def test_sidebar_holds_every_notebook():
         if isinstance(entry, str): return {entry}
         return {entry["href"]} if "href" in entry else set().union(*map(leaves, entry["contents"]))
     sidebar = leaves(yaml.safe_load((ROOT / "_quarto.yml").read_text())["website"]["sidebar"])
-    notebooks = {p.relative_to(ROOT).as_posix() for folder in ("nbs", "kernels") for p in (ROOT / folder).rglob("*.ipynb")}
+    notebooks = {p.relative_to(ROOT).as_posix() for folder in ("nbs", "kernels")
+                 for p in (ROOT / folder).rglob("*.ipynb")}
     assert notebooks == {page for page in sidebar if page.endswith(".ipynb")}
     assert not [page for page in sidebar if not (ROOT / page.split("#")[0]).exists()]

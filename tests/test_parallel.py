@@ -1,4 +1,5 @@
-"Two processes that share the heads of a model write what one process writes: tensor parallelism over gloo on the CPU, and over NCCL on two GPUs"
+"""Two processes that share the heads of a model write what one process writes: tensor parallelism over gloo on the CPU,
+and over NCCL on two GPUs"""
 import os
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from sparse_nb.attention import TopK, Uniform, assert_close
 from sparse_nb.hf import sparsify
 from sparse_nb.santa import Santa
 
-SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2,
              max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.2)
 RANDOM = {"llama": "Llama", "gpt-neox, fused": "GPTNeoX", "phi3, all heads everywhere": "Phi3"}
-HEADS = {"llama": (2, 1), "gpt-neox, fused": (4, 2), "phi3, all heads everywhere": (2, 2), "pocket": (2, 1)} # of keys: in one process, in each of two
+# of keys: in one process, in each of two
+HEADS = {"llama": (2, 1), "gpt-neox, fused": (4, 2), "phi3, all heads everywhere": (2, 2), "pocket": (2, 1)}
 METHODS = {"own": None, "topk": TopK(budget=0.25), "uniform": Uniform(samples=0.5), "santa": Santa(samples=64)}
 STEPS = 8
 
@@ -26,8 +29,10 @@ pytestmark = pytest.mark.skipif(
     reason="needs gloo on Linux")
 
 def load(folder, device):
-    "The model in float64, so that sums in another order choose the same keys, on GPUs in float32, which has kernels; under torchrun this process's share of it"
-    model_of, settings = transformers.AutoModelForCausalLM.from_pretrained, dict(dtype=torch.float64 if device == "cpu" else torch.float32)
+    """The model in float64, so that sums in another order choose the same keys, on GPUs in float32, which has kernels;
+    under torchrun this process's share of it"""
+    model_of, settings = transformers.AutoModelForCausalLM.from_pretrained, dict(dtype=torch.float64 if device == "cpu"
+        else torch.float32)
     if not torch.distributed.is_torchelastic_launched(): return model_of(folder, **settings).eval().to(device)
     from transformers.distributed import DistributedConfig
     return model_of(folder, distributed_config=DistributedConfig(tp_plan="auto"), **settings).eval()
@@ -35,14 +40,19 @@ def load(folder, device):
 def write(folder, name, device):
     "What the model writes with each method: tokens, logits, key heads in this process"
     model, found = load(folder / name if name in RANDOM else pocket.path(), device), {}
-    if name == "pocket": ids = torch.tensor([[pocket.BOS, *b"The key of the red door is 4071. The key of the blue door is 2296.\nThe key of the red door is"]])
+    if name == "pocket":
+        ids = torch.tensor([[pocket.BOS,
+                             *b"The key of the red door is 4071. The key of the blue door is 2296.\nThe key of the red "
+                              b"door is"]])
     else: ids = torch.randint(3, 64, (1, 60), generator=torch.Generator().manual_seed(1))
     ids = ids.to(model.device)
     assert model.device.type == device
     for method in METHODS:
         with sparsify(model, decode=METHODS[method], seed=0):
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True)
-        found[method] = dict(ids=out.sequences.cpu(), logits=torch.cat(out.logits).cpu(), heads=out.past_key_values.layers[0].keys.shape[1])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False,
+                                 return_dict_in_generate=True, output_logits=True)
+        found[method] = dict(ids=out.sequences.cpu(), logits=torch.cat(out.logits).cpu(),
+                             heads=out.past_key_values.layers[0].keys.shape[1])
     return found
 
 TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
@@ -53,10 +63,14 @@ def ranks(tmp_path_factory, request):
     device, folder = request.param, tmp_path_factory.mktemp("parallel")
     for name, kind in RANDOM.items():
         torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind + "Config")(**SMALL)).save_pretrained(folder / name)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(folder), device]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+        transformers.AutoModelForCausalLM.from_config(getattr(transformers,
+            kind + "Config")(**SMALL)).save_pretrained(folder / name)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__,
+               str(folder), device]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""}
+        if device == "cpu" else {})
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env=environment) as process:
         try:
             one = {name: write(folder, name, device) for name in HEADS}
             log, _ = process.communicate(timeout=240)
@@ -82,16 +96,22 @@ def test_two_processes_write_what_one_writes(ranks, name, method):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("method", [TopK(budget=0.25), Uniform(samples=0.5), Santa(samples=64)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("method", [TopK(budget=0.25), Uniform(samples=0.5), Santa(samples=64)],
+                         ids=lambda m: type(m).__name__)
 def test_layers_on_two_gpus_write_what_one_gpu_writes(method, offload):
-    ids = torch.tensor([[pocket.BOS, *b"The key of the red door is 4071. The key of the blue door is 2296.\nThe key of the red door is"]], device="cuda")
+    ids = torch.tensor([[pocket.BOS,
+                         *b"The key of the red door is 4071. The key of the blue door is 2296.\nThe key of the red "
+                          b"door is"]], device="cuda")
     def write(**settings):
         model = transformers.AutoModelForCausalLM.from_pretrained(pocket.path(), dtype=torch.float32, **settings).eval()
         with sparsify(model, decode=method, seed=0, offload=offload):
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False,
+                                 return_dict_in_generate=True, output_logits=True)
         return {p.device for p in model.parameters()}, out.sequences, torch.cat(out.logits)
     devices, one, logits = write(device_map={"": 0})
-    places = {f"model.layers.{i}": int(i > 2) for i in range(6)} | {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 0}  # the head shares the weights of the embedding
+    # the head shares the weights of the embedding
+    places = {f"model.layers.{i}": int(i > 2) for i in range(6)} | {"model.embed_tokens": 0, "model.rotary_emb": 0,
+        "model.norm": 1, "lm_head": 0}
     both, two, others = write(device_map=places)
     assert (len(devices), len(both)) == (1, 2) and torch.equal(one, two) and torch.equal(logits, others.to(logits))
     assert torch.equal(write(device_map="auto")[1].to(one), one)

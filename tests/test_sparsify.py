@@ -14,7 +14,8 @@ from sparse_nb.hf import answer, attention_override, prefill, register, sparsify
 from sparse_nb.santa import Santa
 from test_hf import FAMILIES, IDS, REFUSED, SMALL, Letters, build
 
-GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])  # token 0 is embedded as 0, a tie of all keys
+# token 0 is embedded as 0, a tie of all keys
+GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
 METHODS = [TopK(budget=0.25), Streaming(sinks=2, window=6), TopP(mass=0.5), Uniform(samples=0.3), Santa(samples=5)]
 PAD = torch.tensor([0, 9])
 PADDED = torch.stack([IDS[0], torch.cat([IDS.new_zeros(9), IDS[0, :31]])])
@@ -35,9 +36,11 @@ def step_by_step(model, method, ids, new, seed=0):
     "Greedy tokens of one sequence: the prompt exactly, then each query and head by itself, with streams written out"
     cache, exact = DynamicCache(config=model.config), ALL_ATTENTION_FUNCTIONS["sdpa"]
     def attend(module, query, key, value, mask, scaling=None, **kwargs):
-        if query.shape[2] > 1 or kwargs.get("sliding_window") is not None: return exact(module, query, key, value, mask, scaling=scaling, **kwargs)
+        if query.shape[2] > 1 or kwargs.get("sliding_window") is not None:
+            return exact(module, query, key, value, mask, scaling=scaling, **kwargs)
         streams = fold_in(fold_in(seed, 0), module.layer_idx, torch.arange(query.shape[1]), key.shape[2] - 1)[None]
-        return method.decode(query, key, value, scale=scaling, seed=streams if method.random else None).transpose(1, 2), None
+        return method.decode(query, key, value, scale=scaling, seed=streams if method.random
+                             else None).transpose(1, 2), None
     with torch.no_grad(), attention_override(model, attend, mask="sdpa"):
         found = [model(ids, past_key_values=cache).logits[:, -1].argmax(-1)]
         for _ in range(new - 1): found.append(model(found[-1][:, None], past_key_values=cache).logits[:, -1].argmax(-1))
@@ -56,25 +59,31 @@ def test_exact_and_whole_methods_leave_every_family_as_it_is(family):
     want, padded = ids_of(model), ids_of(model, PADDED, attention_mask=MASK)
     for method in (None, Exact(), TopK(budget=1.0)):
         if method == TopK(budget=1.0) and family in REFUSED:
-            with sparsify(model, decode=method), pytest.raises(ValueError, match=f"which uses {REFUSED[family]}"): ids_of(model)
+            with sparsify(model, decode=method), pytest.raises(ValueError, match=f"which uses {REFUSED[family]}"):
+                ids_of(model)
             continue
-        with sparsify(model, decode=method, prefill=None if method is None else method): assert torch.equal(ids_of(model), want)
+        with sparsify(model, decode=method, prefill=None if method is None else method):
+            assert torch.equal(ids_of(model), want)
         with sparsify(model, decode=method): assert torch.equal(ids_of(model, PADDED, attention_mask=MASK), padded)
     assert torch.equal(ids_of(model), want)
     with torch.no_grad():
         logits = model(IDS).logits
         with sparsify(model, decode=Exact()): assert torch.equal(model(IDS).logits, logits)
 
-@pytest.mark.parametrize("family", ["llama", "mistral, window", "qwen2, window", "qwen3, key norm", "gpt-neox, partial, fused", "cohere2, layers without rope"])
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "qwen2, window", "qwen3, key norm",
+                                    "gpt-neox, partial, fused", "cohere2, layers without rope"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_a_row_of_a_padded_batch_is_its_own_single_run(family, method):
     model = build(family)
     with sparsify(model, decode=method): together = ids_of(model, PADDED, attention_mask=MASK)
     for b, p in enumerate(PAD):
-        with sparsify(model, decode=method, seed=[fold_in(0, b)]): assert torch.equal(ids_of(model, IDS[:, :40 - p])[0], together[b])
-    with sparsify(model, decode=method, prefill=Streaming(sinks=2, window=8)): together = ids_of(model, PADDED, attention_mask=MASK)
+        with sparsify(model, decode=method, seed=[fold_in(0, b)]):
+            assert torch.equal(ids_of(model, IDS[:, :40 - p])[0], together[b])
+    with sparsify(model, decode=method, prefill=Streaming(sinks=2, window=8)):
+        together = ids_of(model, PADDED, attention_mask=MASK)
     for b, p in enumerate(PAD):
-        with sparsify(model, decode=method, prefill=Streaming(sinks=2, window=8), seed=[fold_in(0, b)]): assert torch.equal(ids_of(model, IDS[:, :40 - p])[0], together[b])
+        with sparsify(model, decode=method, prefill=Streaming(sinks=2, window=8), seed=[fold_in(0, b)]):
+            assert torch.equal(ids_of(model, IDS[:, :40 - p])[0], together[b])
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_ways_to_generate_agree(llama, method):
@@ -88,7 +97,8 @@ def test_ways_to_generate_agree(llama, method):
         sampled = ids_of(llama, do_sample=True)
         torch.manual_seed(0)
         assert torch.equal(ids_of(llama, do_sample=True), sampled)
-        assert torch.equal(ids_of(llama, PADDED, attention_mask=MASK, cache_implementation="static"), ids_of(llama, PADDED, attention_mask=MASK))
+        assert torch.equal(ids_of(llama, PADDED, attention_mask=MASK, cache_implementation="static"),
+                           ids_of(llama, PADDED, attention_mask=MASK))
     torch.manual_seed(1)
     draft = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
     with sparsify(llama, decode=method): assert torch.equal(ids_of(llama, assistant_model=draft), want)
@@ -96,11 +106,14 @@ def test_ways_to_generate_agree(llama, method):
 @pytest.mark.parametrize("method", [TopK(budget=0.25), Streaming(sinks=2, window=6)], ids=lambda m: type(m).__name__)
 def test_beam_search(llama, method):
     def attend(module, query, key, value, mask, scaling=None, **kwargs):
-        if query.shape[2] > 1: return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
-        return torch.cat([method.decode(query[[b]], key[[b]], value[[b]], scale=scaling) for b in range(len(query))]).transpose(1, 2), None
+        if query.shape[2] > 1:
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
+        return torch.cat([method.decode(query[[b]], key[[b]], value[[b]], scale=scaling)
+                          for b in range(len(query))]).transpose(1, 2), None
     with attention_override(llama, attend, mask="sdpa"): want = ids_of(llama, num_beams=3)
     with sparsify(llama, decode=method): assert torch.equal(ids_of(llama, num_beams=3), want)
-    with sparsify(llama, decode=Uniform(samples=0.3)): assert torch.equal(ids_of(llama, num_beams=3), ids_of(llama, num_beams=3))
+    with sparsify(llama, decode=Uniform(samples=0.3)):
+        assert torch.equal(ids_of(llama, num_beams=3), ids_of(llama, num_beams=3))
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_a_second_turn_goes_on_with_the_old_cache(llama, method):
@@ -143,7 +156,9 @@ def test_a_compiled_step_is_the_plain_one(llama, method):
         mask[1, :9] = 0
         with torch.no_grad():
             found = [llama(PADDED, attention_mask=mask[:, :40], past_key_values=cache).logits[:, -1]]
-            for i in range(40, 44): found.append(step(found[-1].argmax(-1)[:, None], attention_mask=mask[:, :i + 1], past_key_values=cache).logits[:, -1])
+            for i in range(40, 44):
+                found.append(step(found[-1].argmax(-1)[:, None], attention_mask=mask[:, :i + 1],
+                                  past_key_values=cache).logits[:, -1])
         return torch.stack(found)
     with sparsify(llama, decode=method):
         want = run(llama)
@@ -155,7 +170,9 @@ def test_a_device_map(llama, tmp_path):
     llama.save_pretrained(tmp_path)
     mapped = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto").eval()
     with sparsify(llama, decode=Santa(samples=5)): want = ids_of(llama)
-    with sparsify(mapped, decode=Santa(samples=5)): assert torch.equal(ids_of(mapped, IDS.to(mapped.device), attention_mask=torch.ones_like(IDS).to(mapped.device)).cpu(), want)
+    with sparsify(mapped, decode=Santa(samples=5)):
+        assert torch.equal(ids_of(mapped, IDS.to(mapped.device),
+                                  attention_mask=torch.ones_like(IDS).to(mapped.device)).cpu(), want)
 
 def test_setups(llama):
     "A reads a whole prompt exactly; B only what was read first"
@@ -178,7 +195,8 @@ def test_setups(llama):
 
 def test_methods_by_layer(llama):
     ten, whole = TopK(budget=0.1), TopK(budget=1.0)
-    ways = [dict(decode={0: ten}), dict(decode=lambda i: ten if i == 0 else None), dict(decode=ten, dense_layers=[1]), dict(decode={0: ten, 1: whole})]
+    ways = [dict(decode={0: ten}), dict(decode=lambda i: ten if i == 0 else None), dict(decode=ten, dense_layers=[1]),
+            dict(decode={0: ten, 1: whole})]
     found = []
     for way in ways:
         with sparsify(llama, **way): found.append(ids_of(llama))
@@ -191,7 +209,8 @@ def test_stats(llama):
         table = session.stats()
     assert list(table.index) == [(layer, head) for layer in (0, 1) for head in range(4)] and (table.queries == 4).all()
     visible = torch.arange(41., 45.)
-    kept = torch.cat([TopK(budget=0.25).select(torch.ones(1, 1, 1, 1), torch.ones(1, 1, int(n), 1)).budget.flatten() for n in visible])
+    kept = torch.cat([TopK(budget=0.25).select(torch.ones(1, 1, 1, 1), torch.ones(1, 1, int(n), 1)).budget.flatten()
+                      for n in visible])
     assert_close(table.density[0].iloc[0], (kept / visible).mean(), rtol=1e-6)
     assert (table.budget[1] == 8).all() and (table.keys_scored == visible.mean().item()).all()
     assert_close(table.bytes.tolist(), (64 * (table.keys_scored + table.values_read)).tolist(), rtol=1e-12)
@@ -231,7 +250,8 @@ class Indexed(TopK):
             self.seen.append(len(state))
         return super().decode(q, k, v, **kwargs)
 
-@pytest.mark.parametrize("way", [{}, dict(num_beams=3), dict(prompt_lookup_num_tokens=3), dict(prefill_chunk_size=16), dict(do_sample=True, num_return_sequences=2)], ids=str)
+@pytest.mark.parametrize("way", [{}, dict(num_beams=3), dict(prompt_lookup_num_tokens=3), dict(prefill_chunk_size=16),
+                                 dict(do_sample=True, num_return_sequences=2)], ids=str)
 def test_an_index_stays_in_step_with_the_cache(llama, way):
     Indexed.seen.clear()
     torch.manual_seed(0)
@@ -242,16 +262,22 @@ def test_an_index_stays_in_step_with_the_cache(llama, way):
 
 def test_an_index_goes_on_in_a_second_turn_and_refuses_a_foreign_cache(llama):
     cache = DynamicCache(config=llama.config)
-    with sparsify(llama, decode=Indexed(budget=0.25)): first = llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
+    with sparsify(llama, decode=Indexed(budget=0.25)):
+        first = llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
     ids = torch.cat([first, IDS[:, 20:]], 1)
-    with sparsify(llama, decode=Indexed(budget=0.25)): llama.generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY)
+    with sparsify(llama, decode=Indexed(budget=0.25)):
+        llama.generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY)
     cache.layers[0].state.reset()  # an index that lost its keys gets them from the cache
-    with sparsify(llama, decode=Indexed(budget=0.25)): llama.generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY)
+    with sparsify(llama, decode=Indexed(budget=0.25)):
+        llama.generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY)
     cache.layers[0].keys, cache.layers[0].values = cache.layers[0].keys[:, :, :20], cache.layers[0].values[:, :, :20]
     cache.layers[0].state.rows = cache.layers[1].state.rows
-    with sparsify(llama, decode=Indexed(budget=0.25)), pytest.raises(ValueError, match="cache must hold the keys of its index, got one of 25 for 20 in layer 0"): llama.generate(ids, past_key_values=cache, **GREEDY)
+    with sparsify(llama, decode=Indexed(budget=0.25)), pytest.raises(ValueError,
+        match="cache must hold the keys of its index, got one of 25 for 20 in layer 0"):
+        llama.generate(ids, past_key_values=cache, **GREEDY)
     cache.reset()
-    with sparsify(llama, decode=Indexed(budget=0.5)), pytest.raises(ValueError, match="cache must keep the index"): llama.generate(ids, past_key_values=cache, **GREEDY)
+    with sparsify(llama, decode=Indexed(budget=0.5)), pytest.raises(ValueError, match="cache must keep the index"):
+        llama.generate(ids, past_key_values=cache, **GREEDY)
     ready = prefill(llama, IDS[:, :30])
     with sparsify(llama, decode=Indexed(budget=0.25)): ids_of(llama, past_key_values=ready)
     assert len(ready.layers[0].state) == 45
@@ -261,7 +287,8 @@ def test_an_audit_compares_with_what_the_query_sees(llama, way):
     "A method that keeps all keys has no error, with an index and without"
     for method in (TopK(budget=1.0), Indexed(budget=1.0)):
         with sparsify(llama, decode=method, audit=True, setup="B" if way == "B" else "A") as session:
-            kept = dict(past_key_values=prefill(llama, IDS[:, :30])) if way == "B" else dict(greedy={}, assisted=dict(prompt_lookup_num_tokens=3), static=dict(cache_implementation="static"))[way]
+            kept = dict(past_key_values=prefill(llama, IDS[:, :30])) if way == "B" else dict(greedy={},
+                assisted=dict(prompt_lookup_num_tokens=3), static=dict(cache_implementation="static"))[way]
             ids_of(llama, **kept)
         assert session.stats().error.max() < 1e-5 and (session.stats().density == 1).all()
 
@@ -269,7 +296,9 @@ def test_santa_with_a_promise(llama):
     method = Santa(samples=16, eps=0.4, delta=0.2)
     want = step_by_step(llama, method, IDS, 6)  # computes all norms at each step
     with sparsify(llama, decode=method):
-        for way in ({}, dict(cache_implementation="static"), dict(prompt_lookup_num_tokens=3), dict(prefill_chunk_size=16)): assert torch.equal(ids_of(llama, **way), want)
+        for way in ({}, dict(cache_implementation="static"), dict(prompt_lookup_num_tokens=3),
+                    dict(prefill_chunk_size=16)):
+            assert torch.equal(ids_of(llama, **way), want)
         assert torch.equal(ids_of(llama, num_beams=2), ids_of(llama, num_beams=2))
 
 def forward(model, ids=IDS, **kwargs):
@@ -286,13 +315,16 @@ def test_masks_that_say_more_than_a_method_can_honour_are_refused(llama):
         want = forward(llama)
         assert_close(forward(llama, attention_mask=causal[None, None]), want, rtol=1e-6)
         for mask in (documents, prefix):
-            with pytest.raises(ValueError, match="must be causal with padding on the left alone"): forward(llama, attention_mask=mask[None, None])
-        with pytest.raises(ValueError, match="got other numbers to add to the scores"): forward(llama, IDS[:, :1], attention_mask=bias, past_key_values=copy.deepcopy(cache))
+            with pytest.raises(ValueError, match="must be causal with padding on the left alone"):
+                forward(llama, attention_mask=mask[None, None])
+        with pytest.raises(ValueError, match="got other numbers to add to the scores"):
+            forward(llama, IDS[:, :1], attention_mask=bias, past_key_values=copy.deepcopy(cache))
         bias[..., :20] = torch.finfo(torch.float32).min
         forward(llama, IDS[:, :1], attention_mask=bias, past_key_values=cache)
         late = torch.ones(1, 40, dtype=torch.long)
         late[:, 35:] = 0
-        with pytest.raises(ValueError, match="must be causal with padding on the left alone"): forward(llama, attention_mask=late)
+        with pytest.raises(ValueError, match="must be causal with padding on the left alone"):
+            forward(llama, attention_mask=late)
 
 def test_a_mask_that_is_changed_in_place_is_seen(llama):
     cache, mask = StaticCache(config=llama.config, max_cache_len=48), torch.zeros(1, 1, 1, 48, dtype=torch.bool)
@@ -301,7 +333,8 @@ def test_a_mask_that_is_changed_in_place_is_seen(llama):
     with sparsify(llama, decode=TopK(budget=1.0)):
         for i in range(30, 34):
             mask[..., i] = True
-            got = forward(llama, IDS[:, [i]], attention_mask=mask, position_ids=torch.tensor([[i]]), past_key_values=cache)
+            got = forward(llama, IDS[:, [i]], attention_mask=mask, position_ids=torch.tensor([[i]]),
+                          past_key_values=cache)
     assert_close(got[:, -1], forward(llama, IDS[:, :34])[:, -1], rtol=1e-5)
 
 def test_a_compiled_step_stops_at_a_mask_with_holes(llama):
@@ -310,12 +343,15 @@ def test_a_compiled_step_stops_at_a_mask_with_holes(llama):
         forward(llama, past_key_values=cache, attention_mask=mask[:, :40])
         mask[:, 10:20] = 0
         torch.compiler.reset()
-        with torch.no_grad(), pytest.raises(RuntimeError, match="hides keys in the middle"): torch.compile(llama, backend="eager", fullgraph=True)(IDS[:, :1], attention_mask=mask, past_key_values=cache)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="hides keys in the middle"):
+            torch.compile(llama, backend="eager", fullgraph=True)(IDS[:, :1], attention_mask=mask,
+                past_key_values=cache)
 
 def test_a_chunk_may_lie_in_the_padding_of_a_row(llama):
     for prefilled in (None, Streaming(sinks=2, window=8)):
         with sparsify(llama, decode=TopK(budget=0.25), prefill=prefilled):
-            assert torch.equal(ids_of(llama, PADDED, attention_mask=MASK, prefill_chunk_size=7), ids_of(llama, PADDED, attention_mask=MASK))
+            assert torch.equal(ids_of(llama, PADDED, attention_mask=MASK, prefill_chunk_size=7),
+                               ids_of(llama, PADDED, attention_mask=MASK))
 
 def test_one_name_serves_models_of_any_depth(llama):
     torch.manual_seed(0)
@@ -339,7 +375,9 @@ def test_a_mask_of_one_row_serves_the_batch_and_inference_tensors_are_looked_at_
         with torch.inference_mode():
             cache = [prefill(llama, two) for _ in range(4)]
             mask = torch.ones(1, 1, 1, 21, dtype=torch.bool)
-            step = lambda i, hidden: [mask[..., :hidden].fill_(False), llama(two[:, :1], attention_mask=mask, position_ids=torch.tensor([[20]]), past_key_values=cache[i]).logits][1]
+            step = lambda i, hidden: [mask[..., :hidden].fill_(False),
+                                      llama(two[:, :1], attention_mask=mask, position_ids=torch.tensor([[20]]),
+                                            past_key_values=cache[i]).logits][1]
             want = [step(0, 0), step(1, 9)]
             mask.fill_(True)
             if way == "session":
@@ -354,13 +392,15 @@ def test_a_chunk_of_padding_alone(llama):
     mask = MASK.clone()
     mask[:, :8] = 0
     want = ids_of(llama, PADDED, attention_mask=mask)
-    with sparsify(llama, decode=TopK(budget=1.0), prefill=Streaming(sinks=0, window=1.0)): assert torch.equal(ids_of(llama, PADDED, attention_mask=mask, prefill_chunk_size=4), want)
+    with sparsify(llama, decode=TopK(budget=1.0), prefill=Streaming(sinks=0, window=1.0)):
+        assert torch.equal(ids_of(llama, PADDED, attention_mask=mask, prefill_chunk_size=4), want)
 
 def test_an_attention_class_of_the_user(llama):
     for name in ("sdpa", "eager"):
         model = build("llama")
         model.set_attn_implementation(name)
-        for layer in model.model.layers: layer.self_attn.__class__ = type("OwnAttention", (type(layer.self_attn),), dict(__module__="__main__"))
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = type("OwnAttention", (type(layer.self_attn),), dict(__module__="__main__"))
         with sparsify(model, decode=TopK(budget=1.0)): assert torch.equal(ids_of(model), ids_of(llama))
 
 def test_models_that_share_a_config_are_apart(llama):
@@ -369,14 +409,18 @@ def test_models_that_share_a_config_are_apart(llama):
     want = ids_of(twin)
     with sparsify(llama, decode=TopK(budget=0.1)): assert torch.equal(ids_of(twin), want)
 
-OTHERS = {"opt, calls its decoder": ("OPT", dict(ffn_dim=64, word_embed_proj_dim=64)), "gpt2": ("GPT2", dict(n_embd=64, n_head=4, n_layer=2)), "mixtral": ("Mixtral", dict(num_local_experts=2)),
-          "starcoder2": ("Starcoder2", {}), "olmo2": ("Olmo2", {}), "biogpt": ("BioGpt", {}), "llama4, chunks alone": ("Llama4Text", dict(head_dim=16, intermediate_size_mlp=64, num_local_experts=2)),
-          "falcon h1, mixed": ("FalconH1", dict(head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_chunk_size=8))}
+OTHERS = {"opt, calls its decoder": ("OPT", dict(ffn_dim=64, word_embed_proj_dim=64)),
+          "gpt2": ("GPT2", dict(n_embd=64, n_head=4, n_layer=2)), "mixtral": ("Mixtral", dict(num_local_experts=2)),
+          "starcoder2": ("Starcoder2", {}), "olmo2": ("Olmo2", {}), "biogpt": ("BioGpt", {}),
+          "llama4, chunks alone": ("Llama4Text", dict(head_dim=16, intermediate_size_mlp=64, num_local_experts=2)),
+          "falcon h1, mixed": ("FalconH1", dict(head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16,
+                                                mamba_n_groups=1, mamba_d_state=16, mamba_chunk_size=8))}
 
 def build_other(family):
     torch.manual_seed(0)
     name, settings = OTHERS[family]
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(**SMALL | settings)).eval()
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers,
+        name + "Config")(**SMALL | settings)).eval()
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_every_family_decodes_as_many_queries_as_it_is_asked(family):
@@ -386,7 +430,8 @@ def test_every_family_decodes_as_many_queries_as_it_is_asked(family):
     with torch.no_grad(), sparsify(model, decode=TopK(budget=1.0), setup="context", stats=True) as session:
         model(IDS[:, :20], past_key_values=cache)
         if family in REFUSED:
-            with pytest.raises(ValueError, match=f"which uses {REFUSED[family]}"): model(IDS[:, 20:], past_key_values=cache)
+            with pytest.raises(ValueError, match=f"which uses {REFUSED[family]}"):
+                model(IDS[:, 20:], past_key_values=cache)
             return
         model(IDS[:, 20:], past_key_values=cache)
     table = session.stats()
@@ -414,7 +459,8 @@ def lora(model, **task):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], **task))
 
-WRAPPERS = {"none": lambda model: model, "adapter": lambda model: Tuned(Adapter(model)), "compiled": lambda model: torch.compile(model, backend="eager"),
+WRAPPERS = {"none": lambda model: model, "adapter": lambda model: Tuned(Adapter(model)),
+            "compiled": lambda model: torch.compile(model, backend="eager"),
             "peft": lambda model: lora(model, task_type="CAUSAL_LM"), "peft, no task": lora}
 
 @pytest.mark.parametrize("way", [{}, dict(prompt_lookup_num_tokens=3)], ids=["greedy", "lookup"])
@@ -423,26 +469,33 @@ def test_every_wrapper_decodes_as_many_queries_as_the_model_inside(name, way):
     "The same number, and the same tokens, whichever module is called"
     def run(wrap, **bad):
         model = wrap(build("llama")).eval()
-        with sparsify(model, decode=TopK(budget=0.25), setup="context", stats=True) as session, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with sparsify(model, decode=TopK(budget=0.25), setup="context",
+                      stats=True) as session, torch.no_grad(), torch.compiler.set_stance("force_eager"):
             cache = DynamicCache()
             model(input_ids=IDS[:, :20], past_key_values=cache)
-            ids = model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, **GREEDY | way | bad)
+            ids = model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache,
+                                 **GREEDY | way | bad)
         return ids, session.stats().queries.unique().tolist()
     want, count = run(WRAPPERS["none"])
     got, counted = run(WRAPPERS[name])
     assert torch.equal(got, want) and counted == count and count[0] >= 20 + 5
     if not way: assert count == [25]
-    with pytest.raises(ValueError, match="output_attentions must be False"): run(WRAPPERS[name], output_attentions=True, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="output_attentions must be False"):
+        run(WRAPPERS[name], output_attentions=True, return_dict_in_generate=True)
 
 def test_a_wrapper_that_hides_its_model_is_refused(llama):
-    with pytest.raises(ValueError, match="model must look its attention up by name.* got DataParallel"): sparsify(torch.nn.DataParallel(llama), decode=TopK())
+    with pytest.raises(ValueError, match="model must look its attention up by name.* got DataParallel"):
+        sparsify(torch.nn.DataParallel(llama), decode=TopK())
 
 def test_a_model_that_goes_round_the_function_is_told():
     model = build("llama")
     model.model.layers[0].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    with sparsify(model, decode=TopK()), pytest.raises(ValueError, match="model must look its attention up by name.* got llama"): model(IDS)
+    with sparsify(model, decode=TopK()), pytest.raises(ValueError,
+                                                       match="model must look its attention up by name.* got llama"):
+        model(IDS)
 
-@pytest.mark.parametrize("method", [TopK(budget=0.25), Santa(samples=5), Santa(samples=4, eps=0.5, delta=0.1)], ids=repr)
+@pytest.mark.parametrize("method", [TopK(budget=0.25), Santa(samples=5), Santa(samples=4, eps=0.5, delta=0.1)],
+                         ids=repr)
 def test_threads_share_a_session_without_meeting(llama, method):
     import sys
     from concurrent.futures import ThreadPoolExecutor
@@ -452,15 +505,18 @@ def test_threads_share_a_session_without_meeting(llama, method):
     before, count = sys.getswitchinterval(), session.stats().queries
     sys.setswitchinterval(1e-5)
     try:
-        with sparsify(llama, decode=method, stats=True) as session, ThreadPoolExecutor(4) as pool: got = list(pool.map(ask, prompts))
+        with sparsify(llama, decode=method, stats=True) as session, ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(ask, prompts))
     finally: sys.setswitchinterval(before)
     for a, b in zip(got, want): assert all(map(torch.equal, a, b))
     assert session.stats().queries.equals(count)
 
 def test_a_model_whose_every_layer_has_a_window_says_so(llama):
     model = build("mistral, window")
-    with pytest.warns(UserWarning, match="every layer of mistral that was given a method has a sliding window") as told: session = sparsify(model, decode=TopK())
-    assert told[0].filename == __file__ and "layers 0 to 1: the model's own attention (a sliding window)" in repr(session)
+    with pytest.warns(UserWarning, match="every layer of mistral that was given a method has a sliding window") as told:
+        session = sparsify(model, decode=TopK())
+    assert (told[0].filename == __file__
+            and "layers 0 to 1: the model's own attention (a sliding window)" in repr(session))
     session.restore()
     assert "over" in repr(session)
     import warnings
@@ -475,13 +531,15 @@ def test_a_model_in_a_session_is_not_copied_or_trained(llama):
     import pickle
     with sparsify(llama, decode=TopK()):
         for way in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match="must not be in a session of sparsify to be copied or pickled"): way(llama)
+            with pytest.raises(TypeError, match="must not be in a session of sparsify to be copied or pickled"):
+                way(llama)
         try:
             llama.train()
             with pytest.raises(ValueError, match="must not be in training mode"): forward(llama)
         finally: llama.eval()
     copy.deepcopy(llama)
-    with pytest.raises(ValueError, match="model must not be in training mode"): sparsify(build("llama").train(), decode=TopK())
+    with pytest.raises(ValueError, match="model must not be in training mode"):
+        sparsify(build("llama").train(), decode=TopK())
 
 class Walk(TopK):
     "Counts the layers that each query, or prompt, has come through"
@@ -501,7 +559,8 @@ def four_layers():
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | dict(num_hidden_layers=4))).eval()
 
-@pytest.mark.parametrize("way", [{}, dict(prompt_lookup_num_tokens=3), dict(num_beams=2), dict(prefill_chunk_size=16), dict(cache_implementation="static")], ids=str)
+@pytest.mark.parametrize("way", [{}, dict(prompt_lookup_num_tokens=3), dict(num_beams=2), dict(prefill_chunk_size=16),
+                                 dict(cache_implementation="static")], ids=str)
 def test_a_step_goes_through_the_layers_of_one_pass_in_order(way):
     model, walk = four_layers(), Walk(budget=1.0)
     want = ids_of(model, **way)
@@ -514,13 +573,18 @@ def test_a_step_goes_through_the_layers_of_one_pass_in_order(way):
 
 def test_a_step_needs_all_layers_on_one_device(llama):
     model, walk = four_layers(), Walk(budget=1.0)
-    for way in (dict(decode=walk, dense_layers=[2]), dict(decode={0: walk, 1: walk, 2: TopK(), 3: walk}), dict(prefill=walk, dense_layers=[1])):
-        with pytest.raises(ValueError, match="must be Walk in every layer from 0 to 3, for it hands on what it knows, got layer [12]: "): sparsify(model, **way)
+    for way in (dict(decode=walk, dense_layers=[2]), dict(decode={0: walk, 1: walk, 2: TopK(), 3: walk}),
+                dict(prefill=walk, dense_layers=[1])):
+        with pytest.raises(ValueError,
+                           match="must be Walk in every layer from 0 to 3, for it hands on what it knows, got layer "
+                                 "[12]: "):
+            sparsify(model, **way)
     for way in (dict(dense_layers=[0, 3]), dict(decode={2: walk})): sparsify(model, **dict(decode=walk) | way).restore()
     mixed = build("cohere2, layers without rope")
     sparsify(mixed, decode=walk).restore()  # one layer without a window
     model.model.layers[2].to("meta")
-    with pytest.raises(ValueError, match="model must have the layers of Walk on one device, got cpu, meta"): sparsify(model, decode=walk)
+    with pytest.raises(ValueError, match="model must have the layers of Walk on one device, got cpu, meta"):
+        sparsify(model, decode=walk)
     with pytest.raises(ValueError, match="decode must keep no index and take no steps"): register("test_walk", walk)
 
 class Learned(TopK):
@@ -532,28 +596,43 @@ def test_a_method_may_refuse_a_model(llama):
     for way in (dict(decode=Learned()), dict(prefill={1: Learned()})):
         with pytest.raises(ValueError, match="maps must be of this model"): sparsify(llama, **way)
 
-def bert(): return transformers.BertModel(transformers.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)).eval()
-def gemma4(): return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SMALL | dict(head_dim=16, global_head_dim=16, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8))).eval()
-def bart(): return transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32)).eval()
+def bert():
+    return transformers.BertModel(transformers.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1,
+                                                          num_attention_heads=2, intermediate_size=32)).eval()
+def gemma4():
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SMALL | dict(head_dim=16, global_head_dim=16,
+        vocab_size_per_layer_input=64, hidden_size_per_layer_input=8))).eval()
+def bart():
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=64, d_model=32,
+        encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+        decoder_ffn_dim=32)).eval()
 
 @pytest.mark.parametrize("call, error, message", [
     (lambda m: sparsify(torch.nn.Linear(2, 2), decode=TopK()), ValueError, "got Linear"),
-    (lambda m: sparsify(transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=8, n_layer=1, n_head=2)).eval(), decode=TopK()), ValueError, "got bloom"),
-    (lambda m: sparsify(transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1)).eval(), decode=TopK()), ValueError, "got mamba"),
-    (lambda m: sparsify(bert(), decode=TopK()), ValueError, "model must have causal self-attention to replace, got bert"),
+    (lambda m: sparsify(transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=8, n_layer=1,
+        n_head=2)).eval(), decode=TopK()), ValueError, "got bloom"),
+    (lambda m: sparsify(transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=8,
+        num_hidden_layers=1)).eval(), decode=TopK()), ValueError, "got mamba"),
+    (lambda m: sparsify(bert(), decode=TopK()), ValueError,
+     "model must have causal self-attention to replace, got bert"),
     (lambda m: sparsify(bart(), decode=TopK()), ValueError, "model must be a decoder alone, got bart"),
-    (lambda m: sparsify(gemma4(), decode=TopK()), ValueError, "model must make one mask for all attention functions, got gemma4_text"),
+    (lambda m: sparsify(gemma4(), decode=TopK()), ValueError,
+     "model must make one mask for all attention functions, got gemma4_text"),
     (lambda m: sparsify(m, decode="topk"), TypeError, "decode must be None, a method, .* got str"),
     (lambda m: sparsify(m, decode=TopK), (TypeError, ValueError), "decode"),
     (lambda m: sparsify(m, prefill=Santa()), ValueError, "prefill must be a method that can prefill, got Santa"),
     (lambda m: sparsify(m, decode={2: TopK()}), ValueError, "decode must be for layers 0 to 1, got 2"),
-    (lambda m: sparsify(m, decode=TopK(), dense_layers=[5]), ValueError, "dense_layers must be among layers 0 to 1, got 5"),
+    (lambda m: sparsify(m, decode=TopK(), dense_layers=[5]), ValueError,
+     "dense_layers must be among layers 0 to 1, got 5"),
     (lambda m: sparsify(m, decode=TopK(), dense_layers=0), TypeError, "dense_layers must be layer numbers, got 0"),
-    (lambda m: sparsify(m, decode=TopK(), setup="C"), ValueError, "setup must be one of prompt, context, A, B, got 'C'"),
+    (lambda m: sparsify(m, decode=TopK(), setup="C"), ValueError,
+     "setup must be one of prompt, context, A, B, got 'C'"),
     (lambda m: sparsify(m, decode=TopK(), stats="yes"), TypeError, "stats must be a bool, got str"),
     (lambda m: sparsify(m, decode=TopK(), offload=1), TypeError, "offload must be a bool, got int"),
-    (lambda m: sparsify(m, prefill=TopK(), decode=Exact(), offload=True), ValueError, "offload must be False where no layer decodes with a method"),
-    (lambda m: sparsify(m, decode=TopK(), dense_layers=[0, 1], offload=True), ValueError, "offload must be False where no layer decodes with a method"),
+    (lambda m: sparsify(m, prefill=TopK(), decode=Exact(), offload=True), ValueError,
+     "offload must be False where no layer decodes with a method"),
+    (lambda m: sparsify(m, decode=TopK(), dense_layers=[0, 1], offload=True), ValueError,
+     "offload must be False where no layer decodes with a method"),
     (lambda m: sparsify(m, decode=Uniform(), seed=-1), ValueError, "seed"),
     (lambda m: sparsify(m, decode=Uniform(), seed=1.5), TypeError, "seed"),
 ])
@@ -562,7 +641,8 @@ def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message): call(model)
 
 def test_a_model_whose_attention_does_not_run_here_is_refused():
-    for name, message in ("flash_attention_2", "got flash_attention_2 on the CPU"), ("flex_attention", "model must have eager, sdpa or flash attention of its own, got flex_attention"):
+    for name, message in ("flash_attention_2", "got flash_attention_2 on the CPU"), ("flex_attention",
+        "model must have eager, sdpa or flash attention of its own, got flex_attention"):
         model = build("llama")
         model.config._attn_implementation_internal = name
         with pytest.raises(ValueError, match=message): sparsify(model, decode=TopK())
@@ -582,7 +662,8 @@ def test_bad_calls_inside_a_session_are_named_and_leave_a_model_that_works(llama
         cache = StaticCache(config=llama.config, max_cache_len=48)
         with torch.no_grad():
             llama(IDS, past_key_values=cache)
-            with pytest.raises(ValueError, match="must say how far a static cache is filled"): llama(IDS[:, :1], past_key_values=cache)
+            with pytest.raises(ValueError, match="must say how far a static cache is filled"):
+                llama(IDS[:, :1], past_key_values=cache)
     with pytest.raises(KeyError), sparsify(llama, decode=TopK(budget=0.1)): raise KeyError
     assert torch.equal(ids_of(llama), want)
     session = sparsify(llama, decode=TopK(budget=0.1))
@@ -604,7 +685,8 @@ def test_keys_in_host_memory_change_nothing(family, method):
     model = build(family)
     def ways(**kwargs):
         with sparsify(model, decode=method, **kwargs):
-            yield from (ids_of(model), ids_of(model, num_beams=3), ids_of(model, prefill_chunk_size=16), ids_of(model, prompt_lookup_num_tokens=3), ids_of(model, PADDED, attention_mask=MASK))
+            yield from (ids_of(model), ids_of(model, num_beams=3), ids_of(model, prefill_chunk_size=16),
+                        ids_of(model, prompt_lookup_num_tokens=3), ids_of(model, PADDED, attention_mask=MASK))
             cache = DynamicCache(config=model.config)
             first = model.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
             yield model.generate(torch.cat([first, IDS[:, 20:]], 1), past_key_values=cache, **GREEDY)
@@ -616,60 +698,79 @@ def test_keys_in_host_memory_change_nothing(family, method):
 
 def test_a_cache_of_latents_is_not_for_host_memory():
     torch.manual_seed(0)
-    config = transformers.Glm4MoeLiteConfig(vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=16,
-                                            qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, pad_token_id=0)
+    config = transformers.Glm4MoeLiteConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
+                                            moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+                                            num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=16,
+                                            qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4,
+                                            num_experts_per_tok=2, n_shared_experts=1, pad_token_id=0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     want = ids_of(model)
     with sparsify(model, decode=TopK(budget=1.0)): assert torch.equal(ids_of(model), want)
-    with sparsify(model, decode=TopK(budget=1.0), offload=True): run_bad(model, "offload must be False for layers that make their keys from what a cache holds, got layer 0 of glm4_moe_lite")
+    with sparsify(model, decode=TopK(budget=1.0), offload=True):
+        run_bad(model,
+                "offload must be False for layers that make their keys from what a cache holds, got layer 0 of "
+                "glm4_moe_lite")
 
 def test_which_layers_go_to_host_memory_and_which_caches_cannot(llama):
     with sparsify(llama, decode=TopK(), dense_layers=[0], offload=True):
         cache = ids_of_cache(llama)
         assert [type(x).__name__ for x in cache.layers] == ["DynamicLayer", "HostLayer"]
-        run_bad(llama, "cache must be a DynamicCache to be offloaded, got a StaticLayer for layer 1", cache_implementation="static")
+        run_bad(llama, "cache must be a DynamicCache to be offloaded, got a StaticLayer for layer 1",
+                cache_implementation="static")
     before = [x.keys.clone() for x in cache.layers]
-    replies = [answer(llama, x, IDS[:, :1], TopK(budget=1.0), tokenizer=Letters(), max_new_tokens=2).ids for x in (cache, ids_of_cache(llama))]
+    replies = [answer(llama, x, IDS[:, :1], TopK(budget=1.0), tokenizer=Letters(), max_new_tokens=2).ids
+               for x in (cache, ids_of_cache(llama))]
     assert replies[0] == replies[1] and all(torch.equal(x.keys, kept) for x, kept in zip(cache.layers, before))
 
 def test_a_session_that_is_over_keeps_no_cache(llama):
     import gc
     import weakref
-    with sparsify(llama, decode=Santa(samples=4, eps=0.5, delta=0.1), offload=True, stats=True) as session: cache = ids_of_cache(llama)
+    with sparsify(llama, decode=Santa(samples=4, eps=0.5, delta=0.1), offload=True, stats=True) as session:
+        cache = ids_of_cache(llama)
     layers = [weakref.ref(x) for x in cache.layers]
     del cache
     gc.collect()
     assert len(session.stats()) and not any(x() for x in layers)
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64), Santa(samples=32, eps=0.3, delta=0.1)], ids=repr)
+@pytest.mark.parametrize("method", [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64),
+                                    Santa(samples=64), Santa(samples=32, eps=0.3, delta=0.1)], ids=repr)
 def test_a_gpu_reads_from_pinned_host_memory(method):
     from sparse_nb import pocket, tasks
     model, tokenizer = pocket.load("cuda", dtype=torch.float32)
-    prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt for i, length in enumerate((2048, 1500))]
+    prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt
+               for i, length in enumerate((2048, 1500))]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda")
     def run(beams, **kwargs):
         with sparsify(model, decode=method, dense_layers=[0], audit=True, **kwargs) as session:
-            out = model.generate(**inputs, max_new_tokens=12, do_sample=False, num_beams=beams, return_dict_in_generate=True)
+            out = model.generate(**inputs, max_new_tokens=12, do_sample=False, num_beams=beams,
+                                 return_dict_in_generate=True)
             return out.sequences, session.stats(), out.past_key_values
     for beams in (1, 2):
         want, table, cache = run(beams)
         got, offloaded, host = run(beams, offload=True)
         assert torch.equal(got, want) and np.allclose(offloaded, table, rtol=1e-4)
         for a, b in zip(host.layers[1:], cache.layers[1:]):
-            assert beams > 1 or a.keys.is_pinned() and a.values.is_pinned()  # what beams were exchanged is pinned at the next step
-            assert not a.keys.is_cuda and b.keys.is_cuda and torch.equal(a.keys, b.keys.cpu()) and torch.equal(a.values, b.values.cpu())
+            # what beams were exchanged is pinned at the next step
+            assert beams > 1 or a.keys.is_pinned() and a.values.is_pinned()
+            assert (not a.keys.is_cuda and b.keys.is_cuda and torch.equal(a.keys, b.keys.cpu())
+                    and torch.equal(a.values, b.values.cpu()))
         assert host.layers[0].keys.is_cuda
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("method", [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64),
+                                    Santa(samples=64)], ids=lambda m: type(m).__name__)
 def test_a_gpu_writes_the_same_with_a_compiled_static_cache(method):
     from sparse_nb import pocket, tasks
     model, tokenizer = pocket.load("cuda")
-    prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt for i, length in enumerate((2048, 1500))]
-    inputs, settings = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda"), dict(max_new_tokens=8, do_sample=False)
+    prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt
+               for i, length in enumerate((2048, 1500))]
+    inputs, settings = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda"), dict(max_new_tokens=8,
+        do_sample=False)
     with sparsify(model, decode=method):
         want = model.generate(**inputs, **settings)
         assert torch.equal(model.generate(**inputs, **settings), want)
-        got = model.generate(**inputs, **settings, cache_implementation="static", compile_config=transformers.CompileConfig(fullgraph=True))  # transformers compiles its steps
+        # transformers compiles its steps
+        got = model.generate(**inputs, **settings, cache_implementation="static",
+                             compile_config=transformers.CompileConfig(fullgraph=True))
     assert torch.equal(got, want)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import FLOATS, check_count, check_inputs, check_scores, on_cpu_eagerly
+from .checks import check_count, check_inputs, check_scores, on_cpu_eagerly
 
 # %% ../../nbs/04_exact.ipynb #70a0e38f
 def assert_close(

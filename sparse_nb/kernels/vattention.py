@@ -374,7 +374,7 @@ def _kl_bounds(mean, log, other, log_other):
 
 @triton.jit
 def _draws(variance, reach, radius, n, log, square, BOUND: tl.constexpr):
-    "`sparse_nb.vattention._draws` without replacement, for the denominator"
+    "`sparse_nb.core.bounds` without replacement, for the denominator"
     if BOUND == "clt":
         need = square * variance / (radius * radius)
         need = 1 / (1 / need + 1 / n)
