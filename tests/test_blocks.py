@@ -502,7 +502,7 @@ if not INTERPRETED:
 
         from sparse_nb.kernels import blocks
         BD, listed = triton.next_power_of_2(D), kernel_ == "lists"
-        BM, BN, warps, stages, registers = blocks._tiles(BD, 4 if kind == "fp32" else 2, engine, listed)
+        BM, BN, warps, stages, registers = blocks.tile_settings(BD, 4 if kind == "fp32" else 2, engine, listed)
         fn = blocks._block_kernel if listed else blocks._streaming_kernel
         types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{kind}") | dict(lse_ptr="*fp32", scale="fp32",
             order_ptr="*i64")

@@ -130,6 +130,7 @@ def stacked(
     "The layers of a capture of one prompt as one batch."
     return tuple(torch.cat(x).float() for x in zip(*(layer.seen(-1) for layer in captured)))
 
+# %% ../../kernels/records/answers.ipynb #e165a9f8
 class PocketModel:
     "The pocket model, on a GPU (in bfloat16) if there is one, asked by the labels of `SANTA_TASKS`"
     def __init__(self):

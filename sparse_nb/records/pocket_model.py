@@ -50,6 +50,7 @@ def _settings(task, rng, length):
     if task == "frequent_words": return dict(others=rng.randint(6, 24))
     return {}
 
+# %% ../../kernels/records/pocket_model.ipynb #0012cb0b
 class Rows(torch.utils.data.IterableDataset):
     "Endless training rows: token ids [L] and the loss weight [L] of each as a target"
     def __init__(self,
