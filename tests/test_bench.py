@@ -215,7 +215,7 @@ def test_committed_records_are_sound():
         for path in recorder.results().glob("*_decode.json"): assert read(path)["rows"]
         assert all(row["method"] in contenders() for row in record["rows"])
         assert all(row["bytes"] / row["median_us"] / 1e3 < 1.1 * record["meta"]["read_gb_s"]
-                   for row in record["rows"]), "faster than the memory: the bytes are counted wrong, or the cache was warm"
+                   for row in record["rows"]), "faster than the memory: bytes counted wrong, or a warm cache"
 
 
 def test_a_record_is_read_back_and_checked(tmp_path):

@@ -142,8 +142,8 @@ def test_keys_before_rope_come_back_at_every_step(family):
     rotations, log = run(model, [ids[:, :1], ids[:, 1:40], ids[:, 40:41], ids[:, 41:60]])
     assert rotations == want
     for step in log:
-        for layer, (given, after, before) in step.items(): close(unrotate(after, given, want[layer]), before)
-    for layer, (given, after, before) in log[1].items(): assert torch.equal(after, before) == (want[layer] == NONE)
+        for layer, (turn, after, before) in step.items(): close(unrotate(after, turn, want[layer]), before)
+    for layer, (_, after, before) in log[1].items(): assert torch.equal(after, before) == (want[layer] == NONE)
     close(torch.cat([unrotate(step[0][1], step[0][0], want[0]) for step in log], 2),
           capture(build(family), ids[:, :60], before_rope=True)[0].k_before)
 
@@ -168,7 +168,7 @@ def test_half_precision_finds_the_same(family):
     model = build(family, torch.bfloat16)
     rotations, [log] = run(model, [IDS])
     assert rotations == expected(family, model)
-    for layer, (given, after, before) in log.items(): close(unrotate(after, given, rotations[layer]), before, 0.03)
+    for layer, (_, after, before) in log.items(): close(unrotate(after, given, rotations[layer]), before, 0.03)
 
 def test_asking_leaves_no_trace(family):
     model, asked = build(family), []

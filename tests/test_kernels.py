@@ -115,7 +115,7 @@ def streams(B, H, seed, offset):
 def audit(p, out, index, *, samples, scheme="systematic", tile=128, seed=0, scores_of=None, flips=None):
     "Hold output and drawn keys against float64. `flips`: share of the slots that may hold another key than in float64."
     q, k, v = p.q, p.k, p.v
-    (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
+    (B, H, *_), (G, N) = q.shape, k.shape[1:3]
     first, end = visible_range(q, k, **p.masks)
     # [B, 1, N]
     hidden = (torch.arange(N, device=DEVICE) < first) | (torch.arange(N, device=DEVICE) >= end)
@@ -178,7 +178,8 @@ def audit(p, out, index, *, samples, scheme="systematic", tile=128, seed=0, scor
         want = torch.searchsorted(steps, threshold.contiguous() * steps[..., -1:], right=True)
     assert (w > 0)[used].all(), "a key without mass"
     off = torch.maximum(cum - w - threshold, threshold - cum)[used]
-    assert off.max() <= tolerance, f"a threshold lies {float(off.max()):.2g} beside the interval of its key, allowed is {tolerance:.2g}"
+    most = float(off.max())
+    assert most <= tolerance, f"a threshold lies {most:.2g} beside the interval of its key, allowed is {tolerance:.2g}"
     flipped = float((want != i)[used].double().mean())
     assert flipped <= (0.03 + 0.3 * (N / 2**20) ** 0.5 if flips is None
                        else flips), f"{flipped:.1%} of the keys are not those of float64"
@@ -744,7 +745,8 @@ if not INTERPRETED:
                       "import torch; from sparse_nb.kernels.santa import decode; x = torch.zeros(1, 1, 1, 64); "
                       "decode(x, x, x)")
         assert (done.returncode
-                and "ValueError: q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got cpu" in done.stderr)
+                and "ValueError: q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got cpu"
+                in done.stderr)
 
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_rows_kernel_compiles(capability):

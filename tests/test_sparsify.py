@@ -525,7 +525,9 @@ def test_a_model_whose_every_layer_has_a_window_says_so(llama):
         for way in (dict(decode=Exact()), dict(decode=TopK(), dense_layers=[0, 1])):
             with sparsify(model, **way): pass
         with sparsify(build("qwen2, window"), prefill=Streaming(), decode=TopK(budget=3)) as session: pass
-    assert repr(session).splitlines()[1:] == ["  layer 0: prefill=Streaming(sinks=4, window=0.1), decode=TopK(budget=3)", "  layer 1: the model's own attention (a sliding window)"]
+    assert repr(session).splitlines()[1:] == [
+        "  layer 0: prefill=Streaming(sinks=4, window=0.1), decode=TopK(budget=3)",
+        "  layer 1: the model's own attention (a sliding window)"]
 
 def test_a_model_in_a_session_is_not_copied_or_trained(llama):
     import pickle

@@ -79,7 +79,7 @@ def _streaming(p, settings):
     for tiles, engine in settings:
         call = lambda: launch_streaming(p.q, p.k, p.v, SINKS, p.window, None, None, None, False, tiles, engine)[0]
         p.note(call, seen, pairs, method="streaming", tiles=tiles, engine=engine,
-               shipped=tiles == tile_settings(128, 2, True, False))
+               shipped=tiles == tile_settings(128, 2, engine, False))
     return seen, pairs
 
 def _lists(p, pattern, seen, pairs, settings, **row):
@@ -89,7 +89,7 @@ def _lists(p, pattern, seen, pairs, settings, **row):
         call = lambda: launch_blocks(p.q, p.k, p.v, pattern.index, pattern.count, pattern.gap, pattern.query_block,
                                      pattern.key_block, True, None, None, None, False, tiles, engine)[0]
         p.note(call, seen, pairs, tiles=tiles, engine=engine, density=density,
-               shipped=tiles == tile_settings(128, 2, True, True), **row)
+               shipped=tiles == tile_settings(128, 2, engine, True), **row)
 
 def _random_lists(p, block, settings):
     "Lists that are drawn at random, one for each group."
