@@ -445,10 +445,14 @@ class Decoded:
     seed: torch.Tensor      # streams [B, H], or None
     seen: dict              # scale, kv_start and kv_len
 
-def at_layer(methods, i):
-    "The method of layer i, or the one of all layers"
+def at_layer(
+    methods, # a method or None, or a dict of these by layer
+    i,       # number of a layer
+):
+    "The method of layer i."
     return methods.get(i) if isinstance(methods, dict) else methods
 
+# %% ../nbs/70_hf.ipynb #3d57a827
 class Dispatch:
     "The attention function: every layer calls it, and it calls the layer's method or the model's own attention."
     def __init__(self, prefill, decode, streams, own, setup="prompt", aligned=False, layers=None):
