@@ -1,9 +1,7 @@
-"""Attention by blocks: the reference against enumeration of all pairs, and the Triton kernels against the reference in
-float64.
+"""Attention by blocks: the reference against enumeration of all pairs, the Triton kernels against it in float64.
 
 `pytest -m gpu tests/test_blocks.py` runs the sweep of the kernels on a GPU. Without one, a covering design of small
-problems
-runs in Triton's interpreter, in processes of their own.
+problems runs in Triton's interpreter, in processes of their own.
 """
 import importlib.util
 import itertools
@@ -69,8 +67,8 @@ def lists(B, P, Q, N, QB, KB, *, gaps=False, share=0.5, seed=0):
 
 def gapped(ends, N):
     "A pattern of all blocks, with a sequence for each gap between two of `ends`, and the pairs that are seen."
-    gap = torch.tensor(list(itertools.product(ends, ends)), dtype=torch.int32,
-                       device=DEVICE)[:, None, None].expand(-1, -1, 32, -1)
+    gap = torch.tensor(list(itertools.product(ends, ends)), dtype=torch.int32, device=DEVICE)
+    gap = gap[:, None, None].expand(-1, -1, 32, -1)
     every = torch.ones(len(gap), 1, 1, -(-N // 32), dtype=torch.bool, device=DEVICE)
     p = BlockPattern.from_mask(every, queries=32, keys=N, query_block=32, key_block=32, gap=gap)
     return p, pairs(p, len(gap), False)
@@ -124,10 +122,9 @@ quick = settings(max_examples=40, deadline=None, derandomize=True)
 if not INTERPRETED:
     @quick
     @given(**sizes, QB=st.sampled_from(SIZES), KB=st.sampled_from(SIZES), per=st.sampled_from("1GH"),
-           causal=st.booleans(),
-           gaps=st.booleans(), share=st.sampled_from([0.2, 0.8]))
-    def test_reference_is_attention_over_what_is_listed(B, G, R, Q, more, seed, ragged, QB, KB, per, causal, gaps,
-                                                        share):
+           causal=st.booleans(), gaps=st.booleans(), share=st.sampled_from([0.2, 0.8]))
+    def test_reference_is_attention_over_what_is_listed(
+            B, G, R, Q, more, seed, ragged, QB, KB, per, causal, gaps, share):
         N, P = Q + more, {"1": 1, "G": G, "H": G * R}[per]
         (q, k, v), masks = problem(B, G, R, Q, N, 8, ragged=ragged and Q > 4, seed=seed)
         p = lists(1 if seed % 2 else B, P, Q, N, QB, KB, gaps=gaps, share=share, seed=seed)
@@ -191,8 +188,8 @@ if not INTERPRETED:
         (q, k, v), masks = problem(2, 2, 2, 60, 90, 8)
         masks = dict(kv_start=torch.tensor([0, 20]), kv_len=torch.tensor([90, 85]))
         state = weighted_state(q, k, v, select_sinks_window(q, k, sinks=3, window=9, causal=True, **masks))
-        check(streaming_prefill(q, k, v, sinks=3, window=9, return_lse=True, **masks),
-              (state.output(), state.m + state.l.log()))
+        got = streaming_prefill(q, k, v, sinks=3, window=9, return_lse=True, **masks)
+        check(got, (state.output(), state.m + state.l.log()))
 
     @pytest.mark.parametrize("call", [
         lambda *x: block_attention(*x, lists(1, 2, 90, 90, 32, 32)),
@@ -205,8 +202,8 @@ if not INTERPRETED:
             x, y = k.clone(), v.clone()
             x[:, :, at:], y[:, :, at:] = 7, -9
             after = call(q, x, y)
-            assert (torch.equal(before[:, :, :at], after[:, :, :at]) and not torch.equal(before[:, :, at:],
-                after[:, :, at:]))
+            assert torch.equal(before[:, :, :at], after[:, :, :at])
+            assert not torch.equal(before[:, :, at:], after[:, :, at:])
 
     @pytest.mark.parametrize("by", ["blocks", "streaming"])
     def test_a_row_of_a_batch_is_that_row_alone(by):
@@ -218,8 +215,8 @@ if not INTERPRETED:
             row = [x[b:b + 1] for x in (q, k, v)]
             if by == "blocks": got, alone = block_attention(q, k, v, p, **masks), block_attention(*row, one, **own)
             else:
-                got, alone = (streaming_prefill(*x, sinks=2, window=9, **y) for x, y in (((q, k, v), masks),
-                    (row, own)))
+                both = ((q, k, v), masks), (row, own)
+                got, alone = (streaming_prefill(*x, sinks=2, window=9, **y) for x, y in both)
             assert_close(got[b:b + 1], alone, rtol=1e-12)
 
     def test_parts_join_by_their_sums():
@@ -234,8 +231,7 @@ if not INTERPRETED:
     def test_gradients():
         (q, k, v), _ = problem(1, 1, 2, 40, 50, 8)
         for x in (q, k, v): x.requires_grad_()
-        with pytest.raises(ValueError,
-                           match="backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'"):
+        with pytest.raises(ValueError, match="backend must be 'torch' or 'auto' where a gradient is wanted"):
             streaming_prefill(q, k, v, backend="triton")
         want = torch.autograd.grad(attention(q, k, v, causal=True).square().sum(), (q, k, v))
         whole = lists(1, 1, 40, 50, 32, 32, share=2.0)
@@ -251,59 +247,59 @@ if not INTERPRETED:
     @pytest.mark.parametrize("call, error, message", [
         (lambda: make(index=[[0]]), TypeError, "index must be a torch.Tensor, got list"),
         (lambda: make(index=INDEX.long()), TypeError, "index must be int32, got torch.int64"),
-        (lambda: make(index=INDEX[0]), ValueError,
-         "index must have shape [B, P, Mq, S] with Mq = 2 and nothing empty, got [2, 2, 1]"),
-        (lambda: make(queries=70), ValueError,
-         "index must have shape [B, P, Mq, S] with Mq = 3 and nothing empty, got [1, 2, 2, 1]"),
+        (lambda: make(index=INDEX[0]),
+         ValueError, "index must have shape [B, P, Mq, S] with Mq = 2 and nothing empty, got [2, 2, 1]"),
+        (lambda: make(queries=70),
+         ValueError, "index must have shape [B, P, Mq, S] with Mq = 3 and nothing empty, got [1, 2, 2, 1]"),
         (lambda: make(count=COUNT[:, :1]), ValueError, "count must have shape [1, 2, 2], got [1, 1, 2]"),
         (lambda: make(count=COUNT.to("meta")), ValueError, "count must be on the device of index, cpu, got meta"),
         (lambda: make(count=COUNT + 1), ValueError, "count must lie in [0, S] = [0, 1], got 2 to 2"),
         (lambda: make(count=COUNT - 2), ValueError, "count must lie in [0, S] = [0, 1], got -1 to -1"),
         (lambda: make(index=INDEX + 1), ValueError, "index must lie in [0, 1), got 1"),
         (lambda: make(index=INDEX - 1), ValueError, "index must lie in [0, 1), got -1"),
-        (lambda: BlockPattern(TWICE, TWICE[..., 0] + 2, 40, 90, 32), ValueError,
-         "index must not name a block twice in one list"),
+        (lambda: BlockPattern(TWICE, TWICE[..., 0] + 2, 40, 90, 32),
+         ValueError, "index must not name a block twice in one list"),
         (lambda: make(gap=torch.zeros(1, 2, 40, 2)), TypeError, "gap must be int32, got torch.float32"),
-        (lambda: make(gap=torch.zeros(1, 2, 40, dtype=torch.int32)), ValueError,
-         "gap must have shape [1, 2, 40, 2], got [1, 2, 40]"),
+        (lambda: make(gap=torch.zeros(1, 2, 40, dtype=torch.int32)),
+         ValueError, "gap must have shape [1, 2, 40, 2], got [1, 2, 40]"),
         (lambda: make(query_block=48), ValueError, "query_block must be 32, 64 or 128, got 48"),
         (lambda: make(key_block=16), ValueError, "key_block must be 32, 64 or 128, got 16"),
         (lambda: make(key_block=64.0), TypeError, "key_block must be an int, got float"),
         (lambda: make(keys=0), ValueError, "keys must be at least 1, got 0"),
-        (lambda: BlockPattern.from_mask(INDEX, queries=40, keys=50), TypeError,
-         "mask must be a bool tensor, got torch.int32"),
-        (lambda: BlockPattern.from_mask([True], queries=40, keys=50), TypeError,
-         "mask must be a bool tensor, got list"),
-        (lambda: BlockPattern.from_mask(INDEX == 0, queries=40, keys=90, query_block=32), ValueError,
-         "mask must have 2 blocks of keys in its last axis, got 1"),
+        (lambda: BlockPattern.from_mask(INDEX, queries=40, keys=50),
+         TypeError, "mask must be a bool tensor, got torch.int32"),
+        (lambda: BlockPattern.from_mask([True], queries=40, keys=50),
+         TypeError, "mask must be a bool tensor, got list"),
+        (lambda: BlockPattern.from_mask(INDEX == 0, queries=40, keys=90, query_block=32),
+         ValueError, "mask must have 2 blocks of keys in its last axis, got 1"),
         (lambda: block_attention(**good, pattern=INDEX), TypeError, "pattern must be a BlockPattern, got Tensor"),
-        (lambda: block_attention(**good, pattern=make(keys=60)), ValueError,
-         "pattern must be for Q, N = 40, 50, got 40, 60"),
-        (lambda: block_attention(**good, pattern=lists(1, 3, 40, 50, 32, 64)), ValueError,
-         "pattern must have lists for [B, P] = [1 or 1, 1 or 2 or 4], got [1, 3]"),
-        (lambda: block_attention(**good, pattern=lists(2, 1, 40, 50, 32, 64)), ValueError,
-         "pattern must have lists for [B, P] = [1 or 1, 1 or 2 or 4], got [2, 1]"),
-        (lambda: block_attention(**good, pattern=make(index=INDEX.to("meta"), count=COUNT.to("meta"))), ValueError,
-         "pattern must be on the device of q, cpu, got meta"),
-        (lambda: block_attention(**good, pattern=whole, backend="cuda"), ValueError,
-         "backend must be one of auto, torch, triton, got 'cuda'"),
+        (lambda: block_attention(**good, pattern=make(keys=60)),
+         ValueError, "pattern must be for Q, N = 40, 50, got 40, 60"),
+        (lambda: block_attention(**good, pattern=lists(1, 3, 40, 50, 32, 64)),
+         ValueError, "pattern must have lists for [B, P] = [1 or 1, 1 or 2 or 4], got [1, 3]"),
+        (lambda: block_attention(**good, pattern=lists(2, 1, 40, 50, 32, 64)),
+         ValueError, "pattern must have lists for [B, P] = [1 or 1, 1 or 2 or 4], got [2, 1]"),
+        (lambda: block_attention(**good, pattern=make(index=INDEX.to("meta"), count=COUNT.to("meta"))),
+         ValueError, "pattern must be on the device of q, cpu, got meta"),
+        (lambda: block_attention(**good, pattern=whole, backend="cuda"),
+         ValueError, "backend must be one of auto, torch, triton, got 'cuda'"),
         (lambda: block_attention(**good, pattern=whole, return_lse=1), TypeError, "return_lse must be a bool, got int"),
         (lambda: block_attention(**good, pattern=whole, causal=0), TypeError, "causal must be a bool, got int"),
-        (lambda: block_attention(**good, pattern=whole, scale=0.0), ValueError,
-         "scale must be positive and finite, got 0.0"),
-        (lambda: block_attention(**good, pattern=whole, kv_start=torch.tensor([50])), ValueError,
-         "0 <= kv_start < kv_len <= 50 must hold, got kv_start = 50"),
-        (lambda: block_attention(**(good | dict(k=good["k"] * math.nan)), pattern=whole), ValueError,
-         "the scores of q and k must be finite"),
+        (lambda: block_attention(**good, pattern=whole, scale=0.0),
+         ValueError, "scale must be positive and finite, got 0.0"),
+        (lambda: block_attention(**good, pattern=whole, kv_start=torch.tensor([50])),
+         ValueError, "0 <= kv_start < kv_len <= 50 must hold, got kv_start = 50"),
+        (lambda: block_attention(**(good | dict(k=good["k"] * math.nan)), pattern=whole),
+         ValueError, "the scores of q and k must be finite"),
         (lambda: streaming_prefill(**good, sinks=-1), ValueError, "sinks must be at least 0, got -1"),
         (lambda: streaming_prefill(**good, window=0), ValueError, "window must be at least 1, got 0"),
         (lambda: streaming_prefill(**good, window=0.5), TypeError, "window must be an int, got float"),
-        (lambda: streaming_prefill(**good, kv_len=torch.tensor([0.5])), TypeError,
-         "kv_len must be int32 or int64, got torch.float32"),
-        (lambda: streaming_prefill(**(good | dict(q=good["q"][:, :3]))), ValueError,
-         "q must have a multiple of the heads of k, 2, got 3"),
-        (lambda: streaming_prefill(**(good | dict(k=good["k"][:, :, :30], v=good["v"][:, :, :30]))), ValueError,
-         "q must not have more positions than k, 30, when causal, got 40"),
+        (lambda: streaming_prefill(**good, kv_len=torch.tensor([0.5])),
+         TypeError, "kv_len must be int32 or int64, got torch.float32"),
+        (lambda: streaming_prefill(**(good | dict(q=good["q"][:, :3]))),
+         ValueError, "q must have a multiple of the heads of k, 2, got 3"),
+        (lambda: streaming_prefill(**(good | dict(k=good["k"][:, :, :30], v=good["v"][:, :, :30]))),
+         ValueError, "q must not have more positions than k, 30, when causal, got 40"),
     ], ids=str)
     def test_bad_input(call, error, message):
         with pytest.raises(error, match=re.escape(message)): call()
@@ -325,8 +321,8 @@ def covering(factors, seed=0):
     "Cases in which each pair of values of two factors appears, each the best of some that were drawn."
     draw, names, chosen = random.Random(seed), list(factors), []
     of = lambda case: set(itertools.combinations(enumerate(case), 2))
-    need = {((i, a), (j, b)) for i, j in itertools.combinations(range(len(names)), 2) for a in factors[names[i]]
-            for b in factors[names[j]]}
+    need = {((i, a), (j, b)) for i, j in itertools.combinations(range(len(names)), 2)
+            for a in factors[names[i]] for b in factors[names[j]]}
     while need:
         drawn = [tuple(draw.choice(x) for x in factors.values()) for _ in range(60)]
         (i, a), (j, b) = draw.choice(sorted(need, key=repr))  # one pair that is still missing is in all of them
@@ -361,8 +357,8 @@ def poisoned(run):
     empty = torch.empty
     def full(*shape, **kw):
         x = empty(*shape, **kw)
-        return x.fill_(math.nan if x.is_floating_point()
-                       else torch.iinfo(x.dtype).max) if x.device.type != "meta" else x
+        if x.device.type == "meta": return x
+        return x.fill_(math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", full)
         return run()
@@ -372,14 +368,13 @@ def poisoned(run):
 @cases(LISTS)
 def test_kernel_lists(case):
     B, G, Q, N = (2, 2, 300, 700) if GPU else (1 + case["ragged"], 2 if case["per"] == "1" else 1, 36, 70)
-    (q, k, v), masks = problem(B, G, case["R"], Q, N, case["D"], case["dtype"], layout=case["layout"],
-                               ragged=case["ragged"])
+    kind = dict(layout=case["layout"], ragged=case["ragged"])
+    (q, k, v), masks = problem(B, G, case["R"], Q, N, case["D"], case["dtype"], **kind)
     P = {"1": 1, "G": G, "H": G * case["R"]}[case["per"]]
     p = lists(B, P, Q, N, case["QB"], case["KB"], gaps=case["gaps"], share=0.6)
-    got = poisoned(lambda: block_attention(q, k, v, p, causal=case["causal"], return_lse=True, backend="triton",
-                                           **masks))
-    want = block_attention(*(x.double() for x in (q, k, v)), p, causal=case["causal"], return_lse=True,
-                           backend="torch", **masks)
+    keep = dict(causal=case["causal"], return_lse=True, **masks)
+    got = poisoned(lambda: block_attention(q, k, v, p, backend="triton", **keep))
+    want = block_attention(*(x.double() for x in (q, k, v)), p, backend="torch", **keep)
     check(got, want, TOLERANCE[case["dtype"]])
     assert got[0].dtype == q.dtype and got[1].dtype == FP32
 
@@ -388,16 +383,16 @@ def test_kernel_lists(case):
 @cases(STREAMING)
 def test_kernel_streaming(case):
     B, G, Q, N = (2, 2, 300, 700) if GPU else (1 + case["ragged"], 1, 36, 110)
-    (q, k, v), masks = problem(B, G, case["R"], Q, N, case["D"], case["dtype"], layout=case["layout"],
-                               ragged=case["ragged"])
+    kind = dict(layout=case["layout"], ragged=case["ragged"])
+    (q, k, v), masks = problem(B, G, case["R"], Q, N, case["D"], case["dtype"], **kind)
     keep = dict(sinks=case["sinks"], window=case["window"], return_lse=True, **masks)
     got = poisoned(lambda: streaming_prefill(q, k, v, backend="triton", **keep))
     check(got, streaming_prefill(*(x.double() for x in (q, k, v)), backend="torch", **keep), TOLERANCE[case["dtype"]])
 
 
 @kernel
-@pytest.mark.parametrize("Q, N, sinks, window", [(1, 1, 4, 8), (1, 65, 2, 64), (64, 64, 0, 64), (65, 65, 70, 3),
-                                                 (17, 200, 20, 130)])
+@pytest.mark.parametrize("Q, N, sinks, window", [
+    (1, 1, 4, 8), (1, 65, 2, 64), (64, 64, 0, 64), (65, 65, 70, 3), (17, 200, 20, 130)])
 def test_kernel_edges(Q, N, sinks, window):
     (q, k, v), _ = problem(1, 1, 2, Q, N, 16, BF16)
     wide = [x.double() for x in (q, k, v)]
@@ -412,8 +407,8 @@ def test_kernel_edges(Q, N, sinks, window):
 def test_kernel_beside_a_gap():
     p, seen = gapped([31, 32, 33, 64, 65], 96)
     (q, k, v), _ = problem(len(seen), 1, 1, 32, 96, 16, FP32)
-    check(block_attention(q, k, v, p, causal=False, return_lse=True, backend="triton"), dense(q, k, v, seen),
-          TOLERANCE[FP32])
+    got = block_attention(q, k, v, p, causal=False, return_lse=True, backend="triton")
+    check(got, dense(q, k, v, seen), TOLERANCE[FP32])
 
 
 @kernel
@@ -424,8 +419,8 @@ def test_kernel_of_empty_and_bad_lists():
     count = p.count.clone()
     count[0, 1, 0] = 0
     out, lse = attend_blocks(q, k, v, p.index, count, query_block=32, key_block=32, return_lse=True)
-    assert (not out[0, 1, :32].any() and (lse[0, 1, :32] == -math.inf).all() and out[0, 1, 32:].any()
-            and lse.isfinite().sum() == 96)
+    assert not out[0, 1, :32].any() and (lse[0, 1, :32] == -math.inf).all()
+    assert out[0, 1, 32:].any() and lse.isfinite().sum() == 96
     for number in (-1, 3, 2**31 - 1):
         index = p.index.clone()
         index[0, 0, 1, 2] = number
@@ -486,10 +481,9 @@ if GPU:
         rows = torch.randint(n, (64,), device=DEVICE)
         i = torch.arange(n, device=DEVICE)
         p = lists(1, 2, n, n, 128, 64, share=0.1)
-        for out, seen in ((streaming_prefill(q, k, v, sinks=4, window=2048),
-                           ((i < 4) | (i > rows[:, None] - 2048)).expand(1, 2, -1, -1)),
-                          (block_attention(q, k, v, p),
-                           p.mask()[:, :, rows // 128].repeat_interleave(64, -1)[..., :n])):
+        near = ((i < 4) | (i > rows[:, None] - 2048)).expand(1, 2, -1, -1)
+        listed = p.mask()[:, :, rows // 128].repeat_interleave(64, -1)[..., :n]
+        for out, seen in ((streaming_prefill(q, k, v, sinks=4, window=2048), near), (block_attention(q, k, v, p), listed)):
             assert_close(out[:, :, rows], dense(q[:, :, rows], k, v, seen & (i <= rows[:, None]))[0], rtol=2**-8)
 
 
@@ -504,30 +498,29 @@ if not INTERPRETED:
         BD, listed = triton.next_power_of_2(D), kernel_ == "lists"
         BM, BN, warps, stages, registers = blocks.tile_settings(BD, 4 if kind == "fp32" else 2, engine, listed)
         fn = blocks._block_kernel if listed else blocks._streaming_kernel
-        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{kind}") | dict(lse_ptr="*fp32", scale="fp32",
-            order_ptr="*i64")
-        types |= dict.fromkeys(("slot_ptr", "found_ptr", "gap_ptr"), "*i32") | dict.fromkeys(("start_ptr", "len_ptr"),
-            "*i64")
+        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{kind}") | dict(lse_ptr="*fp32", scale="fp32")
+        types |= dict.fromkeys(("slot_ptr", "found_ptr", "gap_ptr"), "*i32")
+        types |= dict.fromkeys(("order_ptr", "start_ptr", "len_ptr"), "*i64")
         types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{kind}[1, 1, {BN}, {BD}]>")
-        known = dict(q_d=1, k_d=1, v_d=1, out_d=1, CAUSAL=True, QB=128, KB=128, D=D, BM=BM, BN=BN, BS=16, BD=BD,
-                     STAGES=stages)
+        known = dict(q_d=1, k_d=1, v_d=1, out_d=1, CAUSAL=True, QB=128, KB=128, BS=16)
+        known |= dict(D=D, BM=BM, BN=BN, BD=BD, STAGES=stages)
         if not engine: known |= dict.fromkeys(("k_desc", "v_desc"))
         if not extra: known |= dict.fromkeys(("gap_ptr", "start_ptr", "len_ptr", "lse_ptr"))
         known = {name: x for name, x in known.items() if name in fn.arg_names}
         signature = {name: "constexpr" if name in known else types.get(name, "i32") for name in fn.arg_names}
         even = re.compile(r".*_ptr|[qkv]_[bhgnm]|out_[bhm]|[QN]")
-        hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name not in known
-                 and even.fullmatch(name)}
+        hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names)
+                 if name not in known and even.fullmatch(name)}
         options = dict(num_warps=warps, num_stages=stages) | (dict(maxnreg=registers) if registers else {})
-        made = triton.compile(ASTSource(fn, signature, constexprs=known, attrs=hints),
-                              target=GPUTarget("cuda", capability, 32), options=options)
+        source = ASTSource(fn, signature, constexprs=known, attrs=hints)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         import tempfile
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])
             file.flush()
-            said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True,
-                                  check=True).stdout
+            command = [tool, "--dump-resource-usage", file.name]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
         return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"]), made.metadata.shared
 
@@ -538,18 +531,17 @@ if not INTERPRETED:
         registers, spills, shared = usage(kernel_, capability, kind, D, engine, extra=D == 128)
         # held to 128 registers, so that two programs share a multiprocessor, lists keep some addresses in memory
         allowed = 160 if engine and kernel_ == "lists" else 16 if kernel_ == "lists" else 0
-        assert spills <= allowed and registers <= 255 and shared <= (114 if engine else 99) * 1024, (registers, spills,
-            shared)
+        most = (114 if engine else 99) * 1024
+        assert spills <= allowed and registers <= 255 and shared <= most, (registers, spills, shared)
 
-    @pytest.mark.parametrize("shard", ["lists and float32", "lists and not float32", "streaming",
-                                       "not lists and not streaming"])
+    @pytest.mark.parametrize("shard", [
+        "lists and float32", "lists and not float32", "streaming", "not lists and not streaming"])
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
     def test_in_the_interpreter(shard):
         pytest.importorskip("triton")
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "-k",
-             f"test_kernel and ({shard})", __file__],
-            capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1", TRITON_INTERPRET="1"),
-            cwd=Path(__file__).parents[1])
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"test_kernel and ({shard})", __file__],
+            capture_output=True, text=True, cwd=Path(__file__).parents[1],
+            env=os.environ | dict(OMP_NUM_THREADS="1", TRITON_INTERPRET="1"))
         print(done.stdout)
         assert not done.returncode and re.search(r"\d passed", done.stdout), done.stdout[-4000:] + done.stderr[-1000:]
