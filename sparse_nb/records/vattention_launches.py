@@ -91,19 +91,19 @@ def _measure_host(recorder, case, given, chosen):
                              launch="merge", memory="host", nbytes=nbytes)
     measure_copy(recorder, [case.k, case.v], far, memory="host")
 
-# %% ../../kernels/records/vattention_launches.ipynb #6d67ac9f
+# %% ../../kernels/records/vattention_launches.ipynb #53dcaf2b
 @torch.no_grad()
 def record(
     out,                   # file ending in .json
     *,
-    quick: bool = False,   # few keys and runs; on a CPU small heads and two of the launches
+    quick: bool = False,   # few keys and runs; on a CPU small heads and one part of the launches
     say: Callable = print, # told what happens, line by line
 ) -> Path:                 # the file
     "Time a step launch by launch, and write the record. Raises ValueError without a GPU, but for the quick form."
     recorder = Recorder("vattention_launches", quick=quick, say=say)
     gpu = recorder.device == "cuda"
     lengths = LENGTHS if not quick else (16384,) if gpu else (128,)
-    shape, ends, names = (SHAPES["llama3"], 128, LAUNCHES) if gpu else (Shape(1, 1, 16), 8, ("keep", "merge"))
+    shape, ends, names = (SHAPES["llama3"], 128, LAUNCHES) if gpu else (Shape(1, 1, 16), 8, ("keep",))
     density, host, tries = (DENSITY, HOST, 3) if gpu else (0.6, (0.6,), 1)
     for n in lengths:
         case = Case(shape, n, device=recorder.device)
