@@ -458,6 +458,7 @@ def generate(
     methods = {"decode": method_from("--decode", decode), "prefill": method_from("--prefill", prefill)}
     with progress_bars() as (report, quiet):
         report("loading the model")
+        import torch
         from sparse_nb import hf
         # refuses a method that cannot read prompts
         for name, method in methods.items(): hf.by_layer(f"--{name}", method, [0], name)

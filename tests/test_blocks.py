@@ -483,7 +483,8 @@ if GPU:
         p = lists(1, 2, n, n, 128, 64, share=0.1)
         near = ((i < 4) | (i > rows[:, None] - 2048)).expand(1, 2, -1, -1)
         listed = p.mask()[:, :, rows // 128].repeat_interleave(64, -1)[..., :n]
-        for out, seen in ((streaming_prefill(q, k, v, sinks=4, window=2048), near), (block_attention(q, k, v, p), listed)):
+        for out, seen in ((streaming_prefill(q, k, v, sinks=4, window=2048), near),
+                          (block_attention(q, k, v, p), listed)):
             assert_close(out[:, :, rows], dense(q[:, :, rows], k, v, seen & (i <= rows[:, None]))[0], rtol=2**-8)
 
 
@@ -540,7 +541,8 @@ if not INTERPRETED:
     def test_in_the_interpreter(shard):
         pytest.importorskip("triton")
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"test_kernel and ({shard})", __file__],
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"test_kernel and ({shard})",
+             __file__],
             capture_output=True, text=True, cwd=Path(__file__).parents[1],
             env=os.environ | dict(OMP_NUM_THREADS="1", TRITON_INTERPRET="1"))
         print(done.stdout)

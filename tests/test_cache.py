@@ -204,7 +204,7 @@ def test_the_scaled_and_growing_rotations_are_what_they_say():
 
 def test_angles_in_an_unknown_form_are_refused():
     model, cos = build("llama"), torch.ones(1, 3, 16)
-    for given in (dict(main=(cos, cos)), cos, (cos, cos, cos), (cos[None], cos[None])):
+    for turns in (dict(main=(cos, cos)), cos, (cos, cos, cos), (cos[None], cos[None])):
         with pytest.raises(ValueError, match="layer 1 of llama .* in an unknown form"):
             rotation_of(model.model.layers[1].self_attn, (), dict(hidden_states=torch.zeros(1, 3, 64),
                 position_embeddings=given))

@@ -15,7 +15,7 @@ from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform, attenti
 from sparse_nb.evaluate import accuracy, answers, compare, forced_decode, prefill_rows, summary
 from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.records import vattention_pocket
-from sparse_nb.records.answers import GrowingRecord, PocketModel, read_record
+from sparse_nb.records.answers import GrowingRecord, PocketModel, read_answers
 from sparse_nb.records.santa_pocket import Reference
 from sparse_nb.records.vattention_pocket import answer_steps, denominator_errors, pareto_methods, promise_counts
 from sparse_nb.santa import Santa
@@ -245,14 +245,14 @@ def test_a_record_reads_back(tmp_path):
     rows = [dict(part="accuracy", task="t", length=8, setup="A", method="exact", right="101", characters=0.7),
             dict(part="values", length=8, scheme="iid", samples=4, variance=[0.25, 0.26], unique=[3.0, 2.5])]
     (tmp_path / "x.json").write_text(json.dumps(dict(meta=dict(model="pocket"), rows=rows)))
-    meta, parts = read_record(tmp_path / "x.json")
+    meta, parts = read_answers(tmp_path / "x.json")
     assert (
         meta == dict(model="pocket")
         and parts["accuracy"].exact.tolist() == [True, False, True]
         and parts["accuracy"].seed.tolist() == [0, 1, 2]
     )
     assert parts["values"]["variance"].tolist() == [0.25, 0.26] and parts["values"]["unique"].tolist() == [3.0, 2.5]
-    with pytest.raises(OSError): read_record(tmp_path / "y.json")
+    with pytest.raises(OSError): read_answers(tmp_path / "y.json")
 
 def test_denominator_errors_are_those_of_the_sum_over_drawn_keys():
     torch.manual_seed(0)
@@ -335,7 +335,7 @@ def pocket_model(): return PocketModel()
 def test_promises_in_a_record(pocket_model, tmp_path):
     size = dataclasses.replace(LITTLE, length=1280, captures=("flat_words",))
     path = GrowingRecord(tmp_path / "x.json").make(vattention_pocket.promise_steps(pocket_model, size))
-    promise = read_record(path)[1]["promise"]
+    promise = read_answers(path)[1]["promise"]
     assert (
         promise.groupby(["kept", "kind", "eps", "delta"])["head"].nunique() == 36
     ).all() and promise.failures.between(0, 3).all()
@@ -347,7 +347,7 @@ def test_answers_of_both_set_ups_in_a_record(pocket_model, tmp_path, monkeypatch
     few = lambda *x: {name: m for name, m in whole(*x).items() if name in ("exact", "magicpig-8-75", "streaming-10")}
     monkeypatch.setattr(vattention_pocket, "setup_methods", few)
     steps, methods = answer_steps(pocket_model, LITTLE)
-    setups = read_record(GrowingRecord(tmp_path / "x.json").make(steps["setups"]))[1]["setups"]
+    setups = read_answers(GrowingRecord(tmp_path / "x.json").make(steps["setups"]))[1]["setups"]
     assert (
         setups.setup.tolist() == ["B"] * 3 + ["A"] * 3
         and set(setups.length) == {400}
@@ -357,7 +357,7 @@ def test_answers_of_both_set_ups_in_a_record(pocket_model, tmp_path, monkeypatch
 def check_pareto(pocket_model, path, size):
     "Density and error of every predictor, alone and in vAttention, are what they should be"
     steps, methods = answer_steps(pocket_model, size)
-    pareto = read_record(GrowingRecord(path).make(steps["pareto"]))[1]["pareto"].set_index(["task", "method"])
+    pareto = read_answers(GrowingRecord(path).make(steps["pareto"]))[1]["pareto"].set_index(["task", "method"])
     names, tasks_ = list(methods["pareto"]), list(size.pareto_tasks)
     assert (
         pareto.index.tolist() == [(task, name) for task in tasks_ for name in names]
@@ -409,7 +409,7 @@ def test_a_record_is_gone_on_with_or_made_anew_but_never_mixed(tmp_path):
 @pytest.mark.slow
 def test_a_quick_record_has_every_part(tmp_path):
     said = []
-    meta, parts = read_record(vattention_pocket.record(tmp_path / "x.json", quick=True, say=said.append))
+    meta, parts = read_answers(vattention_pocket.record(tmp_path / "x.json", quick=True, say=said.append))
     assert list(parts) == ["promise", "accuracy", "setups", "generation", "pareto"] and set(meta["methods"]) == {
         "accuracy",
         "setups",
@@ -440,7 +440,7 @@ def test_a_record_says_whether_an_answer_is_that_of_exact_attention(tmp_path):
         ),
     ]
     (tmp_path / "x.json").write_text(json.dumps(dict(meta={}, rows=rows)))
-    table = read_record(tmp_path / "x.json")[1]["pareto"]
+    table = read_answers(tmp_path / "x.json")[1]["pareto"]
     assert (
         table.exact.tolist() == [True, False, True, True]
         and table.same[2:].tolist() == [True, False]

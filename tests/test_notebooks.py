@@ -28,8 +28,8 @@ LONGEST = ["santa.ipynb", "70_hf.ipynb", "02_pocket.ipynb", "10_santa.ipynb", "7
            "vattention.ipynb", "95_cli.ipynb", "01_metrics.ipynb"]
 
 # what of pyplot and seaborn draws nothing
-QUIET = re.compile(r"set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|axes_style|plotting_context|switch_|"
-                   r"ion$|ioff$")
+QUIET = re.compile(r"set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|axes_style|plotting_context|"
+                   r"switch_|ion$|ioff$")
 
 
 def files(root, pattern):

@@ -147,7 +147,9 @@ def test_hidden_keys_in_the_middle_of_a_row_are_skipped(llama):
 
 def slow(method): return pytest.param(method, True, marks=pytest.mark.slow)
 
-@pytest.mark.parametrize("method, grows", [(Streaming(sinks=2, window=6), False), (Uniform(samples=0.3), False), slow(TopK(budget=0.25)), slow(Santa(samples=5))], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("method, grows", [(Streaming(sinks=2, window=6), False), (Uniform(samples=0.3), False),
+                                           slow(TopK(budget=0.25)), slow(Santa(samples=5))],
+                                           ids=lambda x: type(x).__name__)
 def test_a_compiled_step_is_the_plain_one(llama, method, grows):
     "With a mask that grows, for which a step is compiled twice, or one of full length"
     def run(step):
@@ -155,7 +157,9 @@ def test_a_compiled_step_is_the_plain_one(llama, method, grows):
         mask[1, :9] = 0
         with torch.no_grad():
             found = [llama(PADDED, attention_mask=mask[:, :40], past_key_values=cache).logits[:, -1]]
-            for i in range(40, 44): found.append(step(found[-1].argmax(-1)[:, None], attention_mask=mask[:, :i + 1] if grows else mask, past_key_values=cache).logits[:, -1])
+            for i in range(40, 44):
+                found.append(step(found[-1].argmax(-1)[:, None], attention_mask=mask[:, :i + 1] if grows else mask,
+                                  past_key_values=cache).logits[:, -1])
         return torch.stack(found)
     with sparsify(llama, decode=method):
         want = run(llama)
@@ -466,7 +470,8 @@ def test_every_wrapper_decodes_as_many_queries_as_the_model_inside(name, way):
     "The same number, and the same tokens, whichever module is called; candidates are known by the logits asked for"
     def run(wrap, **bad):
         model = wrap(build("llama")).eval()
-        with sparsify(model, decode=TopK(budget=0.25), setup="prompt" if way else "context", stats=True) as session, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with sparsify(model, decode=TopK(budget=0.25), setup="prompt" if way else "context",
+                      stats=True) as session, torch.no_grad(), torch.compiler.set_stance("force_eager"):
             cache = DynamicCache()
             model(input_ids=IDS[:, :20], past_key_values=cache)
             ids = model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache,
@@ -476,7 +481,8 @@ def test_every_wrapper_decodes_as_many_queries_as_the_model_inside(name, way):
     got, counted = run(WRAPPERS[name])
     assert torch.equal(got, want) and counted == count
     assert count[0] > 5 if way else count == [25]
-    with pytest.raises(ValueError, match="output_attentions must be False"): run(WRAPPERS[name], output_attentions=True, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="output_attentions must be False"):
+        run(WRAPPERS[name], output_attentions=True, return_dict_in_generate=True)
 
 def test_a_wrapper_that_hides_its_model_is_refused(llama):
     with pytest.raises(ValueError, match="model must look its attention up by name.* got DataParallel"):

@@ -26,6 +26,7 @@ HOUSE = [  # floor by floor, from the ground
     ["cli", "demo"],
 ]
 BESIDE = {  # room: rooms of its own floor that it may import
+    "core.blocks": ["core.selection"],
     "kernels.*": ["kernels.common"],
     "core.streams": ["core.checks"],
     "metrics": ["core.methods"],

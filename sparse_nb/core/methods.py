@@ -18,8 +18,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from .blocks import streaming_prefill
 from .checks import (
-    check_bounds, check_budget, check_count, check_inputs, check_mass, check_scores, on_cpu_eagerly)
+    check_bounds, check_budget, check_count, check_inputs, check_mass, check_scores, check_seed, on_cpu_eagerly)
 from .exact import attention, to_device_of, visible_range
 from sparse_nb.core.selection import (
     Selection, budget_counts, make_selection, select_sinks_window, select_topk, select_topp, select_uniform,
@@ -93,6 +94,8 @@ METHODS = {
                     "keys near the query after a rotation, two bits a number"),
     "magicpig": Entry("sparse_nb.baselines:MagicPIG", "MagicPIG", "#ff40ea", "o",
                       "keys that collide with the query in random hash tables, weighted by their chance"),
+    "then": Entry("sparse_nb.compose:Then", "select, then sample", "#8b5a2b", "p",
+                  "the keys that one method selects, and of their values a few that are drawn"),
 }
 
 CLASSES = {row.path.partition(":")[2]: row.path for row in METHODS.values()}  # class name -> where it is
@@ -289,6 +292,12 @@ class Streaming(PrefillByDecode, Method):
         "`select_sinks_window` with these settings."
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
         return select_sinks_window(q, k, sinks=self.sinks, window=self.window, **masks)
+
+    def prefill(self, q, k, v, *, seed=None, scale=None, kv_start=None):
+        "`streaming_prefill`, which has kernels; a window that is a share differs from query to query, and is decoded."
+        check_seed(seed, q)
+        if isinstance(self.window, float): return super().prefill(q, k, v, seed=seed, scale=scale, kv_start=kv_start)
+        return streaming_prefill(q, k, v, sinks=self.sinks, window=self.window, scale=scale, kv_start=kv_start)
 
 # %% ../../nbs/07_methods.ipynb #2c031ee3
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def record(
     quick: bool = False, # a short prompt; small heads in Triton's interpreter where there is no GPU
     say=print,           # told what happens, line by line
 ) -> Path:               # the file
-    "Time prompts by blocks and by window, and PyTorch's dense kernels. ValueError without a GPU, but for the quick form."
+    "Time prompts by blocks and window, and PyTorch's dense kernels. ValueError without a GPU, but for the quick form."
     recorder = Recorder("blocks", quick=quick, say=say)
     gpu = recorder.device == "cuda"
     if gpu: recorder.protocol = Protocol(warmup=3, runs=15, buffer_mb=recorder.protocol.buffer_mb)

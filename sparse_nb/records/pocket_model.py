@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from ..core.checks import check_choice, check_count
 from ..pocket import BOS, byte_tokenizer, config, load
-from .answers import check_gpu
+from .recorder import need_gpu
 from .corpus import HELD_OUT, texts
 from ..tasks import TASKS, filler_text, make, score
 
@@ -348,7 +348,7 @@ def record(
 
     Raises ValueError without a GPU, unless `quick`, and as `train`.
     """
-    check_gpu(quick)
+    if not quick: need_gpu("pocket_model")
     folder = train(out, QUICK_PHASES, names=("transformers",), workers=0, say=say) if quick else train(out, say=say)
     model, tokenizer = load("cuda", torch.bfloat16, folder) if torch.cuda.is_available() else load(folder=folder)
     say("scores")

@@ -104,7 +104,7 @@ RECORDS = {
                            "the pocket model's answers with SANTA"),
     "vattention_pocket": Record(_HERE + "vattention_pocket:record", "{gpu}_vattention_pocket.json",
                                 "the pocket model's answers with vAttention, and its promise"),
-    "pocket_model": Record(_HERE + "pocket_model:record", "sparse_nb/pocket_model/scores.json",
+    "pocket_model": Record(_HERE + "pocket_model:record", "runs/pocket",
                            "the pocket model and its scores"),
     "hash_networks": Record(_HERE + "hash_networks:record", "sparse_nb/pocket_model/hash_attention.safetensors",
                             "the hash functions of the pocket model"),

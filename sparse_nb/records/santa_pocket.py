@@ -13,7 +13,8 @@ import torch
 
 from ..core.methods import Exact, TopK
 from ..core.streams import fold_in
-from .answers import SANTA_TASKS, GrowingRecord, PocketModel, check_gpu
+from .answers import SANTA_TASKS, GrowingRecord, PocketModel
+from .recorder import need_gpu
 from ..santa import (
     Santa, bernoulli_decode, bernoulli_scores, select_santa, unique_keys, variance_trace, variance_trace_replicates)
 
@@ -172,7 +173,7 @@ def record(
 
     Raises ValueError without a GPU, unless `quick`, and for a file that was begun in another way.
     """
-    check_gpu(quick)
+    if not quick: need_gpu("santa_pocket")
     size, pocket, steps = QUICK if quick else FULL, PocketModel(), {}
     for length in size.lengths:
         steps[f"values and features {length}"] = lambda length=length: _captured_rows(pocket, length, size.captures)

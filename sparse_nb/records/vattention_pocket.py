@@ -21,7 +21,8 @@ from ..core.exact import attention_weights
 from ..core.methods import Exact, Method, Streaming, TopK, TopP, Uniform
 from ..core.selection import Selection
 from ..evaluate import forced_decode
-from .answers import GrowingRecord, PocketModel, check_gpu
+from .answers import GrowingRecord, PocketModel
+from .recorder import need_gpu
 from .corpus import HELD_OUT, texts
 from ..vattention import VAttention
 
@@ -242,7 +243,7 @@ def record(
 
     Raises ValueError without a GPU, unless `quick`, and for a file that was begun in another way.
     """
-    check_gpu(quick)
+    if not quick: need_gpu("vattention_pocket")
     size, pocket = QUICK if quick else FULL, PocketModel()
     asked, methods = answer_steps(pocket, size)
     settings = {name: x for name, x in asdict(size).items() if name != "tokens"}
