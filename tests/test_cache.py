@@ -207,7 +207,7 @@ def test_angles_in_an_unknown_form_are_refused():
     for turns in (dict(main=(cos, cos)), cos, (cos, cos, cos), (cos[None], cos[None])):
         with pytest.raises(ValueError, match="layer 1 of llama .* in an unknown form"):
             rotation_of(model.model.layers[1].self_attn, (), dict(hidden_states=torch.zeros(1, 3, 64),
-                position_embeddings=given))
+                position_embeddings=turns))
 
 @pytest.mark.parametrize("family, rotation", [("deepseek-v3", Rotation("halves", 16, 8)),
                                               ("deepseek-v2", Rotation("neighbours", 16, 8))])
