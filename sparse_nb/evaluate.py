@@ -87,7 +87,7 @@ def _write_rows(model, cache, text, first, own, method, new, seeds):
 
     with hf.sparsify(model, decode=method, setup="B", seed=seeds) as session:
         if text.shape[1] > own:
-            with session.reading(): forward(text[:, :-own])
+            with session.dispatch.reading(): forward(text[:, :-own])
         if own > 1: forward(text[:, -own:-1])
         written = [forward(text[:, -1:])]
         for _ in range(new - 1): written.append(forward(written[-1]))

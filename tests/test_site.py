@@ -389,3 +389,11 @@ def test_pictures_become_smaller_and_stay_the_same():
     image = Image.open(io.BytesIO(base64.b64decode(after)))
     assert image.mode == "P" and image.size == (800, 600)
     assert np.abs(np.asarray(image.convert("RGB")).astype(int) - ramp).max() <= 16
+
+
+@pytest.mark.parametrize("page", NOTEBOOKS, ids=str)
+def test_colours_come_from_the_palette(page):
+    if page.name in ("03_plots.ipynb", "07_methods.ipynb"): return
+    code = [cell.source for cell in read_nb(ROOT / page).cells if cell.cell_type == "code"]
+    own = r"[\"']#[0-9a-fA-F]{6}[\"']|color_palette\(|get_cmap\(|\"(?:tab|xkcd):\w+\""
+    assert not [found for source in code for found in re.findall(own, source)], "sparse_nb.plots has palettes"

@@ -94,7 +94,7 @@ METHODS = {
                     "keys near the query after a rotation, two bits a number"),
     "magicpig": Entry("sparse_nb.baselines:MagicPIG", "MagicPIG", "#ff40ea", "o",
                       "keys that collide with the query in random hash tables, weighted by their chance"),
-    "then": Entry("sparse_nb.compose:Then", "select, then sample", "#8b5a2b", "p",
+    "then": Entry("sparse_nb.compose:Then", "select, then sample", "#0000a8", "p",
                   "the keys that one method selects, and of their values a few that are drawn"),
 }
 
