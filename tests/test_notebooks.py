@@ -23,9 +23,10 @@ BIN = Path(sys.executable).parent
 test_nb.__test__ = False  # nbdev's, no test of ours
 
 # the notebooks that take longest, which start first
-LONGEST = ["10_santa.ipynb", "pocket_model.ipynb", "20_vattention.ipynb", "60_baselines.ipynb", "santa.ipynb", "72_evaluate.ipynb",
-           "01_metrics.ipynb", "santa_pocket.ipynb", "hash_networks.ipynb", "94_demo.ipynb", "vattention_pocket.ipynb", "70_hf.ipynb"]
-SECONDS = {"10_santa.ipynb": 90}  # of processor time, where 60 are too few: a chapter of 200 cells that waits to be split
+LONGEST = ["10_santa.ipynb", "pocket_model.ipynb", "20_vattention.ipynb", "60_baselines.ipynb", "santa.ipynb",
+           "72_evaluate.ipynb", "01_metrics.ipynb", "santa_pocket.ipynb", "hash_networks.ipynb", "94_demo.ipynb",
+           "vattention_pocket.ipynb", "70_hf.ipynb"]
+SECONDS = {"10_santa.ipynb": 90}  # of processor time, where 60 are too few: two hundred cells that wait to be split
 
 # what of pyplot and seaborn draws nothing
 QUIET = re.compile(r"set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|axes_style|plotting_context|"
