@@ -535,6 +535,7 @@ if not INTERPRETED:
         most = (114 if engine else 99) * 1024
         assert spills <= allowed and registers <= 255 and shared <= most, (registers, spills, shared)
 
+    @pytest.mark.budget(40)
     @pytest.mark.parametrize("shard", [
         "lists and float32", "lists and not float32", "streaming", "not lists and not streaming"])
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")

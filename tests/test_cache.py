@@ -168,7 +168,7 @@ def test_half_precision_finds_the_same(family):
     model = build(family, torch.bfloat16)
     rotations, [log] = run(model, [IDS])
     assert rotations == expected(family, model)
-    for layer, (_, after, before) in log.items(): close(unrotate(after, given, rotations[layer]), before, 0.03)
+    for layer, (turn, after, before) in log.items(): close(unrotate(after, turn, rotations[layer]), before, 0.03)
 
 def test_asking_leaves_no_trace(family):
     model, asked = build(family), []

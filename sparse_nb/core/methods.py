@@ -294,9 +294,10 @@ class Streaming(PrefillByDecode, Method):
         return select_sinks_window(q, k, sinks=self.sinks, window=self.window, **masks)
 
     def prefill(self, q, k, v, *, seed=None, scale=None, kv_start=None):
-        "`streaming_prefill`, which has kernels; a window that is a share differs from query to query, and is decoded."
+        "On a GPU `streaming_prefill`, which has kernels; a window that is a share, and a CPU, decode in blocks."
         check_seed(seed, q)
-        if isinstance(self.window, float): return super().prefill(q, k, v, seed=seed, scale=scale, kv_start=kv_start)
+        if isinstance(self.window, float) or not q.is_cuda:
+            return super().prefill(q, k, v, seed=seed, scale=scale, kv_start=kv_start)
         return streaming_prefill(q, k, v, sinks=self.sinks, window=self.window, scale=scale, kv_start=kv_start)
 
 # %% ../../nbs/07_methods.ipynb #2c031ee3

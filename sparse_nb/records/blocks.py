@@ -102,6 +102,7 @@ def _random_lists(p, block, settings):
     _lists(p, pattern, lambda h, rows: listed(h, rows) & (p.i <= rows[:, None]), pairs, settings, method="lists",
            block=block)
 
+# %% ../../kernels/records/blocks.ipynb #37133049
 @torch.no_grad()
 def record(
     out,                 # file ending in .json
