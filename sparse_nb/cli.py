@@ -416,8 +416,8 @@ def continue_prompt(
 # %% ../nbs/95_cli.ipynb #b922e580
 def _option(kind, *names, **given): return Annotated[kind, typer.Option(*names, **given)]
 
-DECODE = _option(str, help="Method for the tokens after the prompt, as `sparse-nb methods` lists them, with settings as "
-                           "in santa:samples=64,scheme=flash.")
+DECODE = _option(str, help="Method for the tokens after the prompt, as `sparse-nb methods` lists them, with settings "
+                           "as in santa:samples=64,scheme=flash.")
 QUESTION = _option(str, help="Text after the prompt, which --decode reads too: the file is then the context.",
                    show_default=False)
 DENSE = _option(str, help="Layers that keep the model's own attention, as in 0,1.", show_default=False)

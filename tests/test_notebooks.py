@@ -29,8 +29,8 @@ LONGEST = ["10_santa.ipynb", "pocket_model.ipynb", "20_vattention.ipynb", "60_ba
 SECONDS = {"10_santa.ipynb": 90}  # of processor time, where 60 are too few: two hundred cells that wait to be split
 
 # what of pyplot and seaborn draws nothing
-QUIET = re.compile(r"(light|dark|blend)_palette|set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|axes_style|"
-                   r"plotting_context|switch_|ion$|ioff$")
+QUIET = re.compile(r"(light|dark|blend)_palette|set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|"
+                   r"axes_style|plotting_context|switch_|ion$|ioff$")
 
 
 def files(root, pattern):
