@@ -236,7 +236,7 @@ def measure_dense(
 def to_host(
     *tensors: torch.Tensor, # [B, G, N, D]
 ) -> list:                  # copies, the token outermost; pinned where there is a GPU
-    "Copies in host memory, as `sparse_nb.cache.offload` keeps keys and values."
+    "Copies in host memory, as `sparse_nb.models.cache.offload` keeps keys and values."
     def copy(x):
         new = torch.empty(x.permute(2, 0, 1, 3).shape, dtype=x.dtype, pin_memory=torch.cuda.is_available())
         return new.permute(1, 2, 0, 3).copy_(x)
