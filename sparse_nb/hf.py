@@ -7,7 +7,7 @@ __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method',
            'Plan', 'plan_of', 'check_methods', 'check_model', 'Call', 'ForwardPass', 'PerThread', 'decoded_queries',
            'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer', 'Dispatch', 'read_prompt',
            'look_at_each', 'decode_one', 'decode_each', 'note_request', 'begin_pass', 'check_reached', 'adopt_cache',
-           'hooks_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
+           'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
            'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
@@ -640,6 +640,19 @@ def hooks_of(
             yield plan.layers[i], functools.partial(adopt_cache, dispatch, method, away)
 
 # %% ../nbs/70_hf.ipynb #97ddfdfa
+def reads_of(
+    query: Decoded,
+    audit: bool, # also compare with exact attention?
+) -> dict:       # name -> [B, H, 1]: queries (ones) and the columns of `Session.stats`
+    "What a decoded query read."
+    q, stats = query.q, query.stats
+    size = q.shape[3] * q.element_size()
+    visible = query.view.count.to(q.device)[:, None, None].expand(q.shape[:3])
+    read = (stats.keys_scored + stats.values_read) * size + stats.index_bytes
+    found = dict(density=stats.density, keys_scored=stats.keys_scored, values_read=stats.values_read,
+                 budget=stats.budget, bytes=read, dense_bytes=2 * visible * size, queries=torch.ones_like(visible))
+    return found | ({"error": relative_error(query.out, attention(q, query.k, query.v, **query.seen))} if audit else {})
+
 class Counts:
     "Sums of what decoded queries read, for each layer and head."
     def __init__(
@@ -650,17 +663,9 @@ class Counts:
 
     def __call__(self, query: Decoded):
         "Add a query."
-        q, stats = query.q, query.stats
-        heads, size = q.shape[1], q.shape[3] * q.element_size()
-        visible = query.view.count.to(q.device)[:, None, None].expand(q.shape[:3])
-        read = (stats.keys_scored + stats.values_read) * size + stats.index_bytes
-        found = dict(density=stats.density, keys_scored=stats.keys_scored, values_read=stats.values_read,
-                     budget=stats.budget, bytes=read, dense_bytes=2 * visible * size)
-        if self.audit: found["error"] = relative_error(query.out, attention(q, query.k, query.v, **query.seen))
-        found["queries"] = torch.ones_like(visible)
-        found = {name: x.double().sum((0, 2)) for name, x in found.items()}
+        found = {name: x.double().sum((0, 2)) for name, x in reads_of(query, self.audit).items()}
         with self.lock:
-            sums = self.sums.setdefault((query.module.layer_idx, first_head(query.module, heads)), {})
+            sums = self.sums.setdefault((query.module.layer_idx, first_head(query.module, query.q.shape[1])), {})
             for name, x in found.items(): sums[name] = sums[name] + x if name in sums else x
 
     def table(self):

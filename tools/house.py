@@ -20,7 +20,7 @@ HOUSE = [  # floor by floor, from the ground
     ["core.methods", "metrics"],
     [*METHODS, "compose", "attention"],
     ["models.rotation", "models.cache", "models.override", "models.view", "models.capturing"],
-    ["hf", "pocket", "corpus", "plots"],
+    ["hf", "pocket", "witness", "corpus", "plots"],
     ["evaluate", "bench", "rivals", "tuning", "claims"],
     ["records.*"],
     ["cli", "demo"],
@@ -35,6 +35,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "models.rotation": ["models.override"],
     "models.capturing": ["models.override", "models.rotation"],
     "pocket": ["hf"],
+    "witness": ["pocket"],
     "rivals": ["bench"],
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
@@ -42,7 +43,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
 FORBIDDEN = [  # rooms, and rooms below that they must not import
     (["bench", "rivals"], [*METHODS, "compose"]),
     (["core.checks", "core.streams", "core.exact", "core.bounds", "core.methods", "metrics", "tasks", "attention",
-      "compose", "models.*", "hf", "pocket",
+      "compose", "models.*", "hf", "pocket", "witness",
       "corpus", "plots", "evaluate", "bench", "rivals", "tuning", "claims"], ["kernels.*"]),
 ]
 NEEDS = {"kernels.*": {"torch", "triton"}}  # room: all that it may import from elsewhere, the standard library aside
