@@ -21,7 +21,7 @@ HOUSE = [  # floor by floor, from the ground
     [*METHODS, "compose", "attention"],
     ["models.rotation", "models.cache", "models.override", "models.view", "models.capturing"],
     ["hf", "pocket", "witness", "corpus", "plots"],
-    ["evaluate", "bench", "rivals", "tuning", "claims"],
+    ["evaluate", "text", "grid", "bench", "rivals", "tuning", "claims"],
     ["records.*"],
     ["cli", "demo"],
 ]
@@ -36,6 +36,8 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "models.capturing": ["models.override", "models.rotation"],
     "pocket": ["hf"],
     "witness": ["pocket"],
+    "text": ["evaluate"],
+    "grid": ["evaluate", "text"],
     "rivals": ["bench"],
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
@@ -44,7 +46,7 @@ FORBIDDEN = [  # rooms, and rooms below that they must not import
     (["bench", "rivals"], [*METHODS, "compose"]),
     (["core.checks", "core.streams", "core.exact", "core.bounds", "core.methods", "metrics", "tasks", "attention",
       "compose", "models.*", "hf", "pocket", "witness",
-      "corpus", "plots", "evaluate", "bench", "rivals", "tuning", "claims"], ["kernels.*"]),
+      "corpus", "plots", "evaluate", "text", "grid", "bench", "rivals", "tuning", "claims"], ["kernels.*"]),
 ]
 NEEDS = {"kernels.*": {"torch", "triton"}}  # room: all that it may import from elsewhere, the standard library aside
 DOORS = {"attention"}                       # rooms that hold imports and nothing else
