@@ -142,6 +142,7 @@ def text_bits(
     *,
     read: int,           # tokens that come before the scored ones
     role: str = "decode", # "decode" or "prefill": what the methods do
+    prefill=None,        # method that reads the first tokens, where the others decode; None: the model's own attention
     every: int = 512,    # tokens at once
     short: int | None = None, # also the bits of tokens that need more context than this, by `needs_context`
 ) -> pd.DataFrame: # a row for each window and method: window, method, tokens, bytes, bits, perplexity (a token), and of decode density and error, of `short` long_tokens and long_bits
@@ -156,7 +157,7 @@ def text_bits(
         ids, size = piece.ids[None], piece.bytes_after(read)
         long = None if short is None else needs_context(model, ids, read=read, short=short)
         for name, method in given.items():
-            bits, rows = token_bits(model, ids, read=read, every=every, seed=piece.number, **{role: method})
+            bits, rows = token_bits(model, ids, read=read, every=every, seed=piece.number, **{"prefill": prefill, role: method})
             row = dict(window=piece.number, method=name, tokens=bits.numel(), bytes=size, bits=bits.sum().item() / size,
                        perplexity=2 ** bits.mean().item())
             if rows: row |= pd.DataFrame(rows)[["density", "error"]].mean().to_dict()
