@@ -24,8 +24,8 @@ test_nb.__test__ = False  # nbdev's, no test of ours
 
 # the notebooks that take longest, which start first
 LONGEST = ["pocket_model.ipynb", "20_vattention.ipynb", "60_baselines.ipynb", "santa.ipynb", "10_santa.ipynb",
-           "72_evaluate.ipynb", "01_metrics.ipynb", "santa_pocket.ipynb", "hash_networks.ipynb", "11_santa_measured.ipynb",
-           "94_demo.ipynb", "vattention_pocket.ipynb", "70_hf.ipynb"]
+           "72_evaluate.ipynb", "01_metrics.ipynb", "santa_pocket.ipynb", "hash_networks.ipynb",
+           "11_santa_measured.ipynb", "94_demo.ipynb", "vattention_pocket.ipynb", "70_hf.ipynb"]
 
 # what of pyplot and seaborn draws nothing
 QUIET = re.compile(r"(light|dark|blend)_palette|set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|"
