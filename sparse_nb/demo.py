@@ -201,12 +201,12 @@ def show_table(
     for name in FIELDS:
         words = name in ("method", "answer", "right")
         table.add_column(name, justify="left" if words else "right", overflow="fold", no_wrap=name != "answer")
-    for row in cells: table.add_row(*map(Text, row), style=None if row[2] == "yes" else "red")
+    for row in cells: table.add_row(*map(Text, row), style=None if row[2] == "yes" else "bold red")
     needed = screen.measure(table, options=screen.options.update(width=1000)).minimum
     if needed <= screen.width: return screen.print(table)
     screen.print(Text(heading))
     for row in cells:
-        screen.print(Text(f"\n{row[0]}"), style=None if row[2] == "yes" else "red")
+        screen.print(Text(f"\n{row[0]}"), style=None if row[2] == "yes" else "bold red")
         for name, cell in zip(FIELDS[1:], row[1:]): screen.print(Text(f"  {name}: {cell}"))
     screen.print(Text("\n" + "\n".join(caption(rows))))
 
@@ -224,9 +224,9 @@ def report_html(
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{html.escape(heading)}</title>
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }}
 table {{ border-collapse: collapse; width: 100% }}
-th, td {{ text-align: left; padding: .4rem .8rem; border-bottom: 1px solid #ddd; overflow-wrap: anywhere }}
+th, td {{ text-align: left; padding: .4rem .8rem; border-bottom: 1px solid lightgrey; overflow-wrap: anywhere }}
 th:nth-child(n+4), td:nth-child(n+4) {{ text-align: right; font-variant-numeric: tabular-nums }}
 img {{ width: 100%; margin-top: 1.5rem }}
 </style></head><body>

@@ -45,10 +45,11 @@ _PALETTES = {
     "setups": {"A": "#95d46a", "B": "#ff80d4"},
     "contenders": {"dense": "#aa1540", "flashinfer": "#2a40bf", "flashinfer_tc": "#808095", "sdpa_flash": "#558015",
                    "sdpa_cudnn": "#55d400", "flex": "#ea6aff"},
+    "networks": {"drawn": "#999911", "short run": "#0066ff", "other layer": "#004444"},
 }
 
 def palette(
-    kind: str, # "methods", "schemes", "bounds", "setups" or "contenders"
+    kind: str, # "methods", "schemes", "bounds", "setups", "contenders" or "networks"
 ) -> dict:     # name -> colour
     "The colours of one kind of thing. Raises ValueError for an unknown kind."
     kinds = {"methods": METHOD_COLOURS} | _PALETTES

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEMES', 'CLT_DELTA', 'CLT_SAMPLES', 'PILOT_SHARE', 'largest_remainder', 'select_santa', 'unique_keys',
            'santa_decode', 'variance_trace', 'variance_trace_replicates', 'bernoulli_scores', 'bernoulli_decode',
-           'Certificate', 'ValueNorms', 'Santa', 'draw_selected', 'sample_values']
+           'Certificate', 'draw_selected', 'sample_values', 'ValueNorms', 'Santa']
 
 # %% ../nbs/10_santa.ipynb #bcf81c69
 import math
@@ -547,53 +547,6 @@ def _budget(scores, halves, norms, visible, eps, delta, bound):
     count = torch.where(need < visible, need.clamp(min=1), 0.0).ceil().long()  # an infinite need or 0 / 0 reads all
     return count, trace, low
 
-# %% ../nbs/10_santa.ipynb #a3c85e17
-class ValueNorms(State):
-    "The lengths of the values [B, G, N], for the promise of an error."
-    def features(self, k, v):
-        "The length of each new value [B, G, n], float32 or float64."
-        return promote(v).norm(dim=-1)
-
-# %% ../nbs/10_santa.ipynb #702492d4
-@dataclass(frozen=True)
-class Santa(Method):
-    "Sampled values (`select_santa`, `santa_decode`). Raises TypeError or ValueError for settings that can never work."
-    samples: int = 128          # draws for each query S; with eps, of the pilot
-    scheme: str = "systematic"  # one of `SCHEMES`
-    tile: int = 128             # keys in a tile, for proportional and flash
-    eps: float | None = None    # relative error to promise, in (0, 1)
-    delta: float | None = None  # chance of a larger error
-    bound: str = "clt"          # "clt" or "bernstein"
-    scores_all: ClassVar[bool] = True
-    random: ClassVar[bool] = True
-
-    def __post_init__(self):
-        _check_sampler(self.samples, self.scheme, self.tile)
-        _check_promise(self.eps, self.delta, self.bound, self.scheme, self.samples)
-
-    def new_state(self):
-        "`ValueNorms` with eps."
-        return None if self.eps is None else ValueNorms()
-
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
-        "`select_santa` with these settings. ValueError with eps, which needs the values."
-        if self.eps is not None:
-            raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")
-        return select_santa(q, k, samples=self.samples, scheme=self.scheme, tile=self.tile, seed=seed, causal=causal,
-                            scale=scale, kv_start=kv_start, kv_len=kv_len)
-
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
-               backend="auto", state=None):
-        "`santa_decode` with these settings; a `state` holds the value norms of exactly the keys `k`."
-        if state is not None and not isinstance(state, ValueNorms):
-            raise TypeError(f"state must be ValueNorms or None, got {type(state).__name__}")
-        if state is not None and len(state) != k.shape[2]:
-            raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
-        settings = {x: getattr(self, x) for x in ("samples", "scheme", "tile", "eps", "delta", "bound")}
-        norms = None if state is None else state.rows
-        return santa_decode(q, k, v, value_norms=norms, seed=seed, causal=causal, scale=scale, backend=backend,
-                            kv_start=kv_start, kv_len=kv_len, return_stats=return_stats, **settings)
-
 # %% ../nbs/10_santa.ipynb #9c6fe0ad
 def _check_selection(q, k, selection):
     "Raise unless `selection` is for these queries and keys."
@@ -664,3 +617,50 @@ def sample_values(
     block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * samples * q.shape[3]))
     out = torch.cat([promote(take_rows(v, x)).sum(-2) / samples for x in drawn.index.split(block, 2)], 2).to(q.dtype)
     return (out, drawn) if return_drawn else out
+
+# %% ../nbs/10_santa.ipynb #a3c85e17
+class ValueNorms(State):
+    "The lengths of the values [B, G, N], for the promise of an error."
+    def features(self, k, v):
+        "The length of each new value [B, G, n], float32 or float64."
+        return promote(v).norm(dim=-1)
+
+# %% ../nbs/10_santa.ipynb #702492d4
+@dataclass(frozen=True)
+class Santa(Method):
+    "Sampled values (`select_santa`, `santa_decode`). Raises TypeError or ValueError for settings that can never work."
+    samples: int = 128          # draws for each query S; with eps, of the pilot
+    scheme: str = "systematic"  # one of `SCHEMES`
+    tile: int = 128             # keys in a tile, for proportional and flash
+    eps: float | None = None    # relative error to promise, in (0, 1)
+    delta: float | None = None  # chance of a larger error
+    bound: str = "clt"          # "clt" or "bernstein"
+    scores_all: ClassVar[bool] = True
+    random: ClassVar[bool] = True
+
+    def __post_init__(self):
+        _check_sampler(self.samples, self.scheme, self.tile)
+        _check_promise(self.eps, self.delta, self.bound, self.scheme, self.samples)
+
+    def new_state(self):
+        "`ValueNorms` with eps."
+        return None if self.eps is None else ValueNorms()
+
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
+        "`select_santa` with these settings. ValueError with eps, which needs the values."
+        if self.eps is not None:
+            raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")
+        return select_santa(q, k, samples=self.samples, scheme=self.scheme, tile=self.tile, seed=seed, causal=causal,
+                            scale=scale, kv_start=kv_start, kv_len=kv_len)
+
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+               backend="auto", state=None):
+        "`santa_decode` with these settings; a `state` holds the value norms of exactly the keys `k`."
+        if state is not None and not isinstance(state, ValueNorms):
+            raise TypeError(f"state must be ValueNorms or None, got {type(state).__name__}")
+        if state is not None and len(state) != k.shape[2]:
+            raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
+        settings = {x: getattr(self, x) for x in ("samples", "scheme", "tile", "eps", "delta", "bound")}
+        norms = None if state is None else state.rows
+        return santa_decode(q, k, v, value_norms=norms, seed=seed, causal=causal, scale=scale, backend=backend,
+                            kv_start=kv_start, kv_len=kv_len, return_stats=return_stats, **settings)

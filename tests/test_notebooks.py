@@ -23,10 +23,9 @@ BIN = Path(sys.executable).parent
 test_nb.__test__ = False  # nbdev's, no test of ours
 
 # the notebooks that take longest, which start first
-LONGEST = ["10_santa.ipynb", "pocket_model.ipynb", "20_vattention.ipynb", "60_baselines.ipynb", "santa.ipynb",
-           "72_evaluate.ipynb", "01_metrics.ipynb", "santa_pocket.ipynb", "hash_networks.ipynb", "94_demo.ipynb",
-           "vattention_pocket.ipynb", "70_hf.ipynb"]
-SECONDS = {"10_santa.ipynb": 90}  # of processor time, where 60 are too few: two hundred cells that wait to be split
+LONGEST = ["pocket_model.ipynb", "20_vattention.ipynb", "60_baselines.ipynb", "santa.ipynb", "10_santa.ipynb",
+           "72_evaluate.ipynb", "01_metrics.ipynb", "santa_pocket.ipynb", "hash_networks.ipynb",
+           "11_santa_measured.ipynb", "94_demo.ipynb", "vattention_pocket.ipynb", "70_hf.ipynb"]
 
 # what of pyplot and seaborn draws nothing
 QUIET = re.compile(r"(light|dark|blend)_palette|set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|"
@@ -143,8 +142,7 @@ def longest_first(path): return LONGEST.index(path.name) if path.name in LONGEST
 
 
 @pytest.mark.parametrize("path", [
-    pytest.param(path, marks=pytest.mark.budget(SECONDS.get(path.name, 60)))
-    for path in sorted(NOTEBOOKS, key=longest_first)], ids=str)
+    pytest.param(path, marks=pytest.mark.budget(60)) for path in sorted(NOTEBOOKS, key=longest_first)], ids=str)
 def test_notebooks_run(forked, path):
     wrong = forked(execute, path)
     if wrong: pytest.fail(wrong, pytrace=False)

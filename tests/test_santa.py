@@ -78,7 +78,9 @@ def seeded(f, **needed):
             (lambda: run(seed=torch.arange(2)), ValueError,
              "seed must be one number or have shape [B, H], got a tensor of shape [2]"),
             (lambda: run(seed=torch.ones(2, 2).long()), ValueError,
-             "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [2, 2]")]
+             "seed must be one number or have shape [B, H] = [2, 6], got a tensor of shape [2, 2]"),
+            (lambda: run(seed=torch.zeros(2, 6)), TypeError, "seed must be int32 or int64, got torch.float32"),
+            (lambda: run(seed=-torch.eye(6).long()[:2]), ValueError, "seed must lie in [0, 2**63), got -1")]
 
 
 def decode(**kw): return santa_decode(q, k, v, **kw)

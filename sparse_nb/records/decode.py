@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from ..bench import (
     COMPARED, DENSE_ERROR, SHAPES, Case, Protocol, Refused, bandwidth, bytes_needed, cache_bytes, captured, check_dense,
     check_sampled, cold_times, flash_bytes, quartiles, santa_bytes)
-from ..plots import palette
+from ..plots import SERIES, palette
 from .recorder import machine, need_gpu, read_record, record_path, recorded, write_record
 from ..rivals import DENSE, Contender, build_flashinfer
 from ..santa import santa_decode
@@ -303,7 +303,7 @@ def _looks(rows):
     "How to draw the line of each method, those without a look of their own too."
     methods = list(dict.fromkeys(row["method"] for row in rows))
     spare = sorted(set(methods) - _LOOK.keys())
-    own = {x: (x, f"C{i % 10}", "-", "osDv^P*pdh<>8"[i % 13]) for i, x in enumerate(spare)}
+    own = {x: (x, SERIES[i % len(SERIES)], "-", "osDv^P*pdh<>8"[i % 13]) for i, x in enumerate(spare)}
     names = "label", "color", "ls", "marker"
     return {x: dict(zip(names, (_LOOK | own)[x]), ms=6, mec="white", mew=0.7) for x in methods}
 

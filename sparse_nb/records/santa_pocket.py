@@ -169,7 +169,7 @@ def record(
     quick: bool = False,  # one short prompt of each task, also without a GPU
     say=print,            # hears of each step
 ): # the file
-    """Measure what the SANTA chapter says of the pocket model's answers and attention, and write it.
+    """Measure what `SANTA, measured` says of the pocket model's answers and attention, and write it.
 
     Raises ValueError without a GPU, unless `quick`, and for a file that was begun in another way.
     """
