@@ -17,6 +17,17 @@ from .core.streams import fold_in, head_seeds, new_seed
 from .metrics import rows_read
 from .santa import SCHEMES, Santa, draw_selected, sample_values, unique_keys
 
+# %% ../nbs/65_compose.ipynb #446566d2
+def _check_parts(keys, values):
+    "Raise TypeError or ValueError unless `Then` can work with these."
+    if not isinstance(keys, Method): raise TypeError(f"keys must be a Method, got {type(keys).__name__}")
+    if type(keys).select is Method.select:
+        raise ValueError(f"keys must be a method that selects keys, got {keys!r}")
+    if not isinstance(values, Santa): raise TypeError(f"values must be a Santa, got {type(values).__name__}")
+    if values.eps is not None:
+        raise ValueError(f"values must be a Santa without eps, which would need all keys, got {values!r}")
+    check_choice("values.scheme", values.scheme, SCHEMES[:3])
+
 # %% ../nbs/65_compose.ipynb #616b9275
 @dataclass(frozen=True)
 class Then(Method):
@@ -28,15 +39,7 @@ class Then(Method):
     values: Santa = Santa() # how values are drawn from them: without eps, and "iid", "stratified" or "systematic"
     random: ClassVar[bool] = True
 
-    def __post_init__(self):
-        if not isinstance(self.keys, Method): raise TypeError(f"keys must be a Method, got {type(self.keys).__name__}")
-        if type(self.keys).select is Method.select:
-            raise ValueError(f"keys must be a method that selects keys, got {self.keys!r}")
-        if not isinstance(self.values, Santa):
-            raise TypeError(f"values must be a Santa, got {type(self.values).__name__}")
-        if self.values.eps is not None:
-            raise ValueError(f"values must be a Santa without eps, which would need all keys, got {self.values!r}")
-        check_choice("values.scheme", self.values.scheme, SCHEMES[:3])
+    def __post_init__(self): _check_parts(self.keys, self.values)
 
     @property
     def scores_all(self) -> bool:

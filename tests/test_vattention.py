@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparse_nb.attention import (
     Method, Selection, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, method_class,
     weighted_attention)
+from sparse_nb.baselines import HashAttention, Quest
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb.core.bounds import bernstein_radius, kl_bound, spread_bound
 from sparse_nb.core.methods import Predictor
@@ -450,7 +451,6 @@ def test_the_kernels_refuse_in_words():
 # predictors
 
 def test_a_predictor_from_json():
-    from sparse_nb.baselines import Quest
     settings = dict(eps=0.4, delta=0.3) | SMALL
     written = {"method": "VAttention", "predictor": {"method": "Quest", "page": 8}} | settings
     nested = VAttention(predictor=Method.from_json('{"method": "Quest", "page": 8}'), **settings)
@@ -461,7 +461,6 @@ def test_a_predictor_from_json():
 
 @pytest.mark.parametrize("share", [True, False])
 def test_padding_has_no_part_in_an_index_that_is_built(share):
-    from sparse_nb.baselines import Quest
     method = VAttention(predictor=Quest(page=8), eps=0.5, delta=0.4, plugin="plain", share=share, **SMALL)
     seed, alone = torch.arange(12).view(2, 6), slice(35, 281)
     wild_k, wild_v = (torch.where(torch.arange(300)[:, None] < start[:, None, None, None], 9.0, x) for x in (k, v))
@@ -599,6 +598,8 @@ def test_search_finds_the_least_error_among_those_that_read_little_enough():
                            "density must be one of 0.1, 0.15, 0.2 unless a grid is given, got 0.3"),
                           (lambda m, x: search(m, x, 0.1, grid=dict(epsilon=(0.1,))), ValueError,
                            "grid must name settings of VAttention, got 'epsilon'"),
+                          (lambda m, x: search(m, x, 0.1, method=VAttention(predictor=HashAttention())), ValueError,
+                           "model must have the weights that the networks 'pocket' were trained on"),
                           (lambda m, x: search(m, [], 0.1), ValueError, "prompts must hold at least one, got none"),
                           (lambda m, x: search(m, x, 0.1, queries=0), ValueError, "queries"),
                           (lambda m, x: search(m, x, 1.5, grid=dict(eps=(0.1,))), ValueError,
