@@ -56,6 +56,16 @@ def problem(B, G, R, Q, N, D, dtype=FP64, *, layout="plain", ragged=False, seed=
     return (q, k, v), dict(kv_start=start, kv_len=stop)
 
 
+def padded(dtype):
+    "q, k, v of five sequences, three of which are padding alone; what is hidden is NaN."
+    (q, k, v), _ = problem(5, 1, 2, 40, 70, 16, dtype)
+    masks = dict(kv_start=torch.tensor([0, 70, 200, 9, 50], device=DEVICE),
+                 kv_len=torch.tensor([70, 70, 70, 9, 66], device=DEVICE))
+    for b, (start, stop) in enumerate(zip(*(x.tolist() for x in masks.values()))):
+        for x in (k, v): x[b, :, :start] = x[b, :, stop:] = math.nan
+    return (q, k, v), masks
+
+
 def lists(B, P, Q, N, QB, KB, *, gaps=False, share=0.5, seed=0):
     "A random pattern."
     generator = torch.Generator().manual_seed(seed)
@@ -184,6 +194,19 @@ if not INTERPRETED:
             again = block_attention(q, k, v, lists(1, 1, 70, 100, 32, 64, share=2.0))
         assert torch.equal(out, again)
 
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_a_sequence_of_padding_gives_nothing(causal):
+        (q, k, v), masks = padded(FP64)
+        p = lists(1, 1, 40, 70, 32, 32, share=2.0)
+        got = block_attention(q, k, v, p, causal=causal, return_lse=True, **masks)
+        none = check(got, dense(q, k, v, pairs(p, 5, causal, **masks)))
+        assert none[1:4].all() and not none[0].any() and not none[4, :, -1].any()
+        if not causal: return
+        want = dense(q, k, v, bounds(5, 40, 70, True, **masks))
+        check(streaming_prefill(q, k, v, sinks=3, window=70, return_lse=True, **masks), want)
+        near = sinks_window_pattern(q, k, sinks=3, window=70, query_block=32, key_block=32, **masks)
+        check(block_attention(q, k, v, near, return_lse=True, **masks), want)
+
     def test_selected_keys_agree():
         (q, k, v), masks = problem(2, 2, 2, 60, 90, 8)
         masks = dict(kv_start=torch.tensor([0, 20]), kv_len=torch.tensor([90, 85]))
@@ -287,8 +310,12 @@ if not INTERPRETED:
         (lambda: block_attention(**good, pattern=whole, causal=0), TypeError, "causal must be a bool, got int"),
         (lambda: block_attention(**good, pattern=whole, scale=0.0),
          ValueError, "scale must be positive and finite, got 0.0"),
-        (lambda: block_attention(**good, pattern=whole, kv_start=torch.tensor([50])),
-         ValueError, "0 <= kv_start < kv_len <= 50 must hold, got kv_start = 50"),
+        (lambda: block_attention(**good, pattern=whole, kv_start=torch.tensor([-1])),
+         ValueError, "kv_start must not be negative, got -1"),
+        (lambda: streaming_prefill(**good, kv_len=torch.tensor([-1])),
+         ValueError, "kv_len must not be negative, got -1"),
+        (lambda: sinks_window_pattern(good["q"], good["k"], kv_len=torch.tensor([51])),
+         ValueError, "kv_len must be at most N = 50, got 51"),
         (lambda: block_attention(**(good | dict(k=good["k"] * math.nan)), pattern=whole),
          ValueError, "the scores of q and k must be finite"),
         (lambda: streaming_prefill(**good, sinks=-1), ValueError, "sinks must be at least 0, got -1"),
@@ -401,6 +428,18 @@ def test_kernel_edges(Q, N, sinks, window):
     p = sinks_window_pattern(q, k, sinks=sinks, window=window, query_block=32, key_block=32)
     got = poisoned(lambda: block_attention(q, k, v, p, return_lse=True, backend="triton"))
     check(got, block_attention(*wide, p, return_lse=True, backend="torch"), TOLERANCE[BF16])
+
+
+@kernel
+@pytest.mark.parametrize("by", ["lists", "streaming"])
+def test_kernel_of_padding_alone(by):
+    (q, k, v), masks = padded(FP32)
+    p, keep = lists(1, 1, 40, 70, 32, 32, share=2.0), dict(return_lse=True, **masks)
+    def run(backend, *x):
+        if by == "lists": return block_attention(*x, p, backend=backend, **keep)
+        return streaming_prefill(*x, sinks=3, window=30, backend=backend, **keep)
+    got = poisoned(lambda: run("triton", q, k, v))
+    assert check(got, run("torch", *(x.double() for x in (q, k, v))), TOLERANCE[FP32])[1:4].all()
 
 
 @kernel

@@ -162,14 +162,15 @@ class Settings:
         for x in vars(self).values():
             if isinstance(x, Settings): x.check_model(model)
 
-# %% ../../nbs/07_methods.ipynb #c79098fb
+# %% ../../nbs/07_methods.ipynb #9d2042c3
 def own_arguments(
-    state = None, # from `Method.new_state`
-    step = None,  # from `Method.new_step`
+    state=None, # from `Method.new_state`
+    step=None,  # from `Method.new_step`
 ) -> dict:
     "Those that there are, by name: `select` takes them from methods that have them."
     return {name: x for name, x in (("state", state), ("step", step)) if x is not None}
 
+# %% ../../nbs/07_methods.ipynb #c79098fb
 class Method(Settings):
     """Base of all methods: a frozen dataclass of settings that can select keys and decode with them.
 
@@ -301,9 +302,9 @@ class Streaming(PrefillByDecode, Method):
         return select_sinks_window(q, k, sinks=self.sinks, window=self.window, **masks)
 
     def prefill(self, q, k, v, *, seed=None, scale=None, kv_start=None):
-        "On a GPU `streaming_prefill`, which has kernels; a window that is a share, and a CPU, decode in blocks."
+        "`streaming_prefill`; a window that is a share decodes in blocks."
         check_seed(seed, q)
-        if isinstance(self.window, float) or not q.is_cuda:
+        if isinstance(self.window, float):
             return super().prefill(q, k, v, seed=seed, scale=scale, kv_start=kv_start)
         return streaming_prefill(q, k, v, sinks=self.sinks, window=self.window, scale=scale, kv_start=kv_start)
 
