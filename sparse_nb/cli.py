@@ -527,8 +527,8 @@ def tune(
     print(words_of(best))
     found = tried[tried.density <= density].iloc[0]
     print(f"reads {100 * found.density:.1f} % of the keys with an error of {100 * found.error:.1f} %: means over "
-          f"layers, heads and the last {queries} of {ids.shape[1]} positions; {len(tried)} settings were tried, on this "
-          "prompt alone", file=sys.stderr)
+          f"layers, heads and the last {queries} of {ids.shape[1]} positions; {len(tried)} settings were tried, on "
+          "this prompt alone", file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #b7a4eb48
 def _version(package):
