@@ -11,11 +11,22 @@ from typing import ClassVar
 
 from .core.checks import check_choice, check_flag, check_inputs
 from .core.exact import visible_range
-from .core.methods import Method, Stats, TopK
+from .core.methods import Method, Stats, TopK, own_arguments
 from .core.selection import Selection
 from .core.streams import fold_in, head_seeds, new_seed
 from .metrics import rows_read
 from .santa import SCHEMES, Santa, draw_selected, sample_values, unique_keys
+
+# %% ../nbs/65_compose.ipynb #446566d2
+def _check_parts(keys, values):
+    "Raise TypeError or ValueError unless `Then` can work with these."
+    if not isinstance(keys, Method): raise TypeError(f"keys must be a Method, got {type(keys).__name__}")
+    if type(keys).select is Method.select:
+        raise ValueError(f"keys must be a method that selects keys, got {keys!r}")
+    if not isinstance(values, Santa): raise TypeError(f"values must be a Santa, got {type(values).__name__}")
+    if values.eps is not None:
+        raise ValueError(f"values must be a Santa without eps, which would need all keys, got {values!r}")
+    check_choice("values.scheme", values.scheme, SCHEMES[:3])
 
 # %% ../nbs/65_compose.ipynb #616b9275
 @dataclass(frozen=True)
@@ -28,15 +39,7 @@ class Then(Method):
     values: Santa = Santa() # how values are drawn from them: without eps, and "iid", "stratified" or "systematic"
     random: ClassVar[bool] = True
 
-    def __post_init__(self):
-        if not isinstance(self.keys, Method): raise TypeError(f"keys must be a Method, got {type(self.keys).__name__}")
-        if type(self.keys).select is Method.select:
-            raise ValueError(f"keys must be a method that selects keys, got {self.keys!r}")
-        if not isinstance(self.values, Santa):
-            raise TypeError(f"values must be a Santa, got {type(self.values).__name__}")
-        if self.values.eps is not None:
-            raise ValueError(f"values must be a Santa without eps, which would need all keys, got {self.values!r}")
-        check_choice("values.scheme", self.values.scheme, SCHEMES[:3])
+    def __post_init__(self): _check_parts(self.keys, self.values)
 
     @property
     def scores_all(self) -> bool:
@@ -56,38 +59,42 @@ class Then(Method):
         "What the selecting method keeps about the keys."
         return self.keys.new_state()
 
+    def new_step(self):
+        "What the selecting method hands from layer to layer."
+        return self.keys.new_step()
+
     def index_bytes(self, head_dim):
         "As the method that selects."
         return self.keys.index_bytes(head_dim)
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None,
+               step=None) -> Selection:
         "The keys whose values are read (`draw_selected`)."
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
-        selection, drawn = _selected(self, q, k, seed, scale, state, masks)
+        selection, drawn = _selected(self, q, k, seed, scale=scale, **masks, **own_arguments(state, step))
         return draw_selected(q, k, selection, scale=scale, **drawn)
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
-               state=None):
+               state=None, step=None):
         """The mean of the drawn values [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`.
 
         Takes what `Method.decode` takes. A gradient reaches the rows of v that were drawn, not q and k.
         """
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
-        return _decode(self, q, k, v, seed, scale, return_stats, state, masks)
+        return _decode(self, q, k, v, seed, scale, return_stats, own_arguments(state, step), masks)
 
 # %% ../nbs/65_compose.ipynb #fd350790
-def _selected(method, q, k, seed, scale, state, masks):
+def _selected(method, q, k, seed, **given):
     "The `Selection` of the keys, and how values are drawn from it, each with streams of its own."
     seeds = head_seeds(q, new_seed(seed))
-    given = {} if state is None else dict(state=state)
-    selection = method.keys.select(q, k, seed=fold_in(seeds, 0), scale=scale, **masks, **given)
+    selection = method.keys.select(q, k, seed=fold_in(seeds, 0), **given)
     return selection, dict(samples=method.values.samples, scheme=method.values.scheme, seed=fold_in(seeds, 1))
 
-def _decode(method, q, k, v, seed, scale, return_stats, state, masks):
-    "`Then.decode`; `masks` are those of `visible_range`."
+def _decode(method, q, k, v, seed, scale, return_stats, own, masks):
+    "`Then.decode`; `own` are the selecting method's `own_arguments`, `masks` those of `visible_range`."
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     check_flag("return_stats", return_stats)
-    selection, how = _selected(method, q, k, seed, scale, state, masks)
+    selection, how = _selected(method, q, k, seed, scale=scale, **masks, **own)
     out, drawn = sample_values(q, k, v, selection, scale=scale, return_drawn=True, **how)
     if not return_stats: return out
     first, end = visible_range(q, k, **masks)

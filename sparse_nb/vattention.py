@@ -23,7 +23,7 @@ from .core.checks import (
     check_budget, check_choice, check_count, check_flag, check_inputs, check_level, on_cpu_eagerly)
 from .core.exact import (
     from_first_visible, masked_scores, no_autocast, promote, to_device_of, visible_range)
-from .core.methods import Method, Stats
+from .core.methods import Method, Predictor, Stats
 from .core.selection import (
     COPIED_AT_ONCE, Selection, budget_counts, has_kernels, take_rows, weighted_attention)
 from .core.streams import TICKETS, fold_in, new_seed, philox, stream_seeds, tickets
@@ -91,7 +91,7 @@ class VAttention(Method):
     window: int | float = 128      # last visible keys to keep: a count, or a share of them
     topk: int | float = 0.025      # predicted keys to keep between these: a count, or a share of the visible keys
     base: int | float = 0.025      # base sample: a count from 2, or a share of the residual (`BASE_LEAST` or more)
-    predictor: object = "oracle"   # "oracle" (exact scores), or a method with `priorities` and `index_bytes`
+    predictor: object = "oracle"   # "oracle" (exact scores), or a method with priorities: a `Predictor`
     guarantee: str = "denominator" # whose error is promised: one of `GUARANTEES`
     bound: str = "clt"             # one of `BOUNDS`
     replacement: bool = False      # may a key be drawn twice?
@@ -104,7 +104,7 @@ class VAttention(Method):
         check_level("delta", self.delta)
         for name in "sinks", "window", "topk": check_budget(getattr(self, name), name, 0)
         check_budget(self.base, "base", 2)
-        if self.predictor != "oracle" and not callable(getattr(self.predictor, "priorities", None)):
+        if self.predictor != "oracle" and not isinstance(self.predictor, Predictor):
             raise ValueError(f"predictor must be 'oracle' or a method with priorities, got {self.predictor!r}")
         for name, allowed in ("guarantee", GUARANTEES), ("bound", BOUNDS), ("plugin", ("upper", "plain")):
             check_choice(name, getattr(self, name), allowed)
@@ -130,7 +130,6 @@ class VAttention(Method):
         if self.guarantee != "denominator":
             raise ValueError("guarantee must be 'denominator' to select without values (decode has them), "
                              f"got {self.guarantee!r}")
-        _check_state(self, state, k)
         return select_and_promise(q, k, None, self, state, seed=seed, scale=scale, **masks)[0]
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
@@ -192,7 +191,9 @@ def _kept_mask(q, k, s, state, first, end, scale):
     visible, i = end - first, torch.arange(n, device=q.device)
     (sinks, _), (window, _), (top, slots) = (_counted(x, visible, n) for x in (s.sinks, s.window, s.topk))
     middle = (i >= sinks[..., None]) & (i < (visible - window)[..., None])
-    found = heavy.masked_fill(~middle, -math.inf).topk(slots).indices
+    found = heavy.masked_fill(~middle, -math.inf)
+    if oracle: found = found.topk(slots).indices
+    else: found = found.sort(dim=-1, descending=True, stable=True).indices[..., :slots]  # the earlier of equal guesses
     taken = (torch.arange(slots, device=q.device) < top[..., None]).expand(found.shape)
     seen = (i < visible[..., None]).expand(heavy.shape)
     return seen & (~middle | torch.zeros_like(seen).scatter(-1, found, taken)), seen, scores if oracle else None
@@ -294,12 +295,10 @@ def _delta_of_draws(s):
     return s.delta * (1 - PLUGIN_SHARE) if s.plugin == "upper" else s.delta
 
 # %% ../nbs/20_vattention.ipynb #e1c557dd
-def _index_of(s, q, k, v, state):
-    "The predictor's index of the keys: `state`, or a new one; None for the oracle."
-    if s.predictor == "oracle" or state is not None: return state
-    state = s.predictor.new_state()
-    state.append(to_device_of(k, q), to_device_of(k if v is None else v, q))
-    return state
+def _index_of(s, q, k, state, kv_start, kv_len):
+    "The predictor's index of the keys: `state`, or a new one, as `Predictor.state_for`; None for the oracle."
+    if s.predictor != "oracle": return s.predictor.state_for(q, k, state, kv_start, kv_len)
+    if state is not None: raise ValueError(f"state must be None with predictor='oracle', got {type(state).__name__}")
 
 def _draw_again(index, seeds, budget, rest, sure):
     "`index` [B, H, Q, N] in the order of reading, with draws from behind the first `sure` that may repeat a key."
@@ -344,10 +343,10 @@ def select_and_promise(
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> tuple[Selection, Promise]:
-    "Which keys to read by the settings, with their weights, and what they promise. Arguments are not checked."
+    "Which keys to read by the settings, with their weights, and what they promise. Of the arguments checks `state`."
     n, groups, dtype = k.shape[2], k.shape[1], promote(q[:0]).dtype
     firsts, ends = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-    state, visible = _index_of(s, q, k, v, state), ends - firsts
+    state, visible = _index_of(s, q, k, state, kv_start, kv_len), ends - firsts
     most = sum(_counted(x, visible, n)[1] for x in (s.sinks, s.window, s.topk)) + _base_count(s.base, visible, n)[1]
     most = min(n, most)
     block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * max(4 * n, most * q.shape[3])))
@@ -447,26 +446,19 @@ def _decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_len, stats):
     from sparse_nb.kernels import vattention as kernels
     lists, scale = k.shape[1] if s.share else q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
     seed, (first, end) = new_seed(seed), visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
-    given = _given_to_kernels(q, k, s, _index_of(s, q, k, v, state), first, end, scale)
+    state = _index_of(s, q, k, state, kv_start, kv_len)
+    given = _given_to_kernels(q, k, s, state, first, end, scale)
     found = kernels.decode(q, k, v, kernel_settings(s), lists=lists, seed=seed, scale=scale, kv_start=kv_start,
                            kv_len=kv_len, **given)
     if not stats: return found.out
     return found.out, _stats_of_kernels(found, q, k, s, lists, (end - first).expand(q.shape[:3]))
 
 # %% ../nbs/20_vattention.ipynb #1816bd53
-def _check_state(s, state, k):
-    "Raise ValueError unless `state` is an index of just the keys `k` for the settings, or None."
-    if state is None: return
-    if s.predictor == "oracle":
-        raise ValueError(f"state must be None with predictor='oracle', got {type(state).__name__}")
-    if len(state) != k.shape[2]: raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
-
 def _decode(s, q, k, v, masks, seed, scale, return_stats, backend, state):
     "`vattention_decode` by the settings `s`; `masks` are those of `visible_range`."
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     check_flag("return_stats", return_stats)
     check_choice("backend", backend, ("auto", "torch", "triton"))
-    _check_state(s, state, k)
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if backend == "triton": _check_kernels(s, q, learns)
     fits = s.guarantee == "denominator" and not s.replacement and not learns
@@ -492,7 +484,7 @@ def vattention_decode(
     window: int | float = 128,            # last visible keys to keep, likewise
     topk: int | float = 0.025,            # predicted keys to keep between these: a count, or a share of the visible
     base: int | float = 0.025,            # base sample: a count from 2, or a share of the residual, >= `BASE_LEAST`
-    predictor="oracle",                   # "oracle" (exact scores), or a method with `priorities` and `index_bytes`
+    predictor="oracle",                   # "oracle" (exact scores), or a method with priorities: a `Predictor`
     guarantee: str = "denominator",       # whose error is promised: "denominator", "numerator" or "output"
     bound: str = "clt",                   # "clt"; "hoeffding" or "bernstein" hold for any number of draws, ask for more
     replacement: bool = False,            # may a key be drawn twice?

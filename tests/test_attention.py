@@ -336,6 +336,8 @@ def test_a_prompt_of_any_length_is_causal_attention(dtype, rtol):
 
 @pytest.mark.parametrize("method", PROMPTS, ids=repr)
 def test_a_padded_prompt_is_its_rows_alone(method):
+    "To the bit, but for `streaming_prefill`, which cuts a prompt into blocks where the longest row begins."
+    def agree(a, b): assert torch.equal(a, b) if method != PROMPTS[1] else assert_close(a, b, 1e-6) is None
     q, k, v = make(3, queries=290, keys=290, dtype=torch.float32)
     start, seeds = torch.tensor([0, 33, 289]), of_heads(4, 3, 6)
     out = method.prefill(q, k, v, seed=4, kv_start=start)
@@ -344,10 +346,9 @@ def test_a_padded_prompt_is_its_rows_alone(method):
     for row, s in enumerate(start):
         assert not out[row, :, :s].any()
         alone = [x[row:row + 1, :, s:].clone() for x in (q, k, v)]
-        assert torch.equal(out[row:row + 1, :, s:], method.prefill(*alone, seed=seeds[row:row + 1]))
+        agree(out[row:row + 1, :, s:], method.prefill(*alone, seed=seeds[row:row + 1]))
     same = method.prefill(q[:2, :, 33:], k[:2, :, 33:], v[:2, :, 33:], seed=seeds[:2])
-    assert torch.equal(same,
-                       method.prefill(q[:2], k[:2], v[:2], seed=seeds[:2], kv_start=torch.tensor([33, 33]))[:, :, 33:])
+    agree(same, method.prefill(q[:2], k[:2], v[:2], seed=seeds[:2], kv_start=torch.tensor([33, 33]))[:, :, 33:])
 
 
 @pytest.mark.parametrize("method", PROMPTS, ids=repr)
@@ -361,6 +362,18 @@ def test_a_prompt_in_chunks(method, start):
                         for a, b in itertools.pairwise(cuts)], 2)
     if method.random: assert not torch.equal(chunks, whole) and torch.equal(chunks == 0, whole == 0)
     else: assert_close(chunks, whole, 1e-13)
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_a_prompt_by_streaming_prefill_is_that_of_decoding(dtype, rtol):
+    "The second row's padding reaches into the queries, the third row is padding alone."
+    q, k, v = make(3, queries=200, keys=280, dtype=dtype)
+    start = torch.tensor([0, 130, 280])
+    for sinks, window in ((0, 1), (3, 20), (40, 200), (300, 300)):
+        method = Streaming(sinks, window)
+        got, want = (f(q, k, v, scale=0.3, kv_start=start) for f in (method.prefill, super(Streaming, method).prefill))
+        assert torch.equal(got == 0, want == 0) and not got[2].any()
+        assert_close(got, want, rtol)
 
 
 def test_the_streams_of_a_prompt_are_all_different(monkeypatch):

@@ -6,41 +6,22 @@ problems runs in Triton's interpreter, in processes of their own.
 import importlib.util
 import itertools
 import math
-import os
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covering import covering
+from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core.blocks import SIZES, BlockPattern, block_attention, sinks_window_pattern, streaming_prefill
 from sparse_nb.core.exact import assert_close, attention
 from sparse_nb.core.selection import select_sinks_window, weighted_state
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if GPU else "cpu"
 TRITON = importlib.util.find_spec("triton") is not None
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-
-def kernel(test):
-    "A test that launches kernels: in the interpreter, or on a GPU."
-    return test if INTERPRETED else pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="needs a CUDA device")(test))
-
-
-LAYOUTS = {
-    "plain": lambda B, G, N, D, new: new(B, G, N, D),
-    "by position": lambda B, G, N, D, new: new(B, N, G, D).transpose(1, 2),
-    "sliced": lambda B, G, N, D, new: new(B, G, N, D + 16)[..., 5:5 + D],
-    "every second": lambda B, G, N, D, new: new(B, G, 2 * N, D)[:, :, ::2],
-    "feature-major": lambda B, G, N, D, new: new(B, G, D, N).transpose(-1, -2),
-}
 
 
 def problem(B, G, R, Q, N, D, dtype=FP64, *, layout="plain", ragged=False, seed=0):
@@ -54,6 +35,16 @@ def problem(B, G, R, Q, N, D, dtype=FP64, *, layout="plain", ragged=False, seed=
     for x in (k, v):
         for b in range(B): x[b, :, :start[b]] = x[b, :, stop[b]:] = math.nan
     return (q, k, v), dict(kv_start=start, kv_len=stop)
+
+
+def padded(dtype):
+    "q, k, v of five sequences, three of which are padding alone; what is hidden is NaN."
+    (q, k, v), _ = problem(5, 1, 2, 40, 70, 16, dtype)
+    masks = dict(kv_start=torch.tensor([0, 70, 200, 9, 50], device=DEVICE),
+                 kv_len=torch.tensor([70, 70, 70, 9, 66], device=DEVICE))
+    for b, (start, stop) in enumerate(zip(*(x.tolist() for x in masks.values()))):
+        for x in (k, v): x[b, :, :start] = x[b, :, stop:] = math.nan
+    return (q, k, v), masks
 
 
 def lists(B, P, Q, N, QB, KB, *, gaps=False, share=0.5, seed=0):
@@ -184,6 +175,19 @@ if not INTERPRETED:
             again = block_attention(q, k, v, lists(1, 1, 70, 100, 32, 64, share=2.0))
         assert torch.equal(out, again)
 
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_a_sequence_of_padding_gives_nothing(causal):
+        (q, k, v), masks = padded(FP64)
+        p = lists(1, 1, 40, 70, 32, 32, share=2.0)
+        got = block_attention(q, k, v, p, causal=causal, return_lse=True, **masks)
+        none = check(got, dense(q, k, v, pairs(p, 5, causal, **masks)))
+        assert none[1:4].all() and not none[0].any() and not none[4, :, -1].any()
+        if not causal: return
+        want = dense(q, k, v, bounds(5, 40, 70, True, **masks))
+        check(streaming_prefill(q, k, v, sinks=3, window=70, return_lse=True, **masks), want)
+        near = sinks_window_pattern(q, k, sinks=3, window=70, query_block=32, key_block=32, **masks)
+        check(block_attention(q, k, v, near, return_lse=True, **masks), want)
+
     def test_selected_keys_agree():
         (q, k, v), masks = problem(2, 2, 2, 60, 90, 8)
         masks = dict(kv_start=torch.tensor([0, 20]), kv_len=torch.tensor([90, 85]))
@@ -287,8 +291,12 @@ if not INTERPRETED:
         (lambda: block_attention(**good, pattern=whole, causal=0), TypeError, "causal must be a bool, got int"),
         (lambda: block_attention(**good, pattern=whole, scale=0.0),
          ValueError, "scale must be positive and finite, got 0.0"),
-        (lambda: block_attention(**good, pattern=whole, kv_start=torch.tensor([50])),
-         ValueError, "0 <= kv_start < kv_len <= 50 must hold, got kv_start = 50"),
+        (lambda: block_attention(**good, pattern=whole, kv_start=torch.tensor([-1])),
+         ValueError, "kv_start must not be negative, got -1"),
+        (lambda: streaming_prefill(**good, kv_len=torch.tensor([-1])),
+         ValueError, "kv_len must not be negative, got -1"),
+        (lambda: sinks_window_pattern(good["q"], good["k"], kv_len=torch.tensor([51])),
+         ValueError, "kv_len must be at most N = 50, got 51"),
         (lambda: block_attention(**(good | dict(k=good["k"] * math.nan)), pattern=whole),
          ValueError, "the scores of q and k must be finite"),
         (lambda: streaming_prefill(**good, sinks=-1), ValueError, "sinks must be at least 0, got -1"),
@@ -317,26 +325,17 @@ if not INTERPRETED:
 
 # the kernels
 
-def covering(factors, seed=0):
-    "Cases in which each pair of values of two factors appears, each the best of some that were drawn."
-    draw, names, chosen = random.Random(seed), list(factors), []
-    of = lambda case: set(itertools.combinations(enumerate(case), 2))
-    need = {((i, a), (j, b)) for i, j in itertools.combinations(range(len(names)), 2)
-            for a in factors[names[i]] for b in factors[names[j]]}
-    while need:
-        drawn = [tuple(draw.choice(x) for x in factors.values()) for _ in range(60)]
-        (i, a), (j, b) = draw.choice(sorted(need, key=repr))  # one pair that is still missing is in all of them
-        drawn = [tuple(a if x == i else b if x == j else y for x, y in enumerate(case)) for case in drawn]
-        best = max(drawn, key=lambda case: len(of(case) & need))
-        chosen.append(dict(zip(names, best)))
-        need -= of(best)
-    return chosen
+def drawn_cases(factors, seed=0):
+    "Cases in which each pair of values of two factors appears, of 400 that are drawn."
+    draw = random.Random(seed)
+    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
+    return [cases[i] for i in covering(cases)]
 
 
 COMMON = dict(dtype=(BF16, FP16, FP32), D=(64, 80, 96, 128, 256), R=(1, 3, 4), layout=tuple(LAYOUTS),
               ragged=(False, True))
-LISTS = covering(COMMON | dict(QB=SIZES, KB=SIZES, per=("1", "G", "H"), causal=(True, False), gaps=(False, True)))
-STREAMING = covering(COMMON | dict(sinks=(0, 4, 40), window=(1, 50, 200, 10**6)))
+LISTS = drawn_cases(COMMON | dict(QB=SIZES, KB=SIZES, per=("1", "G", "H"), causal=(True, False), gaps=(False, True)))
+STREAMING = drawn_cases(COMMON | dict(sinks=(0, 4, 40), window=(1, 50, 200, 10**6)))
 TOLERANCE = {BF16: 2**-8, FP16: 2**-11, FP32: 1e-5} if GPU else {BF16: 2**-7, FP16: 2**-10, FP32: 2e-6}
 
 
@@ -350,18 +349,6 @@ def cases(given):
     assert len(first) <= 10
     some = (first + rest)[:10] if INTERPRETED else given
     return pytest.mark.parametrize("case", some, ids=lambda case: "-".join(str(x) for x in case.values()))
-
-
-def poisoned(run):
-    "`run()` with every tensor that it leaves uninitialised full of NaN, or of huge numbers."
-    empty = torch.empty
-    def full(*shape, **kw):
-        x = empty(*shape, **kw)
-        if x.device.type == "meta": return x
-        return x.fill_(math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", full)
-        return run()
 
 
 @kernel
@@ -401,6 +388,18 @@ def test_kernel_edges(Q, N, sinks, window):
     p = sinks_window_pattern(q, k, sinks=sinks, window=window, query_block=32, key_block=32)
     got = poisoned(lambda: block_attention(q, k, v, p, return_lse=True, backend="triton"))
     check(got, block_attention(*wide, p, return_lse=True, backend="torch"), TOLERANCE[BF16])
+
+
+@kernel
+@pytest.mark.parametrize("by", ["lists", "streaming"])
+def test_kernel_of_padding_alone(by):
+    (q, k, v), masks = padded(FP32)
+    p, keep = lists(1, 1, 40, 70, 32, 32, share=2.0), dict(return_lse=True, **masks)
+    def run(backend, *x):
+        if by == "lists": return block_attention(*x, p, backend=backend, **keep)
+        return streaming_prefill(*x, sinks=3, window=30, backend=backend, **keep)
+    got = poisoned(lambda: run("triton", q, k, v))
+    assert check(got, run("torch", *(x.double() for x in (q, k, v))), TOLERANCE[FP32])[1:4].all()
 
 
 @kernel
@@ -492,59 +491,36 @@ if not INTERPRETED:
     def usage(kernel_, capability, kind, D, engine, extra):
         "Registers, spills and shared memory of a kernel with the shipped tiles."
         triton = pytest.importorskip("triton")
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
         from sparse_nb.kernels import blocks
+        from sparse_nb.kernels.common import compiled_usage
         BD, listed = triton.next_power_of_2(D), kernel_ == "lists"
         BM, BN, warps, stages, registers = blocks.tile_settings(BD, 4 if kind == "fp32" else 2, engine, listed)
-        fn = blocks._block_kernel if listed else blocks._streaming_kernel
-        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{kind}") | dict(lse_ptr="*fp32", scale="fp32")
-        types |= dict.fromkeys(("slot_ptr", "found_ptr", "gap_ptr"), "*i32")
-        types |= dict.fromkeys(("order_ptr", "start_ptr", "len_ptr"), "*i64")
+        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), kind)
+        types |= dict.fromkeys(("slot_ptr", "found_ptr", "gap_ptr"), "i32")
+        types |= dict.fromkeys(("order_ptr", "start_ptr", "len_ptr"), "i64")
         types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{kind}[1, 1, {BN}, {BD}]>")
-        known = dict(q_d=1, k_d=1, v_d=1, out_d=1, CAUSAL=True, QB=128, KB=128, BS=16)
-        known |= dict(D=D, BM=BM, BN=BN, BD=BD, STAGES=stages)
+        known = dict(CAUSAL=True, QB=128, KB=128, BS=16, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages)
         if not engine: known |= dict.fromkeys(("k_desc", "v_desc"))
         if not extra: known |= dict.fromkeys(("gap_ptr", "start_ptr", "len_ptr", "lse_ptr"))
-        known = {name: x for name, x in known.items() if name in fn.arg_names}
-        signature = {name: "constexpr" if name in known else types.get(name, "i32") for name in fn.arg_names}
-        even = re.compile(r".*_ptr|[qkv]_[bhgnm]|out_[bhm]|[QN]")
-        hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names)
-                 if name not in known and even.fullmatch(name)}
-        options = dict(num_warps=warps, num_stages=stages) | (dict(maxnreg=registers) if registers else {})
-        source = ASTSource(fn, signature, constexprs=known, attrs=hints)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        import tempfile
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(made.asm["cubin"])
-            file.flush()
-            command = [tool, "--dump-resource-usage", file.name]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
-        return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"]), made.metadata.shared
+        fn = blocks._block_kernel if listed else blocks._streaming_kernel
+        return compiled_usage(fn, known, types, capability, warps, registers)
 
     @pytest.mark.parametrize("kernel_", ["lists", "streaming"])
     @pytest.mark.parametrize("capability, engine, kind, D", [
         (80, False, "bf16", 128), (90, False, "bf16", 128), (90, True, "bf16", 128), (90, True, "fp16", 80)])
     def test_registers_and_spills(kernel_, capability, engine, kind, D):
-        registers, spills, shared = usage(kernel_, capability, kind, D, engine, extra=D == 128)
+        used = usage(kernel_, capability, kind, D, engine, extra=D == 128)
         # held to 128 registers, so that two programs share a multiprocessor, lists keep some addresses in memory
         allowed = 160 if engine and kernel_ == "lists" else 16 if kernel_ == "lists" else 0
         most = (114 if engine else 99) * 1024
-        assert spills <= allowed and registers <= 255 and shared <= most, (registers, spills, shared)
+        assert used["spills"] <= allowed and used["registers"] <= 255 and used["shared"] <= most, used
 
     @pytest.mark.budget(40)
-    @pytest.mark.parametrize("shard", [
-        "lists and float32", "lists and not float32", "streaming", "not lists and not streaming"])
+    @pytest.mark.parametrize("shard", range(4))
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
-    def test_in_the_interpreter(shard):
+    def test_in_the_interpreter(forked_pytest, shard):
         pytest.importorskip("triton")
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"test_kernel and ({shard})",
-             __file__],
-            capture_output=True, text=True, cwd=Path(__file__).parents[1],
-            env=os.environ | dict(OMP_NUM_THREADS="1", TRITON_INTERPRET="1"))
-        print(done.stdout)
-        assert not done.returncode and re.search(r"\d passed", done.stdout), done.stdout[-4000:] + done.stderr[-1000:]
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "test_kernel", "--shard",
+                                   f"{shard}/4", __file__, TRITON_INTERPRET="1")
+        print(said)
+        assert not code and re.search(r"\d passed", said), said[-4000:]

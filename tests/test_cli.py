@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
 from sparse_nb.attention import Method, Streaming, TopK
-from sparse_nb.cli import main, method_from, write_whole
+from sparse_nb.cli import main, method_from, words_of, write_whole
 from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.santa import Santa
 
@@ -182,7 +182,8 @@ def test_small_commands():
     assert text_of(run("--version")) == f"sparse-nb {sparse_nb.__version__}\n"
     assert text_of(run("-h")) == text_of(run("--help")) and "demo" in text_of(run("-h"))
     said = text_of(run("methods"))
-    for word in ("santa", "samples=128", "vattention", "quest", "page=16", "streaming"): assert word in said, word
+    for word in ("santa", "samples=128", "vattention", "quest", "page=16", "streaming", "sparse-nb tune"):
+        assert word in said, word
     from sparse_nb.records.recorder import RECORDS
     assert [line.split()[0] for line in text_of(run("record", "--list")).splitlines()] == list(RECORDS)
 
@@ -388,6 +389,16 @@ def test_a_method_among_the_settings_stands_in_parentheses():
     assert (method.eps, repr(method.predictor)) == (0.2, "Quest(budget=3, page=8)")
 
 
+@pytest.mark.parametrize("text", [
+    "exact", "topk", "topk:budget=128", "topp:mass=1.0", "santa:samples=64,scheme=flash", "santa:eps=1e-05,delta=0.05",
+    "vattention:eps=0.2,predictor=(quest:budget=3,page=8),share=False", "then:keys=(then:keys=(quest)),values=(santa)"])
+def test_methods_are_written_as_they_are_read(text):
+    method = method_from("--decode", text)
+    said = words_of(method)
+    assert method_from("--decode", said) == method and len(said) <= len(text)
+    if "then" not in text: assert said == text
+
+
 @pytest.mark.parametrize("text, words", [
     ("", ["got ''", "adamas, doublesparsity, exact", "quest, santa", "vattention"]),
     ("magic", ["got 'magic'", "santa"]),
@@ -570,6 +581,61 @@ def test_what_can_be_checked_is_checked_before_the_model_is_loaded(tmp_path, mon
     for options in (["--stats-out", "s.txt"], ["--decode", "topq"], ["--prefill", "santa"], ["--dense-layers", "a"],
                     ["--temperature", "-1"], ["--prompt-file", tmp_path]):
         one_line(generated(tmp_path / "good", *options))
+
+
+# settings for a density
+
+def tuned(file, *args): return run("tune", "--prompt-file", file, *args)
+
+
+def test_a_density_gives_settings_of_that_density(tiny, tmp_path):
+    from sparse_nb.cli import load_model
+    from sparse_nb.tuning import WIDE, search
+    from sparse_nb.vattention import VAttention
+    model, tokenizer = load_model(tiny)
+    (words := tmp_path / "prompt").write_text(" ".join(map(str, range(150))))
+    result = tuned(words, "--density", 0.4, "--seed", 3, "--model", tiny)
+    ids = tokenizer(words.read_text(), return_tensors="pt")["input_ids"].to(model.device)
+    best, table = search(model, [ids], 0.4, method=VAttention(sinks=4, window=16), grid=WIDE, seed=3, progress=False)
+    row = table[table.density <= 0.4].iloc[0]
+    assert result.returncode == 0 and method_from("--decode", result.stdout.strip()) == best, result
+    assert result.stderr.startswith(f"reads {100 * row.density:.1f} % of the keys with an error of "
+                                    f"{100 * row.error:.1f} %: ")
+    assert f"the last 4 of {ids.shape[1]} positions; 25 settings were tried" in result.stderr
+    stats = tmp_path / "stats.csv"
+    options = ["--decode", result.stdout.strip(), "--max-new-tokens", 8, "--stats-out", stats, "--model", tiny]
+    assert generated(words, *options).returncode == 0
+    assert abs(pd.read_csv(stats)["density"].mean() - row.density) < 0.1
+
+
+def test_what_is_not_searched_is_kept(files, monkeypatch):
+    monkeypatch.setattr("sparse_nb.tuning.WIDE", dict(topk=(0.05,), eps=(0.2, 0.8)))
+    spec = "vattention:sinks=2,window=0.05,predictor=(hashattention),share=False"
+    found = method_from("--decode", tuned(files / "prompt", "--density", 0.9, "--decode", spec).stdout.strip())
+    kept = method_from("--decode", spec)
+    assert all(getattr(found, x) == getattr(kept, x) for x in ("sinks", "window", "predictor", "share", "delta"))
+
+
+TUNE = [([], ["--density must be at least 1.000, which a setting of the grid reads, got 0.1", "of --decode"]),
+        (["--density", "0"], ["--density must lie in (0, 1), got 0.0"]),
+        (["--density", "1"], ["--density must lie in (0, 1), got 1.0"]),
+        (["--density", "nan"], ["--density must lie in (0, 1), got nan"]),
+        (["--density", "few"], ["--density", "number"]), (["--seed", "-1"], ["--seed must lie in"]),
+        (["--decode", "topk"], ["--decode must be vattention, got 'topk'"]),
+        (["--decode", "vattention:eps=2"], ["--decode: eps must lie in (0, 1), got 2"]),
+        (["--decode", "vattention:density=0.1"], ["--decode: vattention has no setting 'density', it has eps"]),
+        (["--decode", "vattention:predictor=(doublesparsity:channels=1000)"], ["--decode: ", "channels"]),
+        (["--prompt-file", "empty"], ["--prompt-file: 'empty' is empty"]),
+        (["--prompt-file", "long"], ["--prompt-file must leave room in the 4096 tokens", "got 5001 tokens"]),
+        (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"])]
+
+
+@pytest.mark.parametrize("options, words", TUNE, ids=[" ".join(options) for options, _ in TUNE])
+def test_wrong_options_of_tune_take_one_line(tiny, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    for name, text in dict(good=b"hello world", empty=b"", long=b"x" * 5000).items():
+        (tmp_path / name).write_bytes(text)
+    one_line(tuned("good", *([] if "--model" in options else ["--model", tiny]), *options), *words)
 
 
 # answers

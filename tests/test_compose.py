@@ -114,6 +114,47 @@ def test_layers_and_prompts_are_the_selecting_methods():
     assert torch.equal(method.prefill(q, k, v), method.keys.prefill(q, k, v)) and not hasattr(Then(Santa()), "prefill")
 
 
+class Walk(TopK):
+    "Notes in every layer that it comes through what it does there."
+    def new_step(self): return []
+    def select(self, q, k, *, step, **given):
+        step.append("select")
+        return super().select(q, k, **given)
+    def prefill(self, q, k, v, *, step, seed=None, **given):
+        step.append("prefill")
+        return attention(q, k, v, causal=True, **given)
+
+
+@pytest.mark.parametrize("method", [Then(Walk(9), Santa(samples=5)),
+                                    Then(Then(Walk(9), Santa(samples=7)), Santa(samples=5))], ids=["once", "twice"])
+def test_the_step_is_that_of_the_selecting_method(method):
+    assert Then(TopK()).new_step() is None
+    step, plain = method.new_step(), Then(TopK(9), method.keys.values) if isinstance(method.keys, Then) else TopK(9)
+    want = Then(plain, method.values).decode(q, k, v, seed=3)
+    for layers in 1, 2:
+        assert torch.equal(method.decode(q, k, v, seed=3, step=step), want) and step == ["select"] * layers
+    method.select(q, k, seed=3, step=step)
+    assert_close(method.prefill(q, k, v, step=step), attention(q, k, v, causal=True), 1e-12)
+    assert step == ["select"] * 3 + ["prefill"]
+
+
+def test_a_step_goes_through_the_layers_of_a_model():
+    pytest.importorskip("transformers")
+    from sparse_nb.hf import sparsify
+    from test_hf import build
+    from test_sparsify import ids_of
+    class Kept(Walk):
+        made = []
+        def new_step(self):
+            self.made.append(super().new_step())
+            return self.made[-1]
+    model, method = build("llama"), Then(Kept(12), Santa(samples=6))
+    layers = model.config.num_hidden_layers
+    with sparsify(model, prefill=method, decode=method): ids_of(model)
+    passes = [step for step in Kept.made if step]
+    assert passes and all(step in (["prefill"] * layers, ["select"] * layers) for step in passes)
+
+
 # streams and masks
 
 def test_a_row_of_a_batch_draws_as_it_would_alone():

@@ -25,6 +25,8 @@ import pytest
 import scipy.stats
 import torch
 
+from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+
 triton = pytest.importorskip("triton")
 tl = triton.language
 
@@ -41,17 +43,9 @@ from sparse_nb.kernels.santa import SCHEMES, decode
 from sparse_nb.records.recorder import run_record
 from sparse_nb.santa import from_first_visible, largest_remainder, santa_decode, select_santa
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if GPU else "cpu"
 ALARM = 1e-8
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALF = {BF16, FP16}
-
-
-def kernel(test):
-    "A test that launches kernels: in the interpreter, or on a GPU."
-    return test if INTERPRETED else pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="needs a CUDA device")(test))
 
 
 def sizes(gpu, interpreted): return interpreted if INTERPRETED else gpu
@@ -68,14 +62,7 @@ class Problem(NamedTuple):
     def masks(self): return dict(kv_start=self.start, kv_len=self.stop)
 
 
-LAYOUTS = {
-    "plain": lambda B, G, N, D, new: new(B, G, N, D),
-    "by position": lambda B, G, N, D, new: new(B, N, G, D).transpose(1, 2),
-    "sliced": lambda B, G, N, D, new: new(B, G, N, D + 16)[..., 5:5 + D],
-    "every second": lambda B, G, N, D, new: new(B, G, 2 * N, D)[:, :, ::2],
-    "feature-major": lambda B, G, N, D, new: new(B, G, D, N).transpose(-1, -2),
-    "one for all": lambda B, G, N, D, new: new(1, 1, N, D).expand(B, G, -1, -1),
-}
+LAYOUTS = LAYOUTS | {"one for all": lambda B, G, N, D, new: new(1, 1, N, D).expand(B, G, -1, -1)}
 
 
 def problem(B, G, R, N, D, dtype, *, spread=1.0, layout="plain", ragged=False):
@@ -90,17 +77,6 @@ def problem(B, G, R, N, D, dtype, *, spread=1.0, layout="plain", ragged=False):
     for x in (k, v):
         for b in range(B): x[b, :, :start[b]] = x[b, :, stop[b]:] = math.nan
     return Problem(q, k, v, start, stop)
-
-
-def poisoned(run):
-    "`run()` with every tensor that it leaves uninitialised full of NaN, or of huge numbers."
-    empty = torch.empty
-    def full(*shape, **kw):
-        x = empty(*shape, **kw)
-        return x.fill_(math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", full)
-        return run()
 
 
 def drawn(p, **kw): return poisoned(lambda: decode(p.q, p.k, p.v, **p.masks, **kw, return_index=True))

@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparse_nb.attention import (
     Method, Selection, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, method_class,
     weighted_attention)
+from sparse_nb.baselines import HashAttention, Quest
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb.core.bounds import bernstein_radius, kl_bound, spread_bound
+from sparse_nb.core.methods import Predictor
 from sparse_nb.tuning import search
 from sparse_nb.vattention import (
     BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Audit, Promise, VAttention, audit, budget_denominator, budget_numerator,
@@ -42,7 +44,7 @@ class Norms(State):
     def features(self, k, v): return k.sum(-1)
 
 
-class Guess:
+class Guess(Predictor):
     "A predictor that looks at one number of each key."
     def new_state(self): return Norms()
     def priorities(self, q, state, *, scale=None):
@@ -87,6 +89,7 @@ BAD = [(lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got l
        (lambda: decode(share="group"), TypeError, "share must be a bool, got str"),
        (lambda: decode(state=Norms()), ValueError, "state must be None with predictor='oracle', got Norms"),
        (lambda: decode(predictor=Guess(), state=Norms()), ValueError, "state must hold as many keys as k, 300, got 0"),
+       (lambda: decode(predictor=Guess(), state=State()), TypeError, "state must be Norms or None, got State"),
        (lambda: VAttention(guarantee="output").select(q, k), ValueError,
         "guarantee must be 'denominator' to select without values (decode has them), got 'output'"),
        (lambda: gaussian_quantile(0.0), ValueError, "delta must lie in (0, 1), got 0.0"),
@@ -448,13 +451,25 @@ def test_the_kernels_refuse_in_words():
 # predictors
 
 def test_a_predictor_from_json():
-    from sparse_nb.baselines import Quest
     settings = dict(eps=0.4, delta=0.3) | SMALL
     written = {"method": "VAttention", "predictor": {"method": "Quest", "page": 8}} | settings
     nested = VAttention(predictor=Method.from_json('{"method": "Quest", "page": 8}'), **settings)
     assert nested == VAttention(predictor=Quest(page=8), **settings) == Method.from_json(json.dumps(written))
     assert torch.equal(nested.decode(q, k, v, seed=1),
                        VAttention(predictor=Quest(page=8), **settings).decode(q, k, v, seed=1))
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_padding_has_no_part_in_an_index_that_is_built(share):
+    method = VAttention(predictor=Quest(page=8), eps=0.5, delta=0.4, plugin="plain", share=share, **SMALL)
+    seed, alone = torch.arange(12).view(2, 6), slice(35, 281)
+    wild_k, wild_v = (torch.where(torch.arange(300)[:, None] < start[:, None, None, None], 9.0, x) for x in (k, v))
+    both, stats = method.decode(q, wild_k, wild_v, seed=seed, kv_start=start, kv_len=stop, return_stats=True)
+    own, own_stats = method.decode(q[1:], k[1:, :, alone], v[1:, :, alone], seed=seed[1:], return_stats=True)
+    assert_close(both[1:], own, 1e-12)
+    assert torch.equal(stats.budget[1:], own_stats.budget) and (own_stats.density < 1).any()
+    chosen = method.select(q, wild_k, seed=seed, kv_start=start, kv_len=stop).dense(300)
+    assert torch.equal(chosen[1:, ..., alone], method.select(q[1:], k[1:, :, alone], seed=seed[1:]).dense(246))
 
 
 def test_predictor_state_and_bytes():
@@ -583,6 +598,8 @@ def test_search_finds_the_least_error_among_those_that_read_little_enough():
                            "density must be one of 0.1, 0.15, 0.2 unless a grid is given, got 0.3"),
                           (lambda m, x: search(m, x, 0.1, grid=dict(epsilon=(0.1,))), ValueError,
                            "grid must name settings of VAttention, got 'epsilon'"),
+                          (lambda m, x: search(m, x, 0.1, method=VAttention(predictor=HashAttention())), ValueError,
+                           "model must have the weights that the networks 'pocket' were trained on"),
                           (lambda m, x: search(m, [], 0.1), ValueError, "prompts must hold at least one, got none"),
                           (lambda m, x: search(m, x, 0.1, queries=0), ValueError, "queries"),
                           (lambda m, x: search(m, x, 1.5, grid=dict(eps=(0.1,))), ValueError,

@@ -121,6 +121,14 @@ class BlockPattern:
         return (a | b).sum().double() / (c | d).sum()
 
 # %% ../../nbs/09_blocks.ipynb #9c3ec322
+def _check_masks(q, k, kv_start, kv_len):
+    "Raise unless `kv_start` and `kv_len` are bounds; they may leave no key to a sequence."
+    check_bounds(q, kv_start=kv_start, kv_len=kv_len)
+    for name, x, most in (("kv_start", kv_start, math.inf), ("kv_len", kv_len, k.shape[2])):
+        if x is None or not on_cpu_eagerly(x): continue
+        if x.min() < 0: raise ValueError(f"{name} must not be negative, got {int(x.min())}")
+        if x.max() > most: raise ValueError(f"{name} must be at most N = {most}, got {int(x.max())}")
+
 def _check_streaming(sinks, window):
     "Raise unless these are counts of keys."
     check_count("sinks", sinks, 0)
@@ -143,7 +151,7 @@ def sinks_window_pattern(
     """
     _check_streaming(sinks, window)
     check_inputs(q, k, causal=True)
-    check_inputs(q, k, kv_start=kv_start, kv_len=kv_len)
+    _check_masks(q, k, kv_start, kv_len)
     first, end = visible_range(q, k, causal=True, kv_start=kv_start, kv_len=kv_len)          # [B, 1, Q]
     gap = torch.stack([first + sinks, (end - window).clamp(min=0)], -1).int()
     sizes = dict(queries=q.shape[2], keys=k.shape[2], query_block=query_block, key_block=key_block, gap=gap)
@@ -197,10 +205,9 @@ def _chosen_backend(backend, *tensors):
     return backend == "triton" or backend == "auto" and fits and importlib.util.find_spec("triton") is not None
 
 def _check_call(q, k, v, causal, scale, kv_start, kv_len, return_lse):
-    "Raise as `check_inputs`, but let the padding reach into the queries."
+    "Raise as `check_inputs`, but let the padding reach into the queries, and past the last key."
     check_inputs(q, k, v, causal=causal, scale=scale)
-    check_bounds(q, kv_start=kv_start, kv_len=kv_len)
-    check_inputs(q, k, kv_start=kv_start, kv_len=kv_len)
+    _check_masks(q, k, kv_start, kv_len)
     check_flag("return_lse", return_lse)
 
 def _check_fit(pattern, q, k):
@@ -278,7 +285,8 @@ def streaming_prefill(
 ):                                        # [B, H, Q, D] in the dtype of q; or that and [B, H, Q], float32 or float64
     """Causal attention to the first and the last keys, all of them where there are fewer (Xiao et al. 2023).
 
-    A query that sees no key gives 0 and -inf. Raises as `check_inputs`.
+    A query that sees no key gives 0 and -inf: in padding, which may be all that a sequence has here. Raises as
+    `check_inputs`.
     """
     _check_call(q, k, v, True, scale, kv_start, kv_len, return_lse)
     _check_streaming(sinks, window)

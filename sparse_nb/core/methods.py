@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SAMPLE', 'Stats', 'visible_keys', 'stats_of', 'Entry', 'method_class',
-           'Settings', 'Method', 'PrefillByDecode', 'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard',
-           'check_new_keys', 'check_picked', 'check_length', 'State', 'Fitted', 'block_keys', 'BlockRows', 'BlockState',
-           'check_state', 'Predictor', 'weights_id']
+           'Settings', 'own_arguments', 'Method', 'PrefillByDecode', 'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform',
+           'check_heard', 'check_new_keys', 'check_picked', 'check_length', 'State', 'Fitted', 'block_keys',
+           'BlockRows', 'BlockState', 'check_state', 'Predictor', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
 import hashlib
@@ -162,6 +162,14 @@ class Settings:
         for x in vars(self).values():
             if isinstance(x, Settings): x.check_model(model)
 
+# %% ../../nbs/07_methods.ipynb #9d2042c3
+def own_arguments(
+    state=None, # from `Method.new_state`
+    step=None,  # from `Method.new_step`
+) -> dict:
+    "Those that there are, by name: `select` takes them from methods that have them."
+    return {name: x for name, x in (("state", state), ("step", step)) if x is not None}
+
 # %% ../../nbs/07_methods.ipynb #c79098fb
 class Method(Settings):
     """Base of all methods: a frozen dataclass of settings that can select keys and decode with them.
@@ -178,7 +186,7 @@ class Method(Settings):
     def new_step(self) -> object:
         """What it hands from layer to layer of one forward pass, in order; None: nothing.
 
-        `decode` and `prefill` take it as `step`.
+        `select`, `decode` and `prefill` take it as `step`.
         """
         return None
 
@@ -204,15 +212,15 @@ class Method(Settings):
         raise NotImplementedError(f"{type(self).__name__} does not say how it selects keys")
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
-               state=None):
+               state=None, step=None):
         """Attention over the selected keys [B, H, Q, D] in the dtype of q (vAttention Eq. 3); on request also `Stats`.
 
-        Takes what `select` takes, values `v` [B, G, N, D], and the `state` of methods that have one.
+        Takes what `select` takes, values `v` [B, G, N, D], and `state` and `step` of methods that have them.
         Raises as `check_inputs` and as the selection.
         """
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
         check_inputs(q, k, v, scale=scale, seed=seed, **masks)
-        selection = self.select(q, k, seed=seed, scale=scale, **masks, **({} if state is None else dict(state=state)))
+        selection = self.select(q, k, seed=seed, scale=scale, **masks, **own_arguments(state, step))
         out = weighted_attention(q, k, v, selection, scale=scale)
         if not return_stats: return out
         visible, size = visible_keys(q, k, **masks), self.index_bytes(q.shape[3])
@@ -294,9 +302,9 @@ class Streaming(PrefillByDecode, Method):
         return select_sinks_window(q, k, sinks=self.sinks, window=self.window, **masks)
 
     def prefill(self, q, k, v, *, seed=None, scale=None, kv_start=None):
-        "On a GPU `streaming_prefill`, which has kernels; a window that is a share, and a CPU, decode in blocks."
+        "`streaming_prefill`; a window that is a share decodes in blocks."
         check_seed(seed, q)
-        if isinstance(self.window, float) or not q.is_cuda:
+        if isinstance(self.window, float):
             return super().prefill(q, k, v, seed=seed, scale=scale, kv_start=kv_start)
         return streaming_prefill(q, k, v, sinks=self.sinks, window=self.window, scale=scale, kv_start=kv_start)
 

@@ -74,9 +74,10 @@ def refusal(
 def compiled_usage(
     kernel,          # a Triton kernel
     constants: dict, # arguments known to the compiler, None for absent ones; names that the kernel lacks are left out
-    types: dict,     # types of pointers, float32 if not named, and of numbers, int32 if not named
+    types: dict,     # types of pointers, float32 if not named, and of numbers and descriptors, int32 if not named
     capability: int, # of the GPU to compile for: 80, 90, 100, ...
     warps: int,      # of a program
+    registers: int | None = None, # of a thread at most; None: as many as the compiler likes
 ) -> dict:           # registers (a thread), spills (bytes a thread), shared (bytes a program)
     """Compile one kernel, which takes no GPU, and read what its machine code uses.
 
@@ -91,12 +92,13 @@ def compiled_usage(
     def kind(name):
         return "*" + types.get(name, "fp32") if name.endswith("_ptr") else types.get(name, usual.get(name, "i32"))
     signature = {name: "constexpr" if name in constants else kind(name) for name in kernel.arg_names}
-    even = re.compile(r".*_ptr|[qkv]_[bhgn]|out_[bh]|N")
+    even = re.compile(r".*_ptr|[qkv]_[bhgnm]|out_[bhm]|[QN]")
     free = [(i, name) for i, name in enumerate(kernel.arg_names) if name not in constants]
     hints = {(i,): [["tt.divisibility", 16]] for i, name in free if even.fullmatch(name)}
+    options = dict(num_warps=warps, num_stages=constants.get("STAGES", 3))
+    if registers is not None: options["maxnreg"] = registers
     made = triton.compile(ASTSource(kernel, signature, constexprs=constants, attrs=hints),
-                          target=GPUTarget("cuda", capability, 32),
-                          options=dict(num_warps=warps, num_stages=constants.get("STAGES", 3)))
+                          target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(made.asm["cubin"])
