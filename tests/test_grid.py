@@ -1,0 +1,196 @@
+"""Grids: the same rows here and on Ray, with workers that die; the command; prompts through a chat template"""
+import json
+import os
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from test_cli import one_line, run as command, save_llama, text_of
+
+from sparse_nb import grid as room
+from sparse_nb.attention import Exact, Streaming, TopK
+from sparse_nb.evaluate import accuracy, answers
+from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
+from sparse_nb.tasks import make, prompt_tokens
+
+TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory): return save_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def small(model, **more):
+    return Grid(**dict(model=model, tasks=["needle", "kv"], lengths=[150, 200], decode={"topk": TopK(8)}, prompts=4,
+                       batch=400) | more)
+
+
+def rows_of(path): return sorted(str((x["job"], x["rows"])) for x in read_results(path)[1] if "rows" in x)
+
+
+# on Ray
+
+class Dying(room.Worker):
+    "A worker whose process ends in the middle of the first job of the task kv, and that cannot do one job at all"
+    def work(self, job):
+        if job.task == "kv" and not os.path.exists(mark := os.environ["SPARSE_NB_TEST_MARK"]):
+            open(mark, "w").close()
+            os._exit(1)
+        if job.task == "needle" and job.length == 200 and 2 in job.seeds: raise MemoryError("no room")
+        return super().work(job)
+
+
+@pytest.mark.budget(60)
+def test_ray_gives_the_rows_of_this_process_although_a_worker_dies(tiny, tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    here = small(tiny)
+    assert run(here, tmp_path / "here.jsonl") == (8, 0)
+    monkeypatch.setenv("SPARSE_NB_TEST_MARK", str(tmp_path / "mark"))
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    monkeypatch.setattr(room, "Worker", Dying)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    seen = []
+    done = run(here, tmp_path / "ray.jsonl", on="ray", workers=2, progress=lambda *x: seen.append(x))
+    assert (tmp_path / "mark").exists() and done == (7, 1) and seen[-1] == (8, 8)
+    ((job, reason),) = failures_of(tmp_path / "ray.jsonl")
+    assert (job["task"], job["length"], job["seeds"]) == ("needle", 200, [2, 3]) and "no room" in reason
+    failed = str(job)
+    assert rows_of(tmp_path / "ray.jsonl") == [x for x in rows_of(tmp_path / "here.jsonl") if not x.startswith(f"({failed}")]
+    # the next run, here, does what is left
+    monkeypatch.undo()
+    assert run(here, tmp_path / "ray.jsonl") == (1, 0)
+    assert rows_of(tmp_path / "ray.jsonl") == rows_of(tmp_path / "here.jsonl") and not failures_of(tmp_path / "ray.jsonl")
+
+
+# the file
+
+def test_a_run_cut_off_at_any_byte_of_a_line_goes_on(tiny, tmp_path):
+    asked = small(tiny, tasks=["needle"], lengths=[150], prompts=2, batch=150)
+    run(asked, whole := tmp_path / "whole.jsonl")
+    data, cut = whole.read_bytes(), tmp_path / "cut.jsonl"
+    ends = [i + 1 for i, b in enumerate(data) if b == ord("\n")]
+    for stop in (0, 1, ends[0] - 1, ends[0], ends[0] + 1, ends[1] - 1, ends[1], len(data) - 1):
+        cut.write_bytes(data[:stop])
+        run(asked, cut)
+        assert rows_of(cut) == rows_of(whole), stop
+
+
+def test_more_methods_prompts_and_lengths_cost_only_themselves(tiny, tmp_path):
+    out = tmp_path / "grown.jsonl"
+    run(small(tiny, prompts=2), out)
+    jobs = len(read_results(out)[1])
+    more = small(tiny, prompts=3, decode={"topk": TopK(8), "window": Streaming(2, 9)})
+    run(more, out)
+    added = [Job(**x["job"]) for x in read_results(out)[1][jobs:]]
+    assert {(tuple(j.decode), tuple(j.seeds)) for j in added} == {(("window",), (0, 1)), (("exact", "topk", "window"), (2,))}
+    frame = frame_of(out)
+    assert len(frame) == 2 * 2 * 3 * 3 and not frame.duplicated([*room.CELL, "seed"]).any()
+
+
+def test_a_file_of_other_weights_is_refused_and_left_alone(tiny, tmp_path):
+    run(small(tiny, tasks=["kv"], lengths=[150], prompts=1), out := tmp_path / "out.jsonl")
+    before = out.read_bytes()
+    torch.manual_seed(3)
+    other = save_llama(tmp_path / "other", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="results with model = "): run(small(other), out)
+    lines = before.splitlines(keepends=True)
+    out.write_bytes(json.dumps(json.loads(lines[0]) | dict(weights="f00d")).encode() + b"\n" + b"".join(lines[1:]))
+    with pytest.raises(ValueError, match="weights = .*, got 'f00d'"): run(small(tiny), out)
+
+
+def test_the_table_is_that_of_the_rows(tiny, tmp_path):
+    run(small(tiny, prompts=6), out := tmp_path / "out.jsonl")
+    frame, found = frame_of(out), table(frame_of(out))
+    for (task, length), rows in frame.groupby(["task", "length"]):
+        pair = rows.pivot(index="seed", columns="decode", values="right").astype(float)
+        cell = found.loc[(task, length, "exact", "topk")]
+        assert cell.gain == pytest.approx((pair.topk - pair.exact).mean()) and cell.gain_low <= cell.gain <= cell.gain_high
+        text = rows.pivot(index="seed", columns="decode", values="answer")
+        assert cell.same == (text.topk == text.exact).mean()
+        assert 0.03 < cell.density < 0.08 and found.loc[(task, length, "exact", "exact")].error < 1e-5
+
+
+def test_answers_that_no_exact_row_stands_beside_are_not_the_same(tiny, tmp_path):
+    run(small(tiny, tasks=["needle"], lengths=[150], prompts=1), out := tmp_path / "out.jsonl")
+    lines = [json.loads(x) for x in out.read_text().splitlines()]
+    lines[1]["rows"] = [row for row in lines[1]["rows"] if row["decode"] != "exact"]
+    out.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert not frame_of(out).same.any()
+
+
+# chat templates
+
+def test_a_chat_is_what_the_template_writes(tiny):
+    model, tokenizer = room.load_named(tiny)
+    tokenizer.chat_template = TEMPLATE
+    example = make("multikey", 900, seed=2, tokenizer=tokenizer, chat=True)
+    context, prompt = prompt_tokens(example, tokenizer, chat=True)
+    text = tokenizer.decode(prompt)
+    assert prompt[:len(context)] == context and text.startswith("<|user|>") and len(prompt) <= 900
+    assert text.endswith(example.question.rpartition("? ")[2]) and text.count("<|assistant|>") == 1
+    some = [make("multikey", 900, seed=s, tokenizer=tokenizer, chat=True) for s in range(3)]
+    together = answers(model, tokenizer, some, {"topk": TopK(4)}, setup="B", chat=True)
+    assert together == [x for e in some for x in answers(model, tokenizer, [e], {"topk": TopK(4)}, setup="B", chat=True)]
+
+
+def test_a_chat_needs_a_template(tiny):
+    model, tokenizer = room.load_named(tiny)
+    with pytest.raises(ValueError, match="chat template"):
+        accuracy(model, tokenizer, "needle", 300, {"exact": Exact()}, prompts=1, chat=True)
+
+
+# the command
+
+def test_the_command_runs_a_grid_shows_it_and_goes_on(tiny, tmp_path):
+    out = tmp_path / "out.jsonl"
+    asked = ["eval", "--model", tiny, "--tasks", "needle,kv", "--lengths", "150", "--seeds", "3", "--decode",
+             "topk:budget=8", "--decode", "streaming:window=9", "--prefill", "streaming:window=20", "--out", out]
+    first = command(*asked)
+    assert first.returncode == 0 and "needle, 150 tokens, 3 prompts" in first.stdout and "4 jobs done, 0 failed" in first.stderr
+    folded = "".join(first.stdout.split())
+    assert folded.count("topk:budget") == 4 and folded.count("streaming:window=20|") <= 6
+    assert "0 jobs done" in command(*asked).stderr
+    command("eval", "--show", out, "--out", tmp_path / "t.csv")
+    assert len(pd.read_csv(tmp_path / "t.csv")) == 2 * 2 * 3
+    assert command("eval", "--show", out, "--out", tmp_path / "t.png").returncode == 0
+    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_command_scores_a_text(tiny, tmp_path):
+    (tmp_path / "text.txt").write_text("It rained on the harbour all day, and the boats stayed in. " * 30)
+    shown = command("eval", "--model", tiny, "--tasks", "text", "--lengths", "200", "--seeds", "3", "--text",
+                    tmp_path / "text.txt", "--decode", "topk:budget=8", "--out", tmp_path / "o.jsonl")
+    assert shown.returncode == 0 and "bits" in shown.stdout and "text, 200 tokens, 3 prompts" in shown.stdout, shown
+
+
+BAD = [
+    ([], ["--out must be given"]), (["--tasks", "haystack"], ["--tasks must be of", "haystack"]),
+    (["--tasks", "needle,needle"], ["each once"]), (["--lengths", "many"], ["--lengths must be whole numbers"]),
+    (["--lengths", "100000"], ["--lengths must be at most 4096"]), (["--lengths", "30"], ["length", "facts"]),
+    (["--decode", "santal"], ["--decode must be one of", "santal"]), (["--decode", "topk:budget=-1"], ["--decode", "budget"]),
+    (["--prefill", "nothing"], ["--prefill must be one of"]), (["--seeds", "0"], ["--seeds must mean at least one"]),
+    (["--seeds", "a:b"], ["--seeds must be a number"]), (["--setup", "C"], ["setup must be one of prompt, context"]),
+    (["--text", "speeches"], ["--text must be given for the task text"]), (["--tasks", "text"], ["--text must be given"]),
+    (["--tasks", "text", "--text", "/no/such"], ["--text: cannot read"]), (["--batch", "0"], ["batch must be at least 1"]),
+    (["--tasks", "text", "--text", "speeches:soon"], ["--text: speeches: must be followed by a year"]),
+    (["--on", "slurm"], ["on must be 'ray'"]), (["--workers", "2"], ["--workers", "--on ray"]),
+    (["--address", "here"], ["--address needs --on ray"]), (["--model", "/no/such"], ["there is no folder"]),
+    (["--show", "/no/such.jsonl"], ["--show: cannot read"]), (["--show", __file__], ["must hold results of an evaluation"]),
+]
+
+@pytest.mark.parametrize("options, words", BAD, ids=[" ".join(options) for options, _ in BAD])
+def test_what_the_command_refuses(tiny, tmp_path, options, words):
+    given = [] if not options or "--show" in options else ["--out", tmp_path / "out.jsonl"]
+    model = [] if "--model" in options else ["--model", tiny]
+    one_line(command("eval", *model, *given, *options), *words)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_command_refuses_other_files_to_write(tiny, tmp_path):
+    (tmp_path / "notes.jsonl").write_text("buy milk\n")
+    one_line(command("eval", "--model", tiny, "--out", tmp_path / "out.txt"), "--out must end in one of .jsonl")
+    one_line(command("eval", "--model", tiny, "--lengths", "150", "--out", tmp_path / "notes.jsonl"), "must hold results")
+    assert (tmp_path / "notes.jsonl").read_text() == "buy milk\n"
+    one_line(command("eval", "--show", tmp_path / "notes.jsonl"), "must hold results")
