@@ -6,7 +6,7 @@
 __all__ = ['TRIES', 'CELL', 'load_named', 'Job', 'Grid', 'read_results', 'Results', 'Worker', 'run', 'frame_of', 'failures_of',
            'table', 'plot_results']
 
-# %% ../nbs/85_grid.ipynb #0399323f
+# %% ../nbs/85_grid.ipynb #b6e9300c
 import json
 import os
 import time
@@ -29,7 +29,7 @@ from .metrics import bootstrap_interval, clopper_pearson
 from .tasks import TASKS, make
 from .text import text_bits, windows
 
-# %% ../nbs/85_grid.ipynb #50043d46
+# %% ../nbs/85_grid.ipynb #513fbb5f
 def load_named(
     name: str, # "pocket", "witness", a folder, or the id of a model on the Hugging Face hub
 ): # (model, tokenizer), on the GPU if there is one (in bfloat16), in evaluation mode
@@ -39,7 +39,7 @@ def load_named(
     if name in ("pocket", "witness"): return dict(pocket=pocket, witness=witness)[name].load(**where)
     return pocket.load_checkpoint(name, where["device"])
 
-# %% ../nbs/85_grid.ipynb #8bb6f204
+# %% ../nbs/85_grid.ipynb #171a5331
 @dataclass(frozen=True)
 class Job:
     "A batch of prompts, and the methods that are to work on them"
@@ -119,7 +119,7 @@ class Grid:
                                   for i in range(0, len(own), at_once)]
         return found
 
-# %% ../nbs/85_grid.ipynb #f88eb687
+# %% ../nbs/85_grid.ipynb #da231cbc
 def read_results(
     path: Path, # a file of `run`
 ) -> tuple:     # header (dict), jobs (list of dicts), bytes of the lines that are whole
@@ -127,10 +127,10 @@ def read_results(
     path, lines, whole = Path(path), [], 0
     with path.open("rb") as file:
         for line in file:
+            if not line.endswith(b"\n"): break  # cut off while it was written
             try: lines.append(json.loads(line))
-            except ValueError:
-                if line.endswith(b"\n"): raise ValueError(f"{path} must hold results of an evaluation, got {line[:40]!r}")
-                break  # cut off while it was written
+            except ValueError as error:
+                raise ValueError(f"{path} must hold results of an evaluation, got {line[:40]!r}") from error
             whole += len(line)
     if not lines or not isinstance(lines[0], dict) or "weights" not in lines[0] or not all("job" in x for x in lines[1:]):
         raise ValueError(f"{path} must hold results of an evaluation, got another kind of file")
@@ -143,7 +143,10 @@ class Results:
         header: dict, # of the grid
     ):
         self.path, self.done = Path(path), set()
-        if not self.path.exists() or not self.path.stat().st_size: return self._write(header)
+        held = self.path.read_bytes() if self.path.exists() else b""
+        if json.dumps(header).encode().startswith(held):  # not even the first line is whole
+            if held: os.truncate(self.path, 0)
+            return self._write(header)
         there, jobs, whole = read_results(self.path)
         for name in ("model", "weights", "setup", "chat", "texts", "every"):
             if there[name] != header[name]:
@@ -176,7 +179,7 @@ class Results:
         "Append a job. Raises OSError for a disk that does not take it; the file then is as before."
         self._write(dict(job=asdict(job), seconds=round(seconds, 2)) | (dict(failed=failed) if failed else dict(rows=rows)))
 
-# %% ../nbs/85_grid.ipynb #b4514517
+# %% ../nbs/85_grid.ipynb #1c238f69
 class Worker:
     "A model, and the jobs of a grid done with it"
     def __init__(self,
@@ -228,7 +231,7 @@ class Worker:
         rows = pd.concat(rows).rename(columns=dict(method="decode", window="seed")).to_dict("records")
         return [{name: x for name, x in row.items() if x == x} for row in rows]
 
-# %% ../nbs/85_grid.ipynb #73ffc8ca
+# %% ../nbs/85_grid.ipynb #a1456f0a
 def _reason(error): return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 @contextmanager
@@ -243,42 +246,43 @@ def _here(grid):
             yield job, rows, time.monotonic() - began, failed
     yield worker.header(), each
 
-# %% ../nbs/85_grid.ipynb #8441f4b8
+# %% ../nbs/85_grid.ipynb #0c8193fe
 TRIES = 3  # of a job on Ray
 
 @contextmanager
 def _on_ray(grid, address, workers):
-    "As `_here`, with a worker for each GPU of a cluster, or each processor; who dies is started again"
+    "As `_here`, with a worker for each GPU of a cluster, or each processor; one that dies is replaced"
     try: import ray
     except ImportError as error:
         raise ImportError("the package ray is missing, install it with: pip install 'sparse_nb[ray]'") from error
     ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         gpus, processors = (int(ray.cluster_resources().get(x, 0)) for x in ("GPU", "CPU"))
-        kind = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_restarts=-1)(Worker)
+        kind = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Worker)
         crew = [kind.remote(grid) for _ in range(workers or gpus or processors)]
         try: header = ray.get(crew[0].header.remote())
         except ray.exceptions.RayActorError as error:  # what Worker refuses stands in its text
             raise ValueError(str(error).strip().splitlines()[-1]) from error
 
         def each(jobs):
-            waiting, idle, busy = deque(jobs), list(crew), {}
+            waiting, idle, busy = deque((job, 1) for job in jobs), list(crew), {}
             while waiting or busy:
                 while waiting and idle:
-                    worker, job = idle.pop(), waiting.popleft()
-                    again = worker.work.options(max_task_retries=TRIES - 1, retry_exceptions=True)
-                    busy[again.remote(job)] = worker, job, time.monotonic()
+                    worker, (job, tried) = idle.pop(), waiting.popleft()
+                    busy[worker.work.remote(job)] = worker, job, tried, time.monotonic()
                 (done,), _ = ray.wait(list(busy))
-                worker, job, began = busy.pop(done)
-                idle.append(worker)
+                worker, job, tried, began = busy.pop(done)
                 rows = failed = None
                 try: rows = ray.get(done)
+                except ray.exceptions.RayActorError as error: worker, failed = kind.remote(grid), _reason(error)
                 except Exception as error: failed = _reason(error)
-                yield job, rows, time.monotonic() - began, failed
+                idle.append(worker)
+                if failed and tried < TRIES: waiting.append((job, tried + 1))
+                else: yield job, rows, time.monotonic() - began, failed
         yield header, each
     finally: ray.shutdown()
 
-# %% ../nbs/85_grid.ipynb #38b4de26
+# %% ../nbs/85_grid.ipynb #d14eccd8
 def run(
     grid: Grid,
     out: Path,          # file of results, ending in .jsonl; one that is there is gone on with
@@ -307,7 +311,7 @@ def run(
         if progress: progress(len(jobs), len(jobs))
     return len(jobs) - failures, failures
 
-# %% ../nbs/85_grid.ipynb #004dcbc5
+# %% ../nbs/85_grid.ipynb #b2ecb8a4
 CELL = ["task", "length", "prefill", "decode"]
 
 def frame_of(
@@ -367,7 +371,7 @@ def table(
         rows.append(row)
     return pd.DataFrame(rows).set_index(CELL)
 
-# %% ../nbs/85_grid.ipynb #b55b4320
+# %% ../nbs/85_grid.ipynb #a938af5b
 def plot_results(
     frame: pd.DataFrame, # of `frame_of`
 ):

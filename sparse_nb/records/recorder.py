@@ -104,6 +104,8 @@ RECORDS = {
                            "the pocket model's answers with SANTA"),
     "vattention_pocket": Record(_HERE + "vattention_pocket:record", "{gpu}_vattention_pocket.json",
                                 "the pocket model's answers with vAttention, and its promise"),
+    "two_models": Record(_HERE + "two_models:record", "{gpu}_two_models.json",
+                         "every method on the pocket model and on the witness"),
     "pocket_model": Record(_HERE + "pocket_model:record", "runs/pocket",
                            "the pocket model and its scores"),
     "hash_networks": Record(_HERE + "hash_networks:record", "sparse_nb/pocket_model/hash_attention.safetensors",
