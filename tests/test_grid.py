@@ -6,7 +6,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
-from test_cli import one_line, run as command, save_llama, text_of
+from test_cli import one_line, run as command, save_llama
 
 from sparse_nb import grid as room
 from sparse_nb.attention import Exact, Streaming, TopK
@@ -54,14 +54,14 @@ def test_ray_gives_the_rows_of_this_process_although_a_worker_dies(tiny, tmp_pat
     seen = []
     done = run(here, tmp_path / "ray.jsonl", on="ray", workers=2, progress=lambda *x: seen.append(x))
     assert (tmp_path / "mark").exists() and done == (7, 1) and seen[-1] == (8, 8)
+    ray_rows, here_rows = (lambda name=name: rows_of(tmp_path / name) for name in ("ray.jsonl", "here.jsonl"))
     ((job, reason),) = failures_of(tmp_path / "ray.jsonl")
     assert (job["task"], job["length"], job["seeds"]) == ("needle", 200, [2, 3]) and "no room" in reason
-    failed = str(job)
-    assert rows_of(tmp_path / "ray.jsonl") == [x for x in rows_of(tmp_path / "here.jsonl") if not x.startswith(f"({failed}")]
+    assert ray_rows() == [x for x in here_rows() if not x.startswith(f"({job}")]
     # the next run, here, does what is left
     monkeypatch.undo()
     assert run(here, tmp_path / "ray.jsonl") == (1, 0)
-    assert rows_of(tmp_path / "ray.jsonl") == rows_of(tmp_path / "here.jsonl") and not failures_of(tmp_path / "ray.jsonl")
+    assert ray_rows() == here_rows() and not failures_of(tmp_path / "ray.jsonl")
 
 
 # the file
@@ -83,8 +83,8 @@ def test_more_methods_prompts_and_lengths_cost_only_themselves(tiny, tmp_path):
     jobs = len(read_results(out)[1])
     more = small(tiny, prompts=3, decode={"topk": TopK(8), "window": Streaming(2, 9)})
     run(more, out)
-    added = [Job(**x["job"]) for x in read_results(out)[1][jobs:]]
-    assert {(tuple(j.decode), tuple(j.seeds)) for j in added} == {(("window",), (0, 1)), (("exact", "topk", "window"), (2,))}
+    added = {(tuple(j.decode), tuple(j.seeds)) for j in (Job(**x["job"]) for x in read_results(out)[1][jobs:])}
+    assert added == {(("window",), (0, 1)), (("exact", "topk", "window"), (2,))}
     frame = frame_of(out)
     assert len(frame) == 2 * 2 * 3 * 3 and not frame.duplicated([*room.CELL, "seed"]).any()
 
@@ -106,7 +106,8 @@ def test_the_table_is_that_of_the_rows(tiny, tmp_path):
     for (task, length), rows in frame.groupby(["task", "length"]):
         pair = rows.pivot(index="seed", columns="decode", values="right").astype(float)
         cell = found.loc[(task, length, "exact", "topk")]
-        assert cell.gain == pytest.approx((pair.topk - pair.exact).mean()) and cell.gain_low <= cell.gain <= cell.gain_high
+        assert cell.gain == pytest.approx((pair.topk - pair.exact).mean())
+        assert cell.gain_low <= cell.gain <= cell.gain_high
         text = rows.pivot(index="seed", columns="decode", values="answer")
         assert cell.same == (text.topk == text.exact).mean()
         assert 0.03 < cell.density < 0.08 and found.loc[(task, length, "exact", "exact")].error < 1e-5
@@ -131,8 +132,8 @@ def test_a_chat_is_what_the_template_writes(tiny):
     assert prompt[:len(context)] == context and text.startswith("<|user|>") and len(prompt) <= 900
     assert text.endswith(example.question.rpartition("? ")[2]) and text.count("<|assistant|>") == 1
     some = [make("multikey", 900, seed=s, tokenizer=tokenizer, chat=True) for s in range(3)]
-    together = answers(model, tokenizer, some, {"topk": TopK(4)}, setup="B", chat=True)
-    assert together == [x for e in some for x in answers(model, tokenizer, [e], {"topk": TopK(4)}, setup="B", chat=True)]
+    ask = lambda some: answers(model, tokenizer, some, {"topk": TopK(4)}, setup="B", chat=True)
+    assert ask(some) == [row for e in some for row in ask([e])]
 
 
 def test_a_chat_needs_a_template(tiny):
@@ -148,7 +149,8 @@ def test_the_command_runs_a_grid_shows_it_and_goes_on(tiny, tmp_path):
     asked = ["eval", "--model", tiny, "--tasks", "needle,kv", "--lengths", "150", "--seeds", "3", "--decode",
              "topk:budget=8", "--decode", "streaming:window=9", "--prefill", "streaming:window=20", "--out", out]
     first = command(*asked)
-    assert first.returncode == 0 and "needle, 150 tokens, 3 prompts" in first.stdout and "4 jobs done, 0 failed" in first.stderr
+    assert first.returncode == 0 and "needle, 150 tokens, 3 prompts" in first.stdout
+    assert "4 jobs done, 0 failed" in first.stderr
     folded = "".join(first.stdout.split())
     assert folded.count("topk:budget") == 4 and folded.count("streaming:window=20|") <= 6
     assert "0 jobs done" in command(*asked).stderr
@@ -169,15 +171,18 @@ BAD = [
     ([], ["--out must be given"]), (["--tasks", "haystack"], ["--tasks must be of", "haystack"]),
     (["--tasks", "needle,needle"], ["each once"]), (["--lengths", "many"], ["--lengths must be whole numbers"]),
     (["--lengths", "100000"], ["--lengths must be at most 4096"]), (["--lengths", "30"], ["length", "facts"]),
-    (["--decode", "santal"], ["--decode must be one of", "santal"]), (["--decode", "topk:budget=-1"], ["--decode", "budget"]),
+    (["--decode", "santal"], ["--decode must be one of", "santal"]),
+    (["--decode", "topk:budget=-1"], ["--decode", "budget"]),
     (["--prefill", "nothing"], ["--prefill must be one of"]), (["--seeds", "0"], ["--seeds must mean at least one"]),
     (["--seeds", "a:b"], ["--seeds must be a number"]), (["--setup", "C"], ["setup must be one of prompt, context"]),
-    (["--text", "speeches"], ["--text must be given for the task text"]), (["--tasks", "text"], ["--text must be given"]),
-    (["--tasks", "text", "--text", "/no/such"], ["--text: cannot read"]), (["--batch", "0"], ["batch must be at least 1"]),
+    (["--text", "speeches"], ["--text must be given for the task text"]),
+    (["--tasks", "text"], ["--text must be given"]), (["--batch", "0"], ["batch must be at least 1"]),
+    (["--tasks", "text", "--text", "/no/such"], ["--text: cannot read"]),
     (["--tasks", "text", "--text", "speeches:soon"], ["--text: speeches: must be followed by a year"]),
     (["--on", "slurm"], ["on must be 'ray'"]), (["--workers", "2"], ["--workers", "--on ray"]),
     (["--address", "here"], ["--address needs --on ray"]), (["--model", "/no/such"], ["there is no folder"]),
-    (["--show", "/no/such.jsonl"], ["--show: cannot read"]), (["--show", __file__], ["must hold results of an evaluation"]),
+    (["--show", "/no/such.jsonl"], ["--show: cannot read"]),
+    (["--show", __file__], ["must hold results of an evaluation"]),
 ]
 
 @pytest.mark.parametrize("options, words", BAD, ids=[" ".join(options) for options, _ in BAD])
@@ -190,7 +195,8 @@ def test_what_the_command_refuses(tiny, tmp_path, options, words):
 
 def test_the_command_refuses_other_files_to_write(tiny, tmp_path):
     (tmp_path / "notes.jsonl").write_text("buy milk\n")
-    one_line(command("eval", "--model", tiny, "--out", tmp_path / "out.txt"), "--out must end in one of .jsonl")
-    one_line(command("eval", "--model", tiny, "--lengths", "150", "--out", tmp_path / "notes.jsonl"), "must hold results")
+    asked = "eval", "--model", tiny, "--lengths", "150", "--out"
+    one_line(command(*asked, tmp_path / "out.txt"), "--out must end in one of .jsonl")
+    one_line(command(*asked, tmp_path / "notes.jsonl"), "must hold results")
     assert (tmp_path / "notes.jsonl").read_text() == "buy milk\n"
     one_line(command("eval", "--show", tmp_path / "notes.jsonl"), "must hold results")

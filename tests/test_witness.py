@@ -50,7 +50,8 @@ def test_a_conversion_that_fails_leaves_nothing(place, monkeypatch):
 
 def test_what_is_missing_is_said(place):
     with pytest.raises(FileNotFoundError, match="make witness"): witness.load()
-    one_line(command("generate", "--model", "witness", "--prompt-file", __file__), "the witness is not in", "sparse-nb witness")
+    asked = command("generate", "--model", "witness", "--prompt-file", __file__)
+    one_line(asked, "the witness is not in", "sparse-nb witness")
     one_line(command("witness", "--wheel", place / "none.whl"), "--wheel must be a file")
 
 
@@ -86,7 +87,8 @@ def test_it_finds_a_needle_and_methods_that_read_all_change_nothing(loaded):
 @pytest.mark.budget(60)
 def test_a_session_of_the_witness_is_its_own_attention(loaded):
     model, tokenizer = loaded
-    ids = torch.tensor([prompt_tokens(make("kv", 300, tokenizer=tokenizer, chat=True), tokenizer, True)[1]]).to(model.device)
+    prompt = prompt_tokens(make("kv", 300, tokenizer=tokenizer, chat=True), tokenizer, chat=True)[1]
+    ids = torch.tensor([prompt], device=model.device)
     with torch.no_grad():
         plain = model(ids).logits
         with hf.sparsify(model, prefill=Streaming(4, 10**6), decode=TopK(10**6), setup="context"):

@@ -22,12 +22,12 @@ from ..vattention import VAttention
 
 # %% ../../kernels/records/two_models.ipynb #46e885a3
 DENSITY = 0.1
-PREDICTORS = {"quest-16": Quest(DENSITY, 16), "quest-64": Quest(DENSITY, 64), "double_sparsity": DoubleSparsity(DENSITY),
-              "adamas": Adamas(DENSITY)}
+PREDICTORS = {"quest-16": Quest(DENSITY, 16), "quest-64": Quest(DENSITY, 64),
+              "double_sparsity": DoubleSparsity(DENSITY), "adamas": Adamas(DENSITY)}
 
 def halved(
     predictor, # of heavy keys, or "oracle"
-): # a `VAttention`
+) -> VAttention:
     "Half of `DENSITY` heavy keys, half a sample of the others, and more where nine tenths of the rest could be wrong."
     return VAttention(eps=0.9, delta=0.5, sinks=0, window=0, topk=DENSITY / 2, base=DENSITY / 2, predictor=predictor,
                       share=False)
@@ -38,8 +38,9 @@ def methods_of(
     "What is asked of a model; HashAttention has learnt its signatures on the pocket model alone."
     hashed = {"hash_attention": HashAttention(DENSITY)} if model == "pocket" else {}
     alone = PREDICTORS | hashed
-    methods = {"topk": TopK(DENSITY), "topk-2": TopK(DENSITY / 5), "topp": TopP(0.9), "streaming": Streaming(4, DENSITY),
-               "uniform": Uniform(DENSITY), "santa": Santa(64), "magicpig": MagicPIG(8, 32)} | alone
+    methods = {"topk": TopK(DENSITY), "topk-2": TopK(DENSITY / 5), "topp": TopP(0.9),
+               "streaming": Streaming(4, DENSITY), "uniform": Uniform(DENSITY), "santa": Santa(64),
+               "magicpig": MagicPIG(8, 32)} | alone
     methods |= {f"half+{name}": halved(method) for name, method in ({"topk": "oracle"} | alone).items()}
     methods["then"] = Then(Quest(0.2, 16), Santa(64))
     return methods | {"promise": VAttention(0.1, 0.1, sinks=4, window=16, topk=0.025, base=0.025, share=False)}
@@ -51,7 +52,7 @@ ASKED = [*TASKS, "text"]
 def grid_of(
     model: str,         # "pocket" or "witness"
     task: str,          # in `ASKED`
-    quick: bool = False, # the same in small
+    quick: bool = False, # the same in small?
 ) -> Grid:
     "What one file of the record holds."
     methods, prose = methods_of(model), task == "text"
@@ -74,10 +75,14 @@ def equal_grid(
                for name, method in methods.items()}
     return replace(grid, lengths=(length,), decode=methods)
 
+# %% ../../kernels/records/two_models.ipynb #b7ad9da4
 def condensed(
     files: list, # of `grid.run`
-) -> list: # rows of a record of answers: part (the model), task, length, method, right, same (a digit a prompt), means
-    "What is kept of files of results."
+) -> list:       # of dicts, the rows of a record of answers
+    """What is kept of files of results: a row for each model (`part`), task, length and method.
+
+    right and same have a digit a prompt, bits and seed of texts are lists; the others are means.
+    """
     rows, digits = [], lambda x: "".join("01"[bool(y)] for y in x)
     for file in files:
         frame, about = frame_of(file).sort_values("seed"), read_results(file)[0]
@@ -86,12 +91,15 @@ def condensed(
             row = dict(part=about["model"], task=task, length=length, setup="prompt", method=name)
             if task == "text":
                 row |= dict(bits=own.bits.round(6).tolist(), seed=own.seed.tolist())
-            else: row |= dict(right=digits(own.right), same=digits(own.same), characters=round(own.characters.mean(), 4))
+            else:
+                row |= dict(right=digits(own.right), same=digits(own.same),
+                            characters=round(float(own.characters.mean()), 4))
             means = {x: own[x].mean() for x in ("density", "error", "perplexity") if x in own and own[x].notna().all()}
             if "dense_bytes" in own: means["bytes"] = (own.bytes / own.dense_bytes).mean()
             rows.append(row | {x: float(f"{y:.5g}") for x, y in means.items()})
     return rows
 
+# %% ../../kernels/records/two_models.ipynb #e47f2bc1
 def _finish(grid, file, say):
     done, failed = run(grid, file)
     say(f"{file.name}: {done} jobs done, {failed} failed")
