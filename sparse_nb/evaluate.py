@@ -75,18 +75,19 @@ def prefill_rows(
 class Watch:
     "Adds up what the decoded queries of each row of a batch read, and how far they are from exact attention"
     def __init__(self,
-        rows: int, # of the batch
+        tokens: torch.Tensor, # of each row's prompt and answer [B]: what a row writes after them does not count
     ):
-        self.rows, self.sums = rows, {}
+        self.tokens, self.sums = tokens, {}
 
     def take(self,
         rows: torch.Tensor, # which rows of the batch the next queries are of [R], int64
     ): # a function that takes a query, for `Dispatch.observe`
         "What adds up the queries of some rows"
         def add(query):
+            counts = query.view.count < self.tokens[rows].to(query.view.count.device)
             for name, x in hf.reads_of(query, audit=True).items():
-                sums = self.sums.setdefault(name, torch.zeros(self.rows, dtype=torch.float64, device=x.device))
-                sums.index_add_(0, rows.to(x.device), x.double().sum((1, 2)))
+                sums = self.sums.setdefault(name, torch.zeros(len(self.tokens), dtype=torch.float64, device=x.device))
+                sums.index_add_(0, rows.to(x.device), x.double().sum((1, 2)) * counts.to(x.device))
         return add
 
     def means(self):
@@ -164,7 +165,7 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
     ids, tail, seeds = ids.to(model.device), int(taken.max()), [e.seed for e in examples]
     cache, found = _read(model, ids[:, :-tail], start, chunk, prefill, seeds), []
     for name, method in methods.items():
-        watched = Watch(len(ids)) if watch else None
+        watched = Watch(ids.shape[1] - start + torch.tensor(sizes)) if watch else None
         both = dict(prefill=prefill, decode=method)
         written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, watched)
         means = watched.means() if watch else [{}] * len(ids)
@@ -183,7 +184,7 @@ def answers(
     *,
     setup: str = "A",   # "A" or "prompt": the method begins at the last token; "B" or "context": at the question
     batch: int = 8,     # prompts at once
-    chunk: int = 2048,  # tokens of a prompt read at a time
+    chunk: int = 2048,  # tokens of a prompt read at a time; a `prefill` that draws does so anew in each
     prefill=None,       # method that reads the prompts, or dict or function as above; None: the model's own attention
     chat: bool = False, # through the tokenizer's chat template?
     watch: bool = False, # also density, error (relative), bytes and dense_bytes of the decoded queries, means

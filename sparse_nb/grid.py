@@ -39,10 +39,24 @@ def load_named(
     if name in ("pocket", "witness"): return dict(pocket=pocket, witness=witness)[name].load(**where)
     return pocket.load_checkpoint(name, where["device"])
 
+# %% ../nbs/85_grid.ipynb #fd46013a
+def _with_exact(role, methods):
+    "name -> method, exact attention first; raises as `Grid`"
+    if not isinstance(methods, Mapping):
+        raise TypeError(f"{role} must be a dict from name to method, got {type(methods).__name__}")
+    if not isinstance(methods.get("exact", Exact()), Exact):
+        raise ValueError(f"{role} must name exact attention alone 'exact', got {methods['exact']!r}")
+    methods = {"exact": Exact()} | dict(methods)
+    for name, method in methods.items(): hf.by_layer(f"{role}[{name!r}]", method, [0], role)
+    return methods
+
 # %% ../nbs/85_grid.ipynb #171a5331
 @dataclass(frozen=True)
 class Grid:
-    "What is to be evaluated: every task, at every length, read by every `prefill` and written by every `decode`"
+    """What is to be evaluated: every task, at every length, read by every `prefill` and written by every `decode`.
+
+    Raises TypeError or ValueError for what can be refused before a model is loaded.
+    """
     model: str                # as of `load_named`
     tasks: Sequence           # names in `tasks.TASKS`, and "text"
     lengths: Sequence         # tokens of a prompt, answer included
@@ -65,13 +79,7 @@ class Grid:
             if task not in (*TASKS, "text"):
                 raise ValueError(f"tasks must be of {', '.join(TASKS)}, text, got {task!r}")
         for length in self.lengths: check_count("lengths", length, low=16)
-        for name in "prefill", "decode":
-            if not isinstance(methods := getattr(self, name), Mapping):
-                raise TypeError(f"{name} must be a dict from name to method, got {type(methods).__name__}")
-            if not isinstance(methods.get("exact", Exact()), Exact):
-                raise ValueError(f"{name} must name exact attention alone 'exact', got {methods['exact']!r}")
-            object.__setattr__(self, name, {"exact": Exact()} | dict(methods))
-            for label, method in getattr(self, name).items(): hf.by_layer(f"{name}[{label!r}]", method, [0], name)
+        for name in "prefill", "decode": object.__setattr__(self, name, _with_exact(name, getattr(self, name)))
         for name in "prompts", "every", "batch": check_count(name, getattr(self, name))
         check_integer("seed", self.seed)
         check_choice("setup", self.setup, ("prompt", "context"))
@@ -82,6 +90,7 @@ class Grid:
     def methods(self,
         what: str, # "prefill" or "decode"
     ) -> dict:     # name -> settings
+        "The methods of a role, as JSON holds them"
         return {name: json.loads(method.to_json()) for name, method in getattr(self, what).items()}
 
     def header(self,

@@ -230,7 +230,7 @@ def score(
     written: str,  # what the model wrote after the question
     expected: str, # the right answer
 ) -> Score: # exact and per character
-    "Compare an answer, up to its first full stop or line break, with the right one"
+    "Compare an answer, up to its first full stop or line break, with the right one; ValueError where that is empty"
     if not expected: raise ValueError("expected: got an empty string, allowed is a right answer")
     got = written.lstrip().split("\n")[0].split(".")[0].strip()
     return Score(got == expected, sum(a == b for a, b in zip(got, expected)) / len(expected))

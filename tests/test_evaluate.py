@@ -69,17 +69,61 @@ def ragged(tokenizer, task, length, prompts, **settings):
     ]
     return [dataclasses.replace(e, answer=e.answer + "7" * (e.seed % 2)) for e in examples]
 
+def unlike(tokenizer):
+    "Prompts whose questions, contexts and answers differ in length"
+    return [dataclasses.replace(e, question="Now: " * (e.seed % 2) + e.question[-9:])
+            for e in ragged(tokenizer, "multikey", 300, 5, keys=3)]
+
 @pytest.mark.parametrize("setup", ["A", "B"])
 def test_each_row_of_a_padded_batch_is_its_own_run(tiny, setup):
     model, tokenizer = tiny
-    examples = [dataclasses.replace(e, question="Now: " * (e.seed % 2) + e.question[-9:])
-                for e in ragged(tokenizer, "multikey", 300, 5, keys=3)]
+    examples = unlike(tokenizer)
     assert len({len(e.question) for e in examples[:3]}) == 2 and len({len(e.prompt) for e in examples[:3]}) == 3
     run = lambda batch: answers(model, tokenizer, examples, METHODS, batch=batch, setup=setup, chunk=130)
     batched, alone = pd.DataFrame(run(3)), pd.DataFrame(run(1))
     same = batched.answer == alone.answer
     assert same.all() and batched.equals(alone), pd.DataFrame({"batched": batched.answer, "alone": alone.answer})[~same]
     assert batched.answer.nunique() > 10  # the random model says different things
+
+READERS = {"streaming": Streaming(2, 40), "topk": TopK(2), "layers": {0: TopK(2), 1: None}}
+READ = {f"{name}-{setup}": (setup, prefill, 130) for setup in "AB" for name, prefill in READERS.items()}
+READ["uniform-A"] = "A", Uniform(samples=32), 2048  # draws anew where a chunk begins, which a batch may shift
+
+@pytest.mark.parametrize("setup, prefill, chunk", READ.values(), ids=READ)
+def test_each_row_of_a_padded_batch_is_read_as_it_is_alone(tiny, setup, prefill, chunk):
+    model, tokenizer = tiny
+    methods = {"exact": Exact(), "uniform": Uniform(samples=32)}
+    run = lambda prefill, batch: pd.DataFrame(answers(model, tokenizer, unlike(tokenizer), methods, batch=batch,
+                                                      setup=setup, chunk=chunk, prefill=prefill))
+    batched, alone = run(prefill, 3), run(prefill, 1)
+    assert batched.equals(alone), pd.DataFrame({"batched": batched.answer, "alone": alone.answer})
+    assert (batched.answer != run(None, 3).answer).any()  # the reader changes what is said
+
+def test_a_reader_of_everything_changes_nothing(tiny):
+    model, tokenizer = tiny
+    run = lambda prefill: answers(model, tokenizer, unlike(tokenizer), METHODS, batch=3, setup="B", prefill=prefill)
+    assert run(Exact()) == run(Streaming(window=4096)) == run(None)
+
+@pytest.mark.parametrize("bad, error, words", [
+    (3, TypeError, "prefill.* got int"), (Santa(samples=4), ValueError, "prefill must be a method that can prefill"),
+    ({9: Exact()}, ValueError, "prefill must be for layers 0 to 1, got 9"), ("topk", TypeError, "prefill.* got str")])
+def test_a_prefill_that_cannot_read_is_refused(tiny, bad, error, words):
+    with pytest.raises(error, match=words): answers(*tiny, unlike(tiny[1]), {"exact": Exact()}, prefill=bad)
+
+WATCHED = ["density", "error", "bytes", "dense_bytes"]
+
+@pytest.mark.parametrize("setup", ["A", "B"])
+def test_a_watched_batch_counts_for_each_row_what_it_reads_alone(tiny, setup):
+    model, tokenizer = tiny
+    run = lambda batch, **more: pd.DataFrame(answers(model, tokenizer, unlike(tokenizer), METHODS, batch=batch,
+                                                     setup=setup, **more))
+    batched, alone, unwatched = run(3, watch=True), run(1, watch=True), run(3)
+    assert batched.drop(columns=WATCHED).equals(unwatched) and alone.drop(columns=WATCHED).equals(unwatched)
+    for name in WATCHED:
+        assert batched[name].to_numpy() == pytest.approx(alone[name].to_numpy(), rel=1e-4, abs=1e-6), name
+    exact = batched[batched.method == "exact"]
+    assert (exact.density == 1).all() and (exact.error < 1e-5).all() and (exact.bytes == exact.dense_bytes).all()
+    assert batched[batched.method == "topk"].error.nunique() == 5  # a row's own
 
 class Spy(Method):
     "Exact attention that notes what it was asked"
