@@ -7,8 +7,8 @@ __all__ = ['SUFFIXES', 'app', 'MODEL', 'MOST_SAMPLES', 'FORM', 'PROMPT_FILE', 'D
            'METHODS_OF', 'bench', 'OUT', 'check_out', 'write_whole', 'load_tokenizer', 'longest_input', 'load_model',
            'progress_bars', 'demo', 'method_from', 'words_of', 'rehearse', 'list_methods', 'read_prompt',
            'check_length', 'tokens_of', 'check_tokens', 'show_stats', 'continue_prompt', 'generate', 'tune',
-           'fetch_witness', 'seeds_of', 'texts_of', 'show_results', 'evaluate_grid', 'triton_state', 'devices',
-           'doctor', 'decode', 'record', 'main']
+           'fetch_witness', 'seeds_of', 'texts_of', 'show_results', 'grid_from', 'evaluate_grid', 'triton_state',
+           'devices', 'doctor', 'decode', 'record', 'main']
 
 # %% ../nbs/95_cli.ipynb #97fadf6c
 import json
@@ -625,6 +625,36 @@ def _print_results(found):
     print("right answers, their gain on exact attention for the same prompts, answers the same as its, density, error "
           "and bytes (of its) in %; bits and gap per byte; intervals of 95 %", file=sys.stderr)
 
+# %% ../nbs/95_cli.ipynb #817cd61b
+def grid_from(
+    model: str,     # as of `load_model`
+    tasks: str,     # names, separated by commas
+    lengths: str,   # tokens, separated by commas
+    decode: list,   # methods in words
+    prefill: list,  # likewise
+    seeds: str,     # as of `seeds_of`
+    text: str | None, # as of `texts_of`
+    **options,      # of the grid
+):                  # a `grid.Grid`
+    "The grid that options describe, with methods that the model's heads have tried; raises ValueError."
+    from transformers import AutoConfig
+    from sparse_nb.grid import Grid
+    asked, named = seeds_of(seeds), _items("tasks", tasks)
+    if ("text" in named) != (text is not None):
+        raise ValueError("--text must be given for the task text, and for no other")
+    methods = dict(decode={x: method_from("--decode", x) for x in decode},
+                   prefill={x: method_from("--prefill", x) for x in prefill})
+    try: grid = Grid(model, named, _items("lengths", lengths, number=True), **methods, **options,
+                     prompts=len(asked), seed=asked[0], texts=texts_of(text) if text else ())
+    except (TypeError, ValueError) as error: raise ValueError(f"--{error}") from error
+    longest = longest_input(model)
+    if max(grid.lengths) > longest:
+        raise ValueError(f"--lengths must be at most {longest} for {model!r}, got {max(grid.lengths)}")
+    with _loading(model) as place: config = AutoConfig.from_pretrained(place).get_text_config()
+    for what in methods:
+        for method in getattr(grid, what).values(): rehearse(f"--{what}", method, config)
+    return grid
+
 # %% ../nbs/95_cli.ipynb #32df7a37
 METHODS_OF = _option(list[str], help="Method for what its name says, as for `generate`; may stand several times.",
                      show_default=False)
@@ -661,22 +691,11 @@ def evaluate_grid(
     if workers is not None and (on is None or workers < 1):
         raise ValueError(f"--workers must be at least 1, and needs --on ray, got {workers}")
     check_out(out, suffixes=(".jsonl",))
-    asked, named = seeds_of(seeds), _items("tasks", tasks)
-    if ("text" in named) != (text is not None):
-        raise ValueError("--text must be given for the task text, and for no other")
     with progress_bars() as (report, quiet):
         report("loading the model")
-        from sparse_nb.grid import Grid, run
-        options = dict(tasks=named, lengths=_items("lengths", lengths, number=True), setup=setup, batch=batch,
-                       decode={x: method_from("--decode", x) for x in decode},
-                       prefill={x: method_from("--prefill", x) for x in prefill})
-        try: grid = Grid(model, **options, prompts=len(asked), seed=asked[0], chat=False if plain else None,
-                         texts=texts_of(text) if text else ())
-        except (TypeError, ValueError) as error: raise ValueError(f"--{error}") from error
-        with _loading(model): pass
-        longest = longest_input(model)
-        if max(grid.lengths) > longest:
-            raise ValueError(f"--lengths must be at most {longest} for {model!r}, got {max(grid.lengths)}")
+        from sparse_nb.grid import run
+        grid = grid_from(model, tasks, lengths, decode, prefill, seeds, text, setup=setup, batch=batch,
+                         chat=False if plain else None)
         report("loading the model", 1, 1)
         done, failed = run(grid, out, on=on, address=address, workers=workers,
                            progress=lambda done, total: report("jobs", done, total))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DENSITY', 'PREDICTORS', 'LENGTHS', 'ASKED', 'halved', 'methods_of', 'cells', 'grid_of', 'equal_grid', 'condensed',
-           'write_condensed', 'record']
+           'write_condensed', 'ask', 'record']
 
 # %% ../../kernels/records/two_models.ipynb #60d54e41
 from dataclasses import replace
@@ -125,20 +125,29 @@ def _finish(grid, file, say):
     say(f"{file.name}: {done} jobs done, {failed} failed")
     if failed: raise RuntimeError(f"{failed} jobs failed in {file}: see `sparse-nb eval --show {file}`")
 
+def ask(
+    out: Path,   # the record's file; the grids' files stand beside it
+    model: str,  # as of `grid_of`, as are task and length
+    task: str,
+    length: int,
+    quick: bool = False, # the same in small?
+    say=print,           # hears of each grid
+) -> list: # of files
+    "Do one cell of the record. Raises as `grid.run`; RuntimeError for jobs that failed."
+    grid, name = grid_of(model, task, length, quick), f"{model}.{task.replace(':', '.')}.{length}.jsonl"
+    files = [Path(out).with_suffix(f".{name}")]
+    _finish(grid, files[0], say)
+    if task != "text":
+        files.append(Path(out).with_suffix(f".equal.{name}"))
+        _finish(equal_grid(grid, files[0]), files[1], say)
+    return files
+
 def record(
-    out: Path,            # JSON file to write; the grids' files stand beside it
+    out,                  # JSON file to write; the grids' files stand beside it
     *,
     quick: bool = False,  # one task, a short prompt, the pocket model
     say=print,            # hears of each grid
-    only: tuple = (),     # (model, task, length) of one grid to do, without the record
 ) -> Path: # the file
-    "Ask both models everything. Raises as `grid.run`; RuntimeError for jobs that failed."
-    files = {}
-    for what in [("pocket", "needle", 700)] if quick else [only] if only else cells():
-        grid, name = grid_of(*what, quick=quick), ".".join(map(str, what)).replace(":", ".")
-        files[what] = Path(out).with_suffix(f".{name}.jsonl")
-        _finish(grid, files[what], say)
-        if what[1] == "text": continue
-        files[("equal", *what)] = Path(out).with_suffix(f".equal.{name}.jsonl")
-        _finish(equal_grid(grid, files[what]), files[("equal", *what)], say)
-    return files[only] if only else write_condensed(Path(out), list(files.values()))
+    "Ask both models everything. Raises as `ask`."
+    wanted = [("pocket", "needle", 700)] if quick else cells()
+    return write_condensed(Path(out), [file for what in wanted for file in ask(out, *what, quick=quick, say=say)])
