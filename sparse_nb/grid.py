@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+import transformers
 
 import sparse_nb
 from . import hf, pocket, witness
@@ -105,12 +106,14 @@ class Grid:
     def header(self,
         weights: str, # of the model, `weights_id`
         chat: bool,   # through a chat template?
-    ) -> dict: # model, weights, setup, chat, texts (their hash), every, prefill and decode (`methods`), version, device
+        dtype: str = "torch.float32", # that the model computes in
+    ) -> dict: # model, weights, dtype, setup, chat, texts (their hash), every, `methods` of each role, versions, device
         "What the rows of a file have in common"
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         texts = sha256("\0".join(self.texts).encode()).hexdigest() if self.texts else None
-        return dict(sparse_nb=sparse_nb.__version__, model=self.model, weights=weights, setup=self.setup, chat=chat,
-                    texts=texts, every=self.every, device=device, prefill=self.methods("prefill"),
+        return dict(sparse_nb=sparse_nb.__version__, torch=torch.__version__, transformers=transformers.__version__,
+                    device=device, model=self.model, weights=weights, dtype=dtype, setup=self.setup, chat=chat,
+                    texts=texts, every=self.every, prefill=self.methods("prefill"),
                     decode=self.methods("decode"))
 
     def jobs(self,
@@ -174,7 +177,7 @@ class Results:
             if held: os.truncate(self.path, 0)
             return self._write(header)
         there, jobs, whole = read_results(self.path)
-        for name in ("model", "weights", "setup", "chat", "texts", "every"):
+        for name in ("model", "weights", "dtype", "setup", "chat", "texts", "every"):
             if there[name] != header[name]:
                 raise ValueError(f"out must hold results with {name} = {header[name]!r}, got {there[name]!r} in {path}")
         for what in "prefill", "decode":
@@ -228,7 +231,7 @@ class Worker:
 
     def header(self) -> dict:
         "That of the grid, for this model"
-        return self.grid.header(weights_id(self.model), self.chat)
+        return self.grid.header(weights_id(self.model), self.chat, str(self.model.dtype))
 
     def work(self,
         job: Job,  # of `Grid.jobs`

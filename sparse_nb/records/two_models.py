@@ -50,7 +50,7 @@ def methods_of(
 
 # %% ../../kernels/records/two_models.ipynb #980eaf01
 LENGTHS = 1024, 2048, 4096, 8192
-# the witness answers the pocket's other tasks never right
+# of the pocket's other tasks the witness was hardly ever right
 ASKED = {"pocket": [*TASKS, "text"],
          "witness": ["needle", "multikey:keys=2", "multikey:keys=4", "multikey", "kv", "text"]}
 
