@@ -9,7 +9,7 @@ __all__ = ['CUT', 'page_box', 'box_around', 'Quest', 'ChannelCodes', 'heavy_chan
 
 # %% ../nbs/60_baselines.ipynb #48204032
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +118,24 @@ def heavy_channels(
     return tuple(map(tuple, weight.topk(channels).indices.sort(-1).values.tolist()))
 
 # %% ../nbs/60_baselines.ipynb #27e4f461
+def _is_rows(x): return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(row, (list, tuple)) for row in x)
+
+def _of_layers(chosen): return _is_rows(chosen) and _is_rows(chosen[0])
+
+def _check_channels(chosen, channels):
+    "Raise unless `chosen` has a row of channel numbers for each group, or such rows for each layer."
+    if not _is_rows(chosen):
+        raise TypeError(f"chosen must be a row of channel numbers for each group or None, got {chosen!r}")
+    if _of_layers(chosen):
+        for rows in chosen:
+            if _of_layers(rows): raise TypeError(f"chosen must be rows of numbers for each layer, got {rows!r}")
+            _check_channels(rows, channels)
+        return
+    for row in chosen:
+        for x in row: check_count("chosen", x, 0)
+        if len(set(row)) != channels or len(row) != channels:
+            raise ValueError(f"chosen must name {channels} different channels for each group, got {row!r}")
+
 @dataclass(frozen=True)
 class DoubleSparsity(Predictor):
     """Scores from a few channels of 4 bits (Double Sparsity, Yang et al. 2024).
@@ -126,23 +144,27 @@ class DoubleSparsity(Predictor):
     """
     budget: int | float = 0.1    # keys to keep: a count, or a share of the visible keys
     channels: int = 16           # channels of each key in the index
-    chosen: tuple | None = None  # their numbers, a row for each group (`heavy_channels`); None: those that spread most
+    chosen: tuple | None = None  # their numbers, a row for each group (`heavy_channels`), or such rows for each layer;
+    #                              None: those that spread most
 
     def __post_init__(self):
         check_budget(self.budget)
         check_count("channels", self.channels, 1)
         if self.chosen is None: return
-        if not isinstance(self.chosen, (list, tuple)) or not self.chosen or not all(isinstance(x, (list, tuple))
-                                                                                    for x in self.chosen):
-            raise TypeError(f"chosen must be a row of channel numbers for each group or None, got {self.chosen!r}")
-        for row in self.chosen:
-            for x in row: check_count("chosen", x, 0)
-            if len(set(row)) != self.channels or len(row) != self.channels:
-                raise ValueError(f"chosen must name {self.channels} different channels for each group, got {row!r}")
-        object.__setattr__(self, "chosen", tuple(map(tuple, self.chosen)))
+        _check_channels(self.chosen, self.channels)
+        frozen = tuple(tuple(map(tuple, x)) if _is_rows(x) else tuple(x) for x in self.chosen)
+        object.__setattr__(self, "chosen", frozen)
+
+    def at_layer(self, layer):
+        "With the channels of a layer, where they were chosen for each. ValueError for a layer that has none."
+        if not _of_layers(self.chosen): return self
+        if layer < len(self.chosen): return replace(self, chosen=self.chosen[layer])
+        raise ValueError(f"chosen must name channels for layer {layer}, got those of {len(self.chosen)} layers")
 
     def new_state(self):
-        "`ChannelCodes`."
+        "`ChannelCodes`. ValueError for channels of many layers: see `at_layer`."
+        if _of_layers(self.chosen):
+            raise ValueError(f"chosen must be the channels of one layer here, got those of {len(self.chosen)} layers")
         return ChannelCodes(self.channels, self.chosen)
 
     def priorities(self, q, state, *, scale=None):

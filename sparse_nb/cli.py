@@ -587,12 +587,13 @@ def texts_of(
 def show_results(
     file: Path,       # of `grid.run`
     out: Path | None, # where to save the table (.csv) or a picture of it; None: nowhere
+    pool: bool = False, # all tasks and lengths together?
 ) -> None:
     "Print what a file of results says, and save it; raises ValueError."
     from sparse_nb import grid
     try: frame = grid.frame_of(file)
     except OSError as error: raise ValueError(f"--show: cannot read {str(file)!r}: {error.strerror}") from error
-    found = grid.table(frame)
+    found = grid.table(frame, pool)
     if out is None: _print_results(found)
     elif out.suffix.lower() == ".csv": write_whole(out, found.to_csv().encode(), "--out")
     else:
@@ -609,21 +610,24 @@ def _print_results(found):
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-    for (task, length), cell in found.groupby(level=["task", "length"], sort=False):
-        names = ["bits", "gap"] if task == "text" else ["right", "gain", "same"]
+    for where, cell in found.groupby(level=list(range(found.index.nlevels - 2)), sort=False):
+        of_text = where[0] == "text"
+        names = ["bits", "gap", "perplexity", "long_perplexity"] if of_text else ["right", "gain", "same"]
+        bits, names = {*names} if of_text else set(), [x for x in names if x in cell]
         names += [x for x in ("density", "error", "bytes") if cell.get(x) is not None and cell[x].notna().any()]
-        table = Table(title=f"{task}, {length} tokens, {cell.prompts.max():.0f} prompts", title_justify="left")
+        place = where[0] if len(where) == 1 else f"{where[0]}, {where[1]} tokens"
+        table = Table(title=f"{place}, {cell.prompts.max():.0f} prompts", title_justify="left")
         for name in ("prefill | decode", *names): table.add_column(name, overflow="fold")
         for keys, row in zip(cell.index, cell.to_dict("records")):
-            value = lambda x: "" if x != x else f"{x:.4f}" if task == "text" and name in names[:2] else f"{100 * x:.0f}"
-            cells = [keys[3] if keys[2] == "exact" else f"{keys[2]} | {keys[3]}"]
+            value = lambda x: "" if x != x else f"{x:.4f}" if name in bits else f"{100 * x:.0f}"
+            cells = [keys[-1] if keys[-2] == "exact" else f"{keys[-2]} | {keys[-1]}"]
             for name in names:
                 low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
                 cells.append(value(row[name]) + (f" [{value(low)}, {value(high)}]" if low == low else ""))
             table.add_row(*map(Text, cells))
         Console().print(table)
     print("right answers, their gain on exact attention for the same prompts, answers the same as its, density, error "
-          "and bytes (of its) in %; bits and gap per byte; intervals of 95 %", file=sys.stderr)
+          "and bytes (of its) in %; bits and gap per byte, perplexity per token; intervals of 95 %", file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #817cd61b
 def grid_from(
@@ -672,6 +676,9 @@ def evaluate_grid(
     plain: Annotated[bool, typer.Option("--plain", help="Not through the tokenizer's chat template.")] = False,
     text: Annotated[str, typer.Option(help="For the task text: a file, or speeches, or speeches:YEAR for those since.",
                                       show_default=False)] = None,
+    long: Annotated[int, typer.Option(help="Of texts also the perplexity of the tokens that need more context than "
+                                           "this (LongPPL).", show_default=False)] = None,
+    dense_layers: DENSE = None,
     batch: Annotated[int, typer.Option(help="Tokens of the prompts that are read at once.")] = 16384,
     on: Annotated[str, typer.Option(help="ray: on the workers of Ray.", show_default=False)] = None,
     address: Annotated[str, typer.Option(help="Of a Ray cluster; a local one if not given.",
@@ -681,11 +688,12 @@ def evaluate_grid(
     out: Annotated[Path, typer.Option(help="File of results, ending in .jsonl, which is gone on with; with --show "
                                            "where to save the table (.csv) or a picture.", show_default=False)] = None,
     show: Annotated[Path, typer.Option(help="Show this file of results, and stop.", show_default=False)] = None,
+    pool: Annotated[bool, typer.Option("--pool", help="Show all tasks and lengths together.")] = False,
 ):
     "Ask a model a grid of tasks, lengths and methods, and compare each with exact attention."
     if show is not None:
         if out is not None: check_out(out, suffixes=(".csv", ".png", ".svg", ".pdf"))
-        return show_results(show, out)
+        return show_results(show, out, pool)
     if out is None: raise ValueError("--out must be given: a file of results, ending in .jsonl")
     if address is not None and on is None: raise ValueError("--address needs --on ray")
     if workers is not None and (on is None or workers < 1):
@@ -695,12 +703,13 @@ def evaluate_grid(
         report("loading the model")
         from sparse_nb.grid import run
         grid = grid_from(model, tasks, lengths, decode, prefill, seeds, text, setup=setup, batch=batch,
-                         chat=False if plain else None)
+                         chat=False if plain else None, short=long,
+                         dense_layers=[] if dense_layers is None else _items("dense-layers", dense_layers, number=True))
         report("loading the model", 1, 1)
         done, failed = run(grid, out, on=on, address=address, workers=workers,
                            progress=lambda done, total: report("jobs", done, total))
     print(f"{done} jobs done, {failed} failed, saved in {out}", file=sys.stderr)
-    show_results(out, None)
+    show_results(out, None, pool)
 
 # %% ../nbs/95_cli.ipynb #b7a4eb48
 def _version(package):

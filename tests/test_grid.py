@@ -2,6 +2,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -161,11 +162,44 @@ def test_the_command_runs_a_grid_shows_it_and_goes_on(tiny, tmp_path, monkeypatc
     assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_command_scores_a_text(tiny, tmp_path):
+def test_the_command_scores_a_text(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "text.txt").write_text("It rained on the harbour all day, and the boats stayed in. " * 30)
     shown = command("eval", "--model", tiny, "--tasks", "text", "--lengths", "200", "--seeds", "3", "--text",
-                    tmp_path / "text.txt", "--decode", "topk:budget=8", "--out", tmp_path / "o.jsonl")
+                    tmp_path / "text.txt", "--decode", "topk:budget=8", "--long", "32", "--out", tmp_path / "o.jsonl")
     assert shown.returncode == 0 and "bits" in shown.stdout and "text, 200 tokens, 3 prompts" in shown.stdout, shown
+    frame = frame_of(tmp_path / "o.jsonl")
+    assert {"long_tokens", "long_bits"} <= {*frame} and (frame.groupby("seed").long_tokens.nunique() == 1).all()
+    some = frame[frame.decode == "exact"]
+    assert "long_perplexity" in shown.stdout and some.long_tokens.max() < some.tokens.min()
+
+
+def test_dense_layers_attend_exactly_in_every_arm(tiny, tmp_path):
+    model = room.load_named(tiny)[0]
+    layers, sparse = model.config.num_hidden_layers, dict(decode={"topk": TopK(4)}, prefill={"window": Streaming(2, 8)})
+    whole = small(tiny, tasks=["needle"], lengths=[150], prompts=2, dense_layers=range(layers), **sparse)
+    run(whole, tmp_path / "dense.jsonl")
+    frame = frame_of(tmp_path / "dense.jsonl")
+    assert frame.same.all() and frame.error.max() < 1e-5 and (frame.density == 1).all()
+    last = replace(whole, dense_layers=[layers - 1])
+    with pytest.raises(ValueError, match="dense_layers"): run(last, tmp_path / "dense.jsonl")
+    run(last, tmp_path / "last.jsonl")
+    frame = frame_of(tmp_path / "last.jsonl").groupby("decode").density.mean()
+    run(replace(whole, dense_layers=()), tmp_path / "none.jsonl")
+    lone = frame_of(tmp_path / "none.jsonl")
+    share = 1 / layers
+    expected = share + (1 - share) * lone.groupby("decode").density.mean()
+    assert frame["topk"] == pytest.approx(expected["topk"], rel=1e-3)
+
+
+def test_a_pooled_table_pairs_prompts_of_the_same_task_and_length(tiny, tmp_path):
+    run(small(tiny, prompts=3), out := tmp_path / "out.jsonl")
+    frame = frame_of(out)
+    cells, pooled = table(frame), table(frame, pool=True)
+    assert pooled.prompts.loc[("tasks", "exact", "topk")] == len(frame) / 2
+    mean = cells.xs("topk", level="decode").gain.mean()
+    assert pooled.gain.loc[("tasks", "exact", "topk")] == pytest.approx(mean)
+    assert "tasks, " in command("eval", "--show", out, "--pool").stdout
 
 
 BAD = [
@@ -183,6 +217,9 @@ BAD = [
     (["--tasks", "text"], ["--text must be given"]), (["--batch", "0"], ["batch must be at least 1"]),
     (["--tasks", "text", "--text", "/no/such"], ["--text: cannot read"]),
     (["--tasks", "text", "--text", "speeches:soon"], ["--text: speeches: must be followed by a year"]),
+    (["--long", "0"], ["short must be at least 1"]), (["--long", "64"], ["short must be None without the task 'text'"]),
+    (["--dense-layers", "0,x"], ["--dense-layers must be whole numbers"]),
+    (["--dense-layers", "99"], ["dense_layers must lie in 0 to", "99"]),
     (["--on", "slurm"], ["on must be 'ray'"]), (["--workers", "2"], ["--workers", "--on ray"]),
     (["--address", "here"], ["--address needs --on ray"]), (["--model", "/no/such"], ["there is no folder"]),
     (["--show", "/no/such.jsonl"], ["--show: cannot read"]),
