@@ -66,7 +66,7 @@ def _with_exact(role, methods):
 # %% ../nbs/85_grid.ipynb #171a5331
 def _check_settings(grid):
     "Raise as `Grid` for settings that are neither tasks, lengths nor methods"
-    for name in "prompts", "every", "batch": check_count(name, getattr(grid, name))
+    for name in "prompts", "every", "chunk", "batch": check_count(name, getattr(grid, name))
     if grid.short is not None: check_count("short", grid.short)
     for layer in grid.dense_layers: check_count("dense_layers", layer, low=0)
     check_integer("seed", grid.seed)
@@ -94,7 +94,8 @@ class Grid:
     setup: str = "prompt"     # "prompt": methods write the answer; "context": they read the question, too
     chat: bool | None = None  # through the chat template? None: where the tokenizer has one
     texts: Sequence = ()      # strings, for the task "text"
-    every: int = 512          # tokens of a text decoded at once
+    every: int = 512          # tokens of a text read or decoded at once
+    chunk: int = 2048         # tokens of a prompt read at once
     short: int | None = None  # of texts also the tokens that need more context than this, as in `text_bits`
     dense_layers: Sequence = () # numbers of layers that attend exactly in every arm
     batch: int = 16384        # tokens of the prompts read at once
@@ -125,8 +126,9 @@ class Grid:
         texts = sha256("\0".join(self.texts).encode()).hexdigest() if self.texts else None
         return dict(sparse_nb=sparse_nb.__version__, torch=torch.__version__, transformers=transformers.__version__,
                     device=device, model=self.model, weights=weights, dtype=dtype, setup=self.setup, chat=chat,
-                    texts=texts, every=self.every, short=self.short, dense_layers=sorted(self.dense_layers),
-                    prefill=self.methods("prefill"), decode=self.methods("decode"))
+                    texts=texts, every=self.every, chunk=self.chunk, short=self.short,
+                    dense_layers=sorted(self.dense_layers), prefill=self.methods("prefill"),
+                    decode=self.methods("decode"))
 
     def jobs(self,
         done: set = frozenset(), # (task, length, prefill, decode, seed) that are there
@@ -178,7 +180,8 @@ def read_results(
     return lines[0], lines[1:], whole
 
 # %% ../nbs/85_grid.ipynb #be07d9f9
-SETTINGS = "setup", "chat", "texts", "every", "short", "dense_layers" # of a grid, that a file's rows have in common
+# of a grid, that the rows of a file have in common
+SETTINGS = "setup", "chat", "texts", "every", "chunk", "short", "dense_layers"
 
 class Results:
     "A file of results that grows by whole lines. Raises ValueError for one of another grid or kind, and OSError."
@@ -273,14 +276,14 @@ class Worker:
     def _task(self, job):
         rows, (task, settings) = [], task_of(job.task)
         prefill = None if job.prefill == "exact" else self.at_layers("prefill", job.prefill)
-        runs = [[seed] for seed in job.seeds]
+        runs, watch = [[seed] for seed in job.seeds], job.decode != ("exact",)
         if job.seeds == tuple(range(job.seeds[0], job.seeds[0] + len(job.seeds))): runs = [list(job.seeds)]
         for seeds in runs:
             rows.append(accuracy(
                 self.model, self.tokenizer, task, job.length,
-                {name: self.at_layers("decode", name) for name in job.decode},
+                {name: self.at_layers("decode", name) if watch else None for name in job.decode},
                 prompts=len(seeds), seed=seeds[0], batch=len(seeds), task_settings=settings,
-                setup=self.grid.setup, chat=self.chat, watch=True, prefill=prefill))
+                setup=self.grid.setup, chat=self.chat, watch=watch, prefill=prefill, chunk=self.grid.chunk))
         frame = pd.concat(rows).rename(columns=dict(method="decode", exact="right"))
         return frame.drop(columns=["task", "length"]).to_dict("records")
 
@@ -428,7 +431,8 @@ def table(
     """What a grid found: means, and paired differences to exact attention in both roles.
 
     right, same, gain and gap have an interval of 95 % beside them (right_low, right_high, ...); bytes are a share of
-    those that exact attention reads. long_perplexity is that of the tokens that need a long context (LongPPL).
+    those that exact attention reads. Density, error and bytes are of decoding, where a grid has a method for it;
+    long_perplexity is that of the tokens that need a long context (LongPPL).
     """
     rows, index = [], ["kind", "prefill", "decode"] if pool else CELL
     frame = frame.assign(kind=frame.task.where(frame.task == "text", "tasks"))

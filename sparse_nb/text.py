@@ -14,6 +14,7 @@ from importlib.util import find_spec
 
 import pandas as pd
 import torch
+from transformers import DynamicCache
 
 from . import hf
 from .core.checks import check_count
@@ -85,7 +86,7 @@ def token_bits(
     read: int,          # tokens that come before the scored ones
     decode=None,        # method that decodes the others, or dict or function from layer to method; None: they are read
     prefill=None,       # method that reads the first tokens, and without `decode` all; None: the model's own attention
-    every: int = 512,   # tokens at once
+    every: int = 512,   # tokens at once; without `decode` all are read at once where it is the length of the text
     seed: int = 0,      # of methods that draw
 ) -> tuple: # bits of tokens `read` + 1 to N - 1 [B, N - 1 - read], float64, on the CPU; rows of `forced_decode`
     """How many bits each token of given texts costs the model.
@@ -96,19 +97,21 @@ def token_bits(
     check_count("every", every)
     ids = ids.to(model.device)
     with hf.sparsify(model, prefill=prefill, setup="context", seed=seed) as session:
-        cache = hf.prefill(model, ids[:, :read], chunk=every)
         if decode is None:
-            with session.dispatch.reading(): bits, rows = _read_on(model, ids, cache, every), []
-    if decode is not None: bits, rows = forced_bits(model, ids, decode, cache, every=every, seed=seed)
+            with session.dispatch.reading(): return _read_all(model, ids, read, every).cpu(), []
+        cache = hf.prefill(model, ids[:, :read], chunk=every)
+    bits, rows = forced_bits(model, ids, decode, cache, every=every, seed=seed)
     return bits.cpu(), rows
 
-def _read_on(model, ids, cache, every):
-    "Bits of the tokens after those of the cache but the first [B, T], read `every` at a time"
-    bits = []
-    for begin in range(cache.get_seq_length(), ids.shape[1] - 1, every):
+def _read_all(model, ids, read, every):
+    "Bits of the tokens after the first `read` + 1 [B, T]; the text is read `every` tokens at a time"
+    cache, bits = DynamicCache(config=model.config), []
+    for begin in range(0, ids.shape[1] - 1, every):
         part = slice(begin, min(begin + every, ids.shape[1] - 1))
-        logits = model(input_ids=ids[:, part], past_key_values=cache, use_cache=True).logits
-        bits.append(bits_of(logits, ids[:, part.start + 1:part.stop + 1]))
+        first = max(read, begin)
+        given = dict(input_ids=ids[:, part], past_key_values=cache, use_cache=True)
+        if first >= part.stop: model.base_model(**given)
+        else: bits.append(bits_of(model(**given).logits[:, first - begin:], ids[:, first + 1:part.stop + 1]))
     return torch.cat(bits, 1)
 
 # %% ../nbs/84_text.ipynb #c14fcbf8

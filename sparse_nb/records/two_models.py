@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['DENSITY', 'LENGTHS', 'ASKED', 'channels_of', 'halved', 'methods_of', 'cells', 'grid_of', 'look_grid', 'equal_grid',
-           'condensed', 'write_condensed', 'ask', 'look', 'record']
+           'rows_of_two', 'write_two', 'ask', 'look', 'record']
 
 # %% ../../kernels/records/two_models.ipynb #60d54e41
-import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,10 +14,10 @@ from pathlib import Path
 from ..baselines import Adamas, DoubleSparsity, MagicPIG, Quest, heavy_channels
 from ..compose import Then
 from ..core.methods import Streaming, TopK, TopP, Uniform
-from ..grid import Grid, frame_of, load_named, read_results, run
+from ..grid import Grid, frame_of, load_named, read_results
 from ..hash_attention import HashAttention
 from ..models.capturing import capture
-from .recorder import write_record
+from .answers import condensed, finish, write_condensed
 from ..santa import Santa
 from ..tasks import TASKS
 from ..text import speeches
@@ -103,62 +102,27 @@ def equal_grid(
                for name, method in methods.items()}
     return replace(grid, decode=methods)
 
-# %% ../../kernels/records/two_models.ipynb #b7ad9da4
-def condensed(
-    files: list, # of `grid.run`
-) -> list:       # of dicts, the rows of a record of answers
-    """What is kept of files of results: a row for each model (`part`), task, length and method.
-
-    right and same have a digit a prompt, bits and seed of texts are lists; the others are means. What `look_grid` asked
-    has a part of its own, "chat" or "plain".
-    """
-    rows, digits = [], lambda x: "".join("01"[bool(y)] for y in x)
+# %% ../../kernels/records/two_models.ipynb #aed59f30
+def rows_of_two(
+    files: list, # of `ask` and `look`
+) -> list:       # of dicts
+    "`condensed`, with the parts pocket, witness, and, of what `look` asked, plain and chat."
+    rows = []
     for file in files:
-        frame, about = frame_of(file).sort_values("seed"), read_results(file)[0]
-        for (task, length, name), own in frame.groupby(["task", "length", "decode"], sort=False):
-            if name == "exact" and any(x.startswith("equal+") for x in about["decode"]): continue  # there already
-            part = about["model"] if len(about["decode"]) > 1 else ("plain", "chat")[about["chat"]]
-            row = dict(part=part, task=task, length=length, setup="prompt", method=name)
-            if task == "text":
-                row |= dict(bits=own.bits.round(6).tolist(), seed=own.seed.tolist())
-            else:
-                row |= dict(right=digits(own.right), same=digits(own.same),
-                            characters=round(float(own.characters.mean()), 4))
-            means = {x: own[x].mean() for x in ("density", "error", "perplexity") if x in own and own[x].notna().all()}
-            if "dense_bytes" in own: means["bytes"] = (own.bytes / own.dense_bytes).mean()
-            rows.append(row | {x: float(f"{y:.5g}") for x, y in means.items()})
+        about, of_equal, looks = read_results(file)[0], ".equal." in Path(file).name, ".look." in Path(file).name
+        own = [row for row in condensed([file]) if not (of_equal and row["method"] == "exact")]
+        if looks: own = [row | dict(part="chat" if about["chat"] else "plain") for row in own]
+        rows += own
     return rows
 
-# %% ../../kernels/records/two_models.ipynb #e47f2bc1
-def write_condensed(
+def write_two(
     out: Path,   # JSON file to write
-    files: list, # of `grid.run`
+    files: list, # of `ask` and `look`
 ) -> Path: # the file
-    """The record of what the grids' files hold, which may have been made on another machine.
-
-    ValueError for files of several machines, versions or weights.
-    """
-    headers, about = [read_results(file)[0] for file in files], {}
-    for x in headers:
-        for name in ("device", "sparse_nb", "torch", "transformers", "dtype"):
-            if about.setdefault(name, x[name]) != x[name]:
-                raise ValueError(f"files must agree in {name}, got {about[name]!r} and {x[name]!r}")
-    weights, methods = {}, {}
-    for x in headers:
-        if weights.setdefault(x["model"], x["weights"]) != x["weights"]:
-            raise ValueError(f"files must be of the same weights, got others of {x['model']!r}")
-        named = {name: m for name, m in x["decode"].items() if not name.startswith("equal+")}
-        methods.setdefault(x["model"], {}).update(named)
-    newest = time.gmtime(max(Path(file).stat().st_mtime for file in files))
-    about = dict(gpu=about.pop("device")) | about | dict(date=time.strftime("%Y-%m-%d %H:%M UTC", newest))
-    return write_record(out, about | dict(weights=weights, methods=methods), condensed(files))
+    "The record of what the files hold. Raises as `write_condensed`."
+    return write_condensed(out, files, rows_of_two(files))
 
 # %% ../../kernels/records/two_models.ipynb #933a13b5
-def _finish(grid, file, say):
-    done, failed = run(grid, file)
-    say(f"{file.name}: {done} jobs done, {failed} failed")
-    if failed: raise RuntimeError(f"{failed} jobs failed in {file}: see `sparse-nb eval --show {file}`")
-
 def ask(
     out: Path,   # the record's file; the grids' files stand beside it
     model: str,  # as of `grid_of`, as are task and length
@@ -170,10 +134,10 @@ def ask(
     "Do one cell of the record. Raises as `grid.run`; RuntimeError for jobs that failed."
     grid, name = grid_of(model, task, length, quick), f"{model}.{task.replace(':', '.')}.{length}.jsonl"
     files = [Path(out).with_suffix(f".{name}")]
-    _finish(grid, files[0], say)
+    finish(grid, files[0], say)
     if task != "text":
         files.append(Path(out).with_suffix(f".equal.{name}"))
-        _finish(equal_grid(grid, files[0]), files[1], say)
+        finish(equal_grid(grid, files[0]), files[1], say)
     return files
 
 def look(
@@ -184,7 +148,7 @@ def look(
 ) -> list: # of one file
     "Do what `look_grid` asks. Raises as `ask`."
     files = [Path(out).with_suffix(f".look.{'chat' if chat else 'plain'}.{length}.jsonl")]
-    _finish(look_grid(length, chat), files[0], say)
+    finish(look_grid(length, chat), files[0], say)
     return files
 
 def record(
@@ -197,4 +161,4 @@ def record(
     wanted = [("pocket", "needle", 700)] if quick else cells()
     files = [] if quick else [file for n in LENGTHS for chat in (True, False) for file in look(out, n, chat, say)]
     for what in wanted: files += ask(out, *what, quick=quick, say=say)
-    return write_condensed(Path(out), files)
+    return write_two(Path(out), files)
