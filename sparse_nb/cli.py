@@ -272,6 +272,8 @@ def rehearse(
 ) -> None:
     "Raise ValueError, which names `option`, where `method` cannot decode for heads of these sizes."
     import torch
+    if not callable(method.decode):
+        raise ValueError(f"{option} must be a method that can decode, got {method!r}, which reads prompts alone")
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads

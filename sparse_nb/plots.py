@@ -24,8 +24,8 @@ from .metrics import coverage_curve, keys_for_coverage
 
 # %% ../nbs/03_plots.ipynb #2ca17782
 _OTHERS = {  # name -> label, colour, marker
-    "topk_uniform": ("top-k + uniform", "#00b050", "^"), "delta": ("delta correction", "#bd2a77", "p"),
-    "saap": ("SAAP", "#6d1d00", "d"), "sketch_walk": ("Sketch&Walk", "#cdaad7", "h"),
+    "topk_uniform": ("top-k + uniform", "#00b050", "^"), "saap": ("SAAP", "#6d1d00", "d"),
+    "sketch_walk": ("Sketch&Walk", "#cdaad7", "h"),
 }
 _LOOKS = {name: (row.label, row.colour, row.marker) for name, row in METHODS.items()} | _OTHERS
 METHOD_LABELS, METHOD_COLOURS, METHOD_MARKERS = ({name: look[i] for name, look in _LOOKS.items()} for i in range(3))
