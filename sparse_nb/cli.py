@@ -270,7 +270,7 @@ def rehearse(
     method,      # a `Method`
     config,      # of the model, transformers' text configuration
 ) -> None:
-    "Raise ValueError, which names `option`, where `method` cannot decode for heads of these sizes."
+    "Raise ValueError, which names `option`, where `method` cannot decode, or read, with heads of these sizes."
     import torch
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -278,7 +278,7 @@ def rehearse(
     q, k = torch.randn(1, heads, 1, size), torch.randn(1, groups, 16, size)
     try:
         if hasattr(method, "at_layer"): method = method.at_layer(config.num_hidden_layers - 1)
-        method.decode(q, k, k.clone())
+        (method.decode or method.prefill)(q, k, k.clone())
     except (TypeError, ValueError, OSError, MemoryError, RuntimeError) as error:
         raise ValueError(f"{option}: {' '.join(str(error).split()) or type(error).__name__}, in {method!r}") from error
 

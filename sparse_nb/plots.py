@@ -24,8 +24,8 @@ from .metrics import coverage_curve, keys_for_coverage
 
 # %% ../nbs/03_plots.ipynb #2ca17782
 _OTHERS = {  # name -> label, colour, marker
-    "topk_uniform": ("top-k + uniform", "#00b050", "^"), "delta": ("delta correction", "#bd2a77", "p"),
-    "saap": ("SAAP", "#6d1d00", "d"), "sketch_walk": ("Sketch&Walk", "#cdaad7", "h"),
+    "topk_uniform": ("top-k + uniform", "#00b050", "^"), "saap": ("SAAP", "#6d1d00", "d"),
+    "sketch_walk": ("Sketch&Walk", "#cdaad7", "h"),
 }
 _LOOKS = {name: (row.label, row.colour, row.marker) for name, row in METHODS.items()} | _OTHERS
 METHOD_LABELS, METHOD_COLOURS, METHOD_MARKERS = ({name: look[i] for name, look in _LOOKS.items()} for i in range(3))
@@ -46,10 +46,12 @@ _PALETTES = {
     "contenders": {"dense": "#aa1540", "flashinfer": "#2a40bf", "flashinfer_tc": "#808095", "sdpa_flash": "#558015",
                    "sdpa_cudnn": "#55d400", "flex": "#ea6aff"},
     "networks": {"drawn": "#999911", "short run": "#0066ff", "other layer": "#004444"},
+    "corrections": {"none": "#4b4b0f", "aligned": "#96c300", "recompute": "#3cd2b4", "delta": "#1e69a5",
+                    "tangent": "#0f3cf0"},
 }
 
 def palette(
-    kind: str, # "methods", "schemes", "bounds", "setups", "contenders" or "networks"
+    kind: str, # "methods", "schemes", "bounds", "setups", "contenders", "networks" or "corrections"
 ) -> dict:     # name -> colour
     "The colours of one kind of thing. Raises ValueError for an unknown kind."
     kinds = {"methods": METHOD_COLOURS} | _PALETTES

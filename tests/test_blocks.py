@@ -176,6 +176,18 @@ if not INTERPRETED:
         assert torch.equal(out, again)
 
     @pytest.mark.parametrize("causal", [True, False])
+    def test_the_keys_that_a_row_sees(causal):
+        (q, k, _), masks = problem(3, 2, 2, 60, 100, 8, ragged=True)
+        for gaps in (False, True):
+            p = lists(3, 2, 60, 100, 32, 64, gaps=gaps)
+            want = pairs(p, 3, causal, **masks)
+            assert torch.equal(p.seen(torch.arange(60), causal=causal, **masks), want)
+            some = torch.tensor([59, 0, 31, 32])
+            assert torch.equal(p.seen(some, causal=causal, **masks), want[:, :, some])
+        near = sinks_window_pattern(q, k, sinks=3, window=9)
+        assert torch.equal(near.seen(torch.tensor([7])), pairs(near, 3)[:, :, 7:8])
+
+    @pytest.mark.parametrize("causal", [True, False])
     def test_a_sequence_of_padding_gives_nothing(causal):
         (q, k, v), masks = padded(FP64)
         p = lists(1, 1, 40, 70, 32, 32, share=2.0)

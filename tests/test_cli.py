@@ -400,7 +400,7 @@ def test_methods_are_written_as_they_are_read(text):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("", ["got ''", "adamas, doublesparsity, exact", "quest, santa", "vattention"]),
+    ("", ["got ''", "adamas, delta, doublesparsity, exact", "quest, santa", "vattention"]),
     ("magic", ["got 'magic'", "santa"]),
     ("topk=3", ["got 'topk=3'"]), ("topk:", ["got 'topk:'", "name:setting=value"]),
     ("topk:0.1", ["name:setting=value"]),
@@ -688,3 +688,10 @@ def test_bench_and_records_need_a_gpu(tmp_path):
     one_line(run("bench", "decode", "--out", tmp_path / "new"), "there is no CUDA device here")
     one_line(run("record", "decode", "--out", tmp_path / "new.json"), "CUDA")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_method_that_only_reads_reads(files, tiny):
+    settings = "--model", tiny, "--max-new-tokens", 4
+    result = generated(files / "prompt", *settings, "--prefill", "delta:window=16,gamma=8")
+    assert result.returncode == 0
+    one_line(generated(files / "prompt", *settings, "--decode", "delta"), "decode must be a method that can decode")

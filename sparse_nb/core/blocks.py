@@ -68,6 +68,18 @@ def _split(p, mask, gap, causal, kv_start, kv_len):
     full = full & some & ((e <= begin[..., None]) | (a >= stop[..., None]))
     return full, some & ~full
 
+def _seen(p, rows, causal=True, kv_start=None, kv_len=None):
+    "Which keys the queries number `rows` of the pattern `p` see [B, P, r, N]"
+    batch = next((x.shape[0] for x in (kv_start, kv_len) if x is not None), p.index.shape[0])
+    q, k = (p.index.new_empty(batch, 1, n, 0) for n in (p.queries, p.keys))
+    first, end = (x[..., rows, None] for x in visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len))
+    i = torch.arange(p.keys, device=p.index.device)
+    found = p.mask()[:, :, rows // p.query_block].repeat_interleave(p.key_block, -1)[..., :p.keys]
+    if p.gap is not None:
+        low, high = p.gap[:, :, rows, None].unbind(-1)
+        found = found & ((i < low) | (i >= high))
+    return found & (i >= first) & (i < end)
+
 # %% ../../nbs/09_blocks.ipynb #30d15dac
 @dataclass(frozen=True, eq=False)
 class BlockPattern:
@@ -113,6 +125,14 @@ class BlockPattern:
     def split(self, *, causal=True, kv_start=None, kv_len=None) -> tuple[torch.Tensor, torch.Tensor]:
         "The listed blocks that all rows see whole, and those of which some see a part, each [B, P, Mq, Mk], bool."
         return _split(self, self.mask(), self.gap, causal, kv_start, kv_len)
+
+    def seen(
+        self,
+        rows: torch.Tensor, # numbers of queries [r], int64
+        **masks,            # causal (True), kv_start, kv_len, as in `split`
+    ) -> torch.Tensor:      # [B, P, r, N], bool
+        "The keys that these queries see."
+        return _seen(self, rows, **masks)
 
     def density(self, *, causal=True, kv_start=None, kv_len=None) -> torch.Tensor: # no axes, float64
         "Blocks that are read, as a share of those that exact attention reads in the same call."

@@ -68,7 +68,7 @@ class Entry(NamedTuple):
     label: str  # in plots and tables
     colour: str # in every plot of the book
     marker: str # likewise
-    reads: str  # what it reads in a decoding step
+    reads: str  # what it reads in a decoding step, or of a prompt
 
 METHODS = {
     "exact": Entry("sparse_nb.core.methods:Exact", "exact", "#222222", "o", "every key and value"),
@@ -94,6 +94,8 @@ METHODS = {
                     "keys near the query after a rotation, two bits a number"),
     "magicpig": Entry("sparse_nb.baselines:MagicPIG", "MagicPIG", "#ff40ea", "o",
                       "keys that collide with the query in random hash tables, weighted by their chance"),
+    "delta": Entry("sparse_nb.delta:Delta", "Delta", "#bd2a77", "p",
+                   "prompts alone: sinks and window, and for every 64th row all keys, from which the others learn"),
     "then": Entry("sparse_nb.compose:Then", "select, then sample", "#0000a8", "p",
                   "the keys that one method selects, and of their values a few that are drawn"),
 }
