@@ -6,12 +6,13 @@
 __all__ = ['ROUNDINGS', 'SIZES_OF_A_HEAD', 'ROWS_AT_ONCE', 'BlockGrid', 'block_grid', 'BlockChooser', 'heaviest', 'fewest',
            'last_weights', 'diagonal_sums', 'block_sums', 'any_between', 'covering_blocks', 'pooled_blocks',
            'save_choices', 'VerticalSlash', 'rows_attention', 'FlexPrefill', 'js_distance', 'HiP', 'chunk_scores',
-           'OracleBlocks', 'RandomBlocks', 'up_to_density', 'mass_read', 'search_choices']
+           'OracleBlocks', 'RandomBlocks', 'attention_of_blocks', 'drawn_numbers', 'up_to', 'mass_read',
+           'with_counts_of', 'search_choices']
 
-# %% ../nbs/62_patterns.ipynb #099cc37f
+# %% ../nbs/62_patterns.ipynb #7dabfe6d
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -121,7 +122,7 @@ def diagonal_sums(
     skewed = F.pad(weights.flip(2), (0, m)).flatten(2)[..., :m * (n + m - 1)].unflatten(2, (m, -1))
     return skewed.sum(2)[..., :n].flip(-1)
 
-# %% ../nbs/62_patterns.ipynb #305f147e
+# %% ../nbs/62_patterns.ipynb #e5209def
 def block_sums(
     x: torch.Tensor, # [..., n]
     size: int,       # of a block
@@ -146,7 +147,8 @@ def covering_blocks(
 ) -> torch.Tensor:           # [B, H, Mq, Mk], bool
     "The blocks that hold a pair of query and key on a chosen line."
     held = any_between(columns, grid.key, grid.last_key)
-    return held[:, :, None] | any_between(diagonals, grid.row[:, None] - grid.last_key, grid.last_row[:, None] - grid.key)
+    nearest, farthest = grid.row[:, None] - grid.last_key, grid.last_row[:, None] - grid.key
+    return held[:, :, None] | any_between(diagonals, nearest, farthest)
 
 def pooled_blocks(
     columns: torch.Tensor,   # chosen blocks of keys [B, H, Mk], bool
@@ -155,8 +157,8 @@ def pooled_blocks(
     size: int,               # keys of a block
 ) -> torch.Tensor:           # [B, H, Mq, Mk], bool
     "The chosen blocks of keys, and those that stand a chosen distance before a block that holds the block's queries."
-    key = grid.key // size
-    return columns[:, :, None] | any_between(diagonals, grid.row[:, None] // size - key, grid.last_row[:, None] // size - key)
+    nearest, farthest = (x[:, None] // size - grid.key // size for x in (grid.row, grid.last_row))
+    return columns[:, :, None] | any_between(diagonals, nearest, farthest)
 
 # %% ../nbs/62_patterns.ipynb #d2e1df9d
 ROUNDINGS = "cover", "pool", "none"
@@ -185,7 +187,7 @@ def save_choices(
     Path(path).write_text(json.dumps({"model": weights_id(model), "layers": layers}) + "\n", encoding="utf-8")
     _open_choices.cache_clear()
 
-# %% ../nbs/62_patterns.ipynb #595c0a12
+# %% ../nbs/62_patterns.ipynb #74cb6ea5
 @dataclass(frozen=True)
 class VerticalSlash(BlockChooser):
     """Columns and diagonals that the last queries look at (MInference's vertical-slash pattern, Jiang et al. 2024).
@@ -197,7 +199,7 @@ class VerticalSlash(BlockChooser):
     last: int = 64             # queries of the end that choose
     sinks: int = 30            # first columns, which are always read
     window: int = 100          # shortest distances, which are always read
-    rounding: str = "cover"    # blocks that "cover" the lines, "pool": blocks of as many keys, or "none": the lines alone
+    rounding: str = "cover"    # "cover": blocks with a line in them, "pool": blocks of as many keys, "none": the lines
     choices: str | None = None # file of `save_choices`: sizes for each head, in place of the settings above
     layer: int | None = None   # whose choices; None: those of the layer it runs in, which `sparsify` knows
     query_block: int = 64      # queries of a block: 32, 64 or 128
@@ -266,7 +268,8 @@ class VerticalSlash(BlockChooser):
 
     def rows(self, q, k, *, scale=None) -> torch.Tensor: # [B, H, Q, N], bool
         "Which key each query reads with `rounding=\"none\"`; as large as all pairs."
-        columns, diagonals = self.lines(promote(q) * (q.shape[3]**-0.5 if scale is None else scale), promote(k))
+        with no_autocast(q):
+            columns, diagonals = self.lines(promote(q) * (q.shape[3]**-0.5 if scale is None else scale), promote(k))
         distance = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None] - torch.arange(
             k.shape[2], device=q.device)
         return (columns[:, :, None] | diagonals[..., distance.clamp(min=0)]) & (distance >= 0)
@@ -371,15 +374,15 @@ def js_distance(
     halves = [torch.xlogy(x, x / mean.clamp(min=torch.finfo(x.dtype).tiny)).sum(-1) / 2 for x in (a, b)]
     return sum(halves).clamp(min=0).sqrt()
 
-# %% ../nbs/62_patterns.ipynb #20ef98a7
+# %% ../nbs/62_patterns.ipynb #47884de5
 @dataclass(frozen=True)
 class HiP(BlockChooser):
-    """A tree of keys, pruned in stages (HiP and InfiniteHiP, Lee et al. 2024, 2025), with the settings of Delta's paper.
+    """A tree of keys, pruned in stages (HiP and InfiniteHiP, Lee et al. 2024, 2025); settings as Delta's authors have.
 
     Each stage cuts what is left into chunks, finds a key that speaks for each by halving, and keeps the best chunks.
     Raises TypeError or ValueError for settings that can never work.
     """
-    stages: tuple = ((256, 32768), (8, 8192), (2, 2048)) # keys of a chunk, and keys that are kept; each size divides the last
+    stages: tuple = ((256, 32768), (8, 8192), (2, 2048)) # keys of a chunk, and keys that are kept
     sinks: int = 1024          # first keys, which are always read
     window: int = 1024         # last keys of a block's first query, which are always read
     shared: str = "all"        # do "all" heads read the same keys, those of a "group", or each "head" its own?
@@ -438,7 +441,8 @@ class HiP(BlockChooser):
     def rows(self, q, k, *, scale=None) -> torch.Tensor: # [B, P, Q, N], bool
         "Which key each query reads with `rounding=\"none\"`; as large as all pairs."
         grid = block_grid(q, k, self.query_block, self.key_block)
-        low, high = self.chunks(promote(q) * (q.shape[3]**-0.5 if scale is None else scale), promote(k), grid)
+        with no_autocast(q):
+            low, high = self.chunks(promote(q) * (q.shape[3]**-0.5 if scale is None else scale), promote(k), grid)
         place = low[..., None] + torch.arange(self.stages[-1][0], device=q.device)
         place = torch.where(place < high[..., None], place, k.shape[2]).flatten(3)
         read = low.new_zeros(*low.shape[:3], k.shape[2] + 1, dtype=torch.bool).scatter(-1, place, True)[..., :-1]
@@ -453,7 +457,7 @@ class HiP(BlockChooser):
         with torch.no_grad(): rows = self.rows(q, k, scale=scale)
         return rows_attention(q, k, v, rows, scale=scale)[0]
 
-# %% ../nbs/62_patterns.ipynb #749ac87a
+# %% ../nbs/62_patterns.ipynb #59541720
 def _check_stages(stages):
     "Raise unless these are sizes of chunks that divide each other, and counts of keys."
     if not isinstance(stages, (tuple, list)) or not stages or not all(
@@ -479,7 +483,7 @@ def chunk_scores(
 
     That key is found by halving: the half whose middle key scores better is halved again.
     """
-    there, found = low < high, []
+    found = []
     step = max(1, ROWS_AT_ONCE // (rows[:, :, 0, 0].numel() * low.shape[3]))
     heads = rows.shape[1] // low.shape[1]
     def score(q, seen, i): # [B, H, m, n]
@@ -488,15 +492,16 @@ def chunk_scores(
     for m in range(0, rows.shape[2], step):
         at = slice(m, m + step)
         a, b = (x[:, :, at].repeat_interleave(heads, 1) for x in (low, high))
+        none = a >= b
         q, seen = rows[:, :, at], real[:, :, at]
         for _ in range((size - 1).bit_length()):
             half = (a + b + 1) // 2
             right = (half < b) & (score(q, seen, (half + b - 1) // 2) > score(q, seen, (a + half - 1) // 2))
             a, b = torch.where(right, half, a), torch.where(right, b, half)
-        found.append(score(q, seen, a))
-    return torch.cat(found, 2).masked_fill(~there, -math.inf)
+        found.append(score(q, seen, a).masked_fill(none, -math.inf))
+    return torch.cat(found, 2)
 
-# %% ../nbs/62_patterns.ipynb #b09160ac
+# %% ../nbs/62_patterns.ipynb #6f0085e9
 ROWS_AT_ONCE = 2**24  # numbers of keys that are copied at once
 
 @dataclass(frozen=True)
@@ -514,12 +519,8 @@ class OracleBlocks(BlockChooser):
 
     def blocks(self, q, k, grid, kv_start, seed):
         "The heaviest blocks, up to the density, and those that hold the queries' own positions."
-        found, offset = [], k.shape[2] - q.shape[2]
-        for m, mine in enumerate(q.split(self.query_block, 2)):
-            end = offset + m * self.query_block + mine.shape[2]
-            weights = last_weights(mine, k[:, :, :end], mine.shape[2], kv_start).sum(2)
-            found.append(block_sums(F.pad(weights, (0, k.shape[2] - end)), self.key_block))
-        return up_to_density(torch.stack(found, 2), self.density, grid)
+        mass = attention_of_blocks(q, k, self.query_block, self.key_block, kv_start)
+        return up_to(mass, (self.density * grid.visible.sum(-1, keepdim=True)).ceil(), grid)
 
 @dataclass(frozen=True)
 class RandomBlocks(BlockChooser):
@@ -536,30 +537,51 @@ class RandomBlocks(BlockChooser):
 
     def blocks(self, q, k, grid, kv_start, seed):
         "As many blocks as the density says, and among them those that hold the queries' own positions."
-        seeds = fold_in(head_seeds(q, new_seed(seed))[..., None], grid.row)                  # [B, H, Mq]
-        drawn = philox(seeds[..., None], torch.arange(len(grid.key), device=q.device))
-        return up_to_density(drawn, self.density, grid)
+        return up_to(drawn_numbers(q, grid, seed), (self.density * grid.visible.sum(-1, keepdim=True)).ceil(), grid)
 
-# %% ../nbs/62_patterns.ipynb #ccc7b96c
+# %% ../nbs/62_patterns.ipynb #47aac116
 def _check_density(method):
     "Raise unless the settings of a method with a density can work."
     check_number("density", method.density)
     if not 0 < method.density <= 1: raise ValueError(f"density must lie in (0, 1], got {method.density}")
     for name in ("query_block", "key_block"): check_block(name, getattr(method, name))
 
-def up_to_density(
+def attention_of_blocks(
+    q: torch.Tensor,                      # scaled queries [B, H, Q, D]
+    k: torch.Tensor,                      # keys [B, G, N, D]
+    query_block: int,                     # queries of a block
+    key_block: int,                       # keys of a block
+    kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+) -> torch.Tensor:                        # [B, H, Mq, Mk]
+    "Attention weights, summed over the queries and the keys of each pair of blocks."
+    found, offset = [], k.shape[2] - q.shape[2]
+    for m, mine in enumerate(q.split(query_block, 2)):
+        end = offset + m * query_block + mine.shape[2]
+        weights = last_weights(mine, k[:, :, :end], mine.shape[2], kv_start).sum(2)
+        found.append(block_sums(F.pad(weights, (0, k.shape[2] - end)), key_block))
+    return torch.stack(found, 2)
+
+def drawn_numbers(
+    q: torch.Tensor, # queries [B, H, Q, D]
+    grid: BlockGrid,
+    seed,            # as in `stream_seeds`
+) -> torch.Tensor:   # [B, H, Mq, Mk], in [0, 1)
+    "A random number for each pair of blocks, from a stream of each sequence, head and first query of a block."
+    seeds = fold_in(head_seeds(q, new_seed(seed))[..., None], grid.row)
+    return philox(seeds[..., None], torch.arange(len(grid.key), device=q.device))
+
+def up_to(
     mass: torch.Tensor, # of each block [B, H, Mq, Mk]
-    density: float,     # share of the visible blocks
+    count,              # blocks for each block of queries [B, H or 1, Mq, 1]
     grid: BlockGrid,
 ) -> torch.Tensor:      # [B, H, Mq, Mk], bool
-    "The heaviest visible blocks of each block of queries, as many as the density says, its own first."
-    count = (density * grid.visible.sum(-1, keepdim=True)).ceil()
-    count = torch.maximum(count, (grid.visible & grid.own).sum(-1, keepdim=True))
-    return heaviest(mass.masked_fill(~grid.visible, -math.inf), count, grid.own & grid.visible)
+    "The heaviest visible blocks, as many as `count` says; those of the queries' own positions come first, and all."
+    own = grid.visible & grid.own
+    return heaviest(mass.masked_fill(~grid.visible, -math.inf), torch.maximum(count, own.sum(-1, keepdim=True)), own)
 
-# %% ../nbs/62_patterns.ipynb #21a395d6
+# %% ../nbs/62_patterns.ipynb #d1da9fcd
 def mass_read(
-    method: BlockChooser,        # any of this room
+    method,                      # any of this room, or a `BlockPattern`
     q: torch.Tensor,             # queries [B, H, Q, D]: the last Q positions
     k: torch.Tensor,             # keys [B, G, N, D]
     *,
@@ -573,13 +595,34 @@ def mass_read(
     if getattr(method, "rounding", "") == "none":
         sums = rows_attention(q, k, k, method.rows(q, k, scale=scale), scale=scale)[1]
     else:
-        pattern = method.pattern(q, k, seed=seed, scale=scale)
+        given = isinstance(method, BlockPattern)
+        pattern = method if given else method.pattern(q, k, seed=seed, scale=scale)
         sums = block_attention(q, k, k, pattern, scale=scale, return_lse=True)[1]
     whole = streaming_prefill(q, k, k, sinks=0, window=k.shape[2], scale=scale, return_lse=True)[1]
     return (sums.double() - whole).exp()
 
+def with_counts_of(
+    pattern: BlockPattern,       # without a gap
+    q: torch.Tensor,             # the queries it is for [B, H, Q, D]
+    k: torch.Tensor,             # the keys [B, G, N, D]
+    *,
+    seed=None,                   # draws the blocks; None: the heaviest
+    scale: float | None = None,  # factor on the dot products; None is D ** -0.5
+) -> BlockPattern:
+    """As many blocks as another pattern reads, in each head and block of queries: the heaviest of all, or random ones.
+
+    No choice with these counts reads more of the attention than the heaviest; each includes the queries' own blocks.
+    """
+    sizes = dict(query_block=pattern.query_block, key_block=pattern.key_block)
+    grid, heads = block_grid(q, k, **sizes), q.shape[1] // pattern.index.shape[1]
+    count = (pattern.mask() & grid.visible).sum(-1, keepdim=True).repeat_interleave(heads, 1)
+    with torch.no_grad(), no_autocast(q):
+        scaled = promote(q) * (q.shape[3]**-0.5 if scale is None else scale)
+        mass = attention_of_blocks(scaled, promote(k), **sizes) if seed is None else drawn_numbers(q, grid, seed)
+        return BlockPattern.from_mask(up_to(mass, count, grid), queries=q.shape[2], keys=k.shape[2], **sizes)
+
 def search_choices(
-    layers,                            # (number, queries [B, H, N, D], keys [B, G, N, D]) of each layer, prompts read exactly
+    layers,                            # (number, queries [B, H, N, D], keys [B, G, N, D]) of each layer
     candidates,                        # (vertical, slash) or (vertical, slash, sinks, window), of one cost
     method: VerticalSlash,             # its other settings
 ) -> dict:                             # for `save_choices`
