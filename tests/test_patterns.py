@@ -435,7 +435,7 @@ def test_bad_tensors(method):
 @pytest.mark.parametrize("method", ROWS, ids=repr)
 def test_rows_are_no_blocks(method):
     q, k, _ = problem()
-    with pytest.raises(ValueError, match="rounding must be 'cover'.* for a pattern of blocks, got 'none'"):
+    with pytest.raises(ValueError, match="rounding must give blocks where a pattern is asked, got 'none'"):
         method.pattern(q, k)
 
 
