@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SAMPLE', 'Stats', 'visible_keys', 'stats_of', 'Entry', 'method_class',
-           'Settings', 'own_arguments', 'Method', 'PrefillByDecode', 'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform',
-           'check_heard', 'check_new_keys', 'check_picked', 'check_length', 'State', 'Fitted', 'block_keys',
-           'BlockRows', 'BlockState', 'check_state', 'Predictor', 'weights_id']
+           'Settings', 'own_arguments', 'Method', 'starts_of', 'PrefillByDecode', 'PrefillByPattern', 'Exact',
+           'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard', 'check_new_keys', 'check_picked', 'check_length',
+           'State', 'Fitted', 'block_keys', 'BlockRows', 'BlockState', 'check_state', 'Predictor', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
 import hashlib
@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from .blocks import streaming_prefill
+from .blocks import BlockPattern, block_attention, streaming_prefill
 from .checks import (
     check_bounds, check_budget, check_count, check_inputs, check_mass, check_scores, check_seed, on_cpu_eagerly)
 from .exact import attention, to_device_of, visible_range
@@ -96,6 +96,17 @@ METHODS = {
                       "keys that collide with the query in random hash tables, weighted by their chance"),
     "delta": Entry("sparse_nb.delta:Delta", "Delta", "#bd2a77", "p",
                    "prompts alone: sinks and window, and for every 64th row all keys, from which the others learn"),
+    "vertical_slash": Entry("sparse_nb.patterns:VerticalSlash", "vertical-slash", "#643c82", "|",
+                            "of a prompt: the columns and diagonals that its last queries look at"),
+    "flex_prefill": Entry("sparse_nb.patterns:FlexPrefill", "FlexPrefill", "#00ffaa", "D",
+                          "of a prompt: blocks up to a share of an estimated attention, for each head by one of two "
+                          "rules"),
+    "hip": Entry("sparse_nb.patterns:HiP", "HiP", "#aae664", "^",
+                 "of a prompt: chunks of keys, halved and compared, in stages"),
+    "oracle_blocks": Entry("sparse_nb.patterns:OracleBlocks", "oracle blocks", "#5a4650", "s",
+                           "of a prompt, oracle: the blocks of keys that hold most of the attention"),
+    "random_blocks": Entry("sparse_nb.patterns:RandomBlocks", "random blocks", "#fffa00", "v",
+                           "of a prompt: blocks of keys drawn at random"),
     "then": Entry("sparse_nb.compose:Then", "select, then sample", "#0000a8", "p",
                   "the keys that one method selects, and of their values a few that are drawn"),
 }
@@ -232,6 +243,15 @@ class Method(Settings):
 # %% ../../nbs/07_methods.ipynb #2f6ce8b4
 QUERIES_AT_ONCE = 128  # of a prompt
 
+def starts_of(
+    kv_start: torch.Tensor | None, # first valid key of each sequence [B]; a GPU is waited for to read it
+) -> list:                         # (slice of sequences, their first key): all at once where they begin at one key
+    "How to cut a batch into parts without padding. ValueError for a negative start."
+    starts = [0] if kv_start is None else kv_start.tolist()
+    if min(starts) < 0: raise ValueError(f"kv_start must not be negative, got {min(starts)}")
+    if len(set(starts)) == 1: return [(slice(None), starts[0])]
+    return [(slice(b, b + 1), start) for b, start in enumerate(starts)]
+
 class PrefillByDecode:
     "Gives a `Method` a `prefill` that decodes a prompt in blocks."
     def prefill(
@@ -250,19 +270,60 @@ class PrefillByDecode:
         """
         check_inputs(q, k, v, causal=True, scale=scale, seed=seed)
         check_bounds(q, kv_start=kv_start)
-        starts, keys = [0] if kv_start is None else kv_start.tolist(), k.shape[2]
-        offset = keys - q.shape[2]
-        if min(starts) < 0: raise ValueError(f"kv_start must not be negative, got {min(starts)}")
-        rows = [slice(None)] if len(set(starts)) == 1 else [slice(b, b + 1) for b in range(len(starts))]
+        keys, offset = k.shape[2], k.shape[2] - q.shape[2]
         seeds = head_seeds(q, new_seed(seed)) if self.random else None
         out = q.new_zeros(q.shape)
-        for row, start in zip(rows, starts):
+        for row, start in starts_of(kv_start):
             for a in range(max(start, offset), keys, QUERIES_AT_ONCE):
                 b = min(a + QUERIES_AT_ONCE, keys)
                 own = fold_in(seeds[row], a - start) if self.random else None
                 asked, seen = slice(a - offset, b - offset), slice(start, b)
                 out[row, :, asked] = self.decode(q[row, :, asked], k[row, :, seen], v[row, :, seen], causal=True,
                                                  scale=scale, seed=own)
+        return out
+
+# %% ../../nbs/07_methods.ipynb #dbc36894
+class PrefillByPattern:
+    "Gives a `Method` that chooses a `BlockPattern` a `prefill`; it cannot decode."
+    decode: ClassVar[None] = None
+
+    def pattern(
+        self,
+        q: torch.Tensor,                      # queries [B, H, Q, D]: the last Q positions
+        k: torch.Tensor,                      # keys [B, G, N, D] of all positions up to the last
+        *,
+        seed=None,                            # for methods that draw: see `stream_seeds`
+        scale: float | None = None,           # factor on the dot products; None is D ** -0.5
+        kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+    ) -> BlockPattern:
+        """Which blocks of keys each block of queries reads; nothing before `kv_start` has a part in the choice.
+
+        Blocks of keys are counted from key 0 and blocks of queries from the first query, so a sequence has here what
+        it has alone where its start is a multiple of both; `prefill` sees to the others.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say which blocks it reads")
+
+    def read(self, q, k, v, *, seed=None, scale=None):
+        "The attention of sequences without padding [B, H, Q, D]: over the blocks of `pattern`."
+        with torch.no_grad(): pattern = self.pattern(q, k, seed=seed, scale=scale)
+        return block_attention(q, k, v, pattern, scale=scale)
+
+    def prefill(self, q, k, v, *, seed=None, scale=None, kv_start=None):
+        """Causal attention of the last positions of a prompt [B, H, Q, D]; 0 where a query stands before `kv_start`.
+
+        Takes what `PrefillByDecode.prefill` takes. Raises as `check_inputs`.
+        """
+        check_inputs(q, k, v, causal=True, scale=scale, seed=seed)
+        check_bounds(q, kv_start=kv_start)
+        k, v = to_device_of(k, q), to_device_of(v, q)
+        seeds = head_seeds(q, new_seed(seed)) if self.random else None
+        out = q.new_zeros(q.shape)
+        for row, start in starts_of(kv_start):
+            if start >= k.shape[2]: continue
+            asked = slice(max(start - (k.shape[2] - q.shape[2]), 0), None)
+            own = seeds[row] if self.random else None
+            out[row, :, asked] = self.read(q[row, :, asked], k[row, :, start:], v[row, :, start:], seed=own,
+                                           scale=scale)
         return out
 
 # %% ../../nbs/07_methods.ipynb #202ec96f
