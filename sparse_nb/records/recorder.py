@@ -106,6 +106,8 @@ RECORDS = {
                                 "the pocket model's answers with vAttention, and its promise"),
     "two_models": Record(_HERE + "two_models:record", "{gpu}_two_models.json",
                          "every method on the pocket model and on the witness"),
+    "delta": Record(_HERE + "delta:record", "{gpu}_delta.json",
+                    "corrections of a sparse prefill on both models: prose and answers"),
     "pocket_model": Record(_HERE + "pocket_model:record", "runs/pocket",
                            "the pocket model and its scores"),
     "hash_networks": Record(_HERE + "hash_networks:record", "sparse_nb/pocket_model/hash_attention.safetensors",
