@@ -13,7 +13,8 @@ PACKAGE = "sparse_nb"
 METHODS = ["santa", "vattention", "delta", "saap", "sketch_walk", "baselines", "hash_attention", "patterns", "lsh",
            "eviction"]
 HOUSE = [  # floor by floor, from the ground
-    ["kernels.common", "kernels.gather", "kernels.host", "kernels.santa", "kernels.vattention", "kernels.blocks"],
+    ["kernels.common", "kernels.gather", "kernels.host", "kernels.santa", "kernels.vattention", "kernels.blocks",
+     "kernels.delta"],
     ["core.checks", "core.streams", "tasks"],
     ["core.exact", "core.bounds"],
     ["core.selection", "core.blocks"],

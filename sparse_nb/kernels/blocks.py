@@ -6,54 +6,20 @@
 __all__ = ['tile_settings', 'launch_streaming', 'launch_blocks', 'attend_blocks', 'attend_streaming']
 
 # %% ../../kernels/blocks.ipynb #d7b02a3e
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .common import INTERPRETED, LOG2E, visible
-
-# %% ../../kernels/blocks.ipynb #2875308a
-@triton.jit
-def _dot(a, b, acc):
-    "acc + a b in float32; the interpreter multiplies the bit patterns of bfloat16, so it is given float32"
-    if INTERPRETED: a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-@triton.jit
-def _rows(x_ptr, x_desc, i_b, i_g, i_n, x_b, x_g, x_n, x_d, low, high,
-          D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr):
-    "Rows i_n, i_n + 1, ... of one head [BN, BD]; with MASK zeros outside [low, high)"
-    if x_desc is not None: b_x = x_desc.load([i_b, i_g, i_n, 0]).reshape([BN, BD])
-    else:
-        o_n, o_d = tl.arange(0, BN), tl.arange(0, BD)
-        p_x = x_ptr + i_b.to(tl.int64) * x_b + i_g.to(tl.int64) * x_g + tl.cast(i_n, tl.int64) * x_n
-        p_x = p_x + o_n.to(tl.int64)[:, None] * x_n + o_d.to(tl.int64)[None, :] * x_d
-        m_n, m_d = (i_n + o_n >= low) & (i_n + o_n < high), o_d < D
-        if MASK: b_x = tl.load(p_x, mask=m_n[:, None] & m_d[None, :], other=0.)
-        elif BD == D: b_x = tl.load(p_x)
-        else: b_x = tl.load(p_x, mask=m_d[None, :], other=0.)
-    return b_x
-
-@triton.jit
-def _queries(q_ptr, i_b, i_h, o_m, m_r, q_b, q_h, q_m, q_d, D: tl.constexpr, BD: tl.constexpr):
-    "Rows o_m of the heads i_h, both [BM], where m_r: [BM, BD]"
-    o_d = tl.arange(0, BD)
-    p_q = q_ptr + i_b.to(tl.int64) * q_b + i_h.to(tl.int64) * q_h + o_m.to(tl.int64) * q_m
-    return tl.load(p_q[:, None] + o_d.to(tl.int64)[None, :] * q_d, mask=m_r[:, None] & (o_d < D)[None, :], other=0.)
+from .common import (
+    LOG2E, by_engine, dot, launch_limits, load_queries, load_tile, refusal, running_softmax, visible)
 
 # %% ../../kernels/blocks.ipynb #7dac2a9a
 @triton.jit
 def _fold(b_s, b_v, m, l, acc, scale, GUARD: tl.constexpr):
     "Running maximum, sum and output after one more tile of dot products [BM, BN] and values [BN, BD]"
-    new = tl.maximum(m, tl.max(b_s, 1) * scale)                       # m' = max(m, max s)
-    seen = tl.where(new == -float("inf"), 0., new) if GUARD else new
-    b_p = tl.exp2(b_s * scale - seen[:, None])                        # p = 2^(s - m')
-    old = tl.exp2(m - seen)                                           # 2^(m - m')
-    l = l * old + tl.sum(b_p, 1)                                      # l' = 2^(m - m') l + sum p
-    return new, l, _dot(b_p.to(b_v.dtype), b_v, acc * old[:, None])   # o' = 2^(m - m') o + sum p v
+    m, l, b_p, old = running_softmax(b_s, m, l, scale, GUARD)
+    return m, l, dot(b_p.to(b_v.dtype), b_v, acc * old[:, None])      # o' = 2^(m - m') o + sum p v
 
 @triton.jit
 def _store(out_ptr, lse_ptr, m, l, acc, i_b, i_h, o_m, m_r, out_b, out_h, out_m, out_d, H, Q,
@@ -79,7 +45,7 @@ def _streaming_kernel(
     o_m, o_n, o_s = i_t * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BS)
     m_r, i_h = o_m < Q, i_g * R + i_p % R + tl.zeros([BM], tl.int32)  # rows that exist, and their head
     first, n = visible(start_ptr, len_ptr, i_b, N)
-    b_q = _queries(q_ptr, i_b, i_h, o_m, m_r, q_b, q_h, q_m, q_d, D, BD)
+    b_q = load_queries(q_ptr, i_b, i_h, o_m, m_r, q_b, q_h, q_m, q_d, D, BD)
     m, l, acc = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
     begin = first + n - Q                                             # position of the first query
     pos, bottom, top = begin + o_m, begin + i_t * BM, begin + tl.minimum(i_t * BM + BM, Q) - 1
@@ -91,24 +57,24 @@ def _streaming_kernel(
     right = tl.minimum(tl.maximum(tl.maximum(bottom + 1 - low, 0) // BN, left), tiles)
     for i_n in tl.range(first, near, BS, num_stages=1):
         o_i = (i_n + o_s)[None, :]
-        b_k = _rows(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, near, D, BS, BD, True)
-        b_v = _rows(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, near, D, BS, BD, True)
-        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([BM, BS], tl.float32))
+        b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, near, D, BS, BD, True)
+        b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, near, D, BS, BD, True)
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BS], tl.float32))
         seen = (o_i < near) & (o_i <= pos[:, None]) & ((o_i > pos[:, None] - window) | (o_i < first + sinks))
         m, l, acc = _fold(tl.where(seen, b_s, -float("inf")), b_v, m, l, acc, scale, True)
     for i_x in tl.range(0, left + tiles - right, num_stages=2):
         i_a = low + tl.where(i_x < left, i_x, i_x - left + right) * BN
         i_n = tl.minimum(i_a, high - BN)
         o_i = (i_n + o_n)[None, :]
-        b_k = _rows(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
-        b_v = _rows(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
-        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
+        b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
+        b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
         seen = (o_i >= i_a) & (o_i <= pos[:, None]) & ((o_i > pos[:, None] - window) | (o_i < first + sinks))
         m, l, acc = _fold(tl.where(seen, b_s, -float("inf")), b_v, m, l, acc, scale, True)
     for i_x in tl.range(left, right, num_stages=STAGES):
-        b_k = _rows(k_ptr, k_desc, i_b, i_g, low + i_x * BN, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
-        b_v = _rows(v_ptr, v_desc, i_b, i_g, low + i_x * BN, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
-        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
+        b_k = load_tile(k_ptr, k_desc, i_b, i_g, low + i_x * BN, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
+        b_v = load_tile(v_ptr, v_desc, i_b, i_g, low + i_x * BN, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
         m, l, acc = _fold(b_s, b_v, m, l, acc, scale, False)
     _store(out_ptr, lse_ptr, m, l, acc, i_b, i_h, o_m, m_r, out_b, out_h, out_m, out_d, G * R, Q, D, BD)
 
@@ -171,7 +137,7 @@ def _block_kernel(
     m_r = (o_x < X * QB) & (o_m < Q)
     first, n = visible(start_ptr, len_ptr, i_b, N)
     pos = first + n - Q + o_m                                         # positions of the queries [BM]
-    b_q = _queries(q_ptr, i_b, i_h, o_m, m_r, q_b, q_h, q_m, q_d, D, BD)
+    b_q = load_queries(q_ptr, i_b, i_h, o_m, m_r, q_b, q_h, q_m, q_d, D, BD)
     m, l, acc = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
     if gap_ptr is not None:
         p_gap = gap_ptr + i_b.to(tl.int64) * gap_b + i_l.to(tl.int64) * gap_l + o_m.to(tl.int64) * gap_m
@@ -183,18 +149,18 @@ def _block_kernel(
     for i_x in tl.range(0, parts * TILES, num_stages=1):
         i_n = tl.load(p_s + S - 1 - i_x // TILES) * KB + i_x % TILES * BN
         o_i = (i_n + o_n)[None, :]
-        b_k = _rows(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BN, BD, True)
-        b_v = _rows(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BN, BD, True)
-        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
+        b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BN, BD, True)
+        b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BN, BD, True)
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
         seen = (o_i >= first) & (o_i < first + n)
         if CAUSAL: seen = seen & (o_i <= pos[:, None])
         if gap_ptr is not None: seen = seen & ((o_i < b_lo[:, None]) | (o_i >= b_hi[:, None]))
         m, l, acc = _fold(tl.where(seen, b_s, -float("inf")), b_v, m, l, acc, scale, True)
     for i_x in tl.range(0, fulls * TILES, num_stages=STAGES):
         i_n = tl.load(p_s + i_x // TILES) * KB + i_x % TILES * BN
-        b_k = _rows(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
-        b_v = _rows(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
-        b_s = _dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
+        b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
+        b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
         m, l, acc = _fold(b_s, b_v, m, l, acc, scale, False)
     l = tl.where(parts < 0, float("nan"), l)
     _store(out_ptr, lse_ptr, m, l, acc, i_b, i_h, o_m, m_r, out_b, out_h, out_m, out_d, H, Q, D, BD)
@@ -207,28 +173,13 @@ def tile_settings(BD, itemsize, engine, lists):
     if not engine: return 64, 64, 4, 2, None
     return (128, 64, 8, 3, 128) if lists else (64, 64, 4, 3, None)
 
-@functools.cache
-def _has_copy_engine(index):
-    return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
-
-def _by_engine(q, *tensors):
-    "Can the copy engine bring tiles of all these tensors?"
-    if q.element_size() > 2 or q.is_cuda and not _has_copy_engine(q.device.index): return False
-    whole = lambda stride, x: stride > 0 and stride * x.element_size() % 16 == 0
-    return all(x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(whole(s, x) for s in x.stride()[:3])
-               for x in tensors)
-
 def _common(q, k, v, scale, tiles, engine, KB):
     "What both launches begin with: tiles of at most KB keys, descriptors of k and v, the factor on scores in base 2"
-    engine, BD = _by_engine(q, k, v) if engine is None else engine, max(16, triton.next_power_of_2(q.shape[3]))
+    engine, BD = by_engine(q, k, v) if engine is None else engine, max(16, triton.next_power_of_2(q.shape[3]))
     BM, BN, *rest = tiles or tile_settings(BD, q.element_size(), engine, KB is not None)
     BN = min(BN, KB or BN)
     descriptors = [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, BD]) for x in (k, v) if engine]
     return (BM, BN, *rest), BD, descriptors or [None, None], (q.shape[3]**-0.5 if scale is None else scale) * LOG2E
-
-def _limits(warps, registers):
-    "Options of a launch"
-    return dict(num_warps=warps) | (dict(maxnreg=registers) if registers else {})
 
 def _empty(q, lse):
     "Room for the output and, where it is asked for, the log-sum-exp"
@@ -244,7 +195,7 @@ def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse, tiles
     _streaming_kernel[B * H * T,](
         q, k, v, *descriptors, out, sums if lse else None, kv_start, kv_len, scale,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(), Q, N, T, G, H // G, min(sinks, N), min(window, N),
-        D=D, BM=BM, BN=BN, BS=16, BD=BD, STAGES=stages, **_limits(warps, registers))
+        D=D, BM=BM, BN=BN, BS=16, BD=BD, STAGES=stages, **launch_limits(warps, registers))
     return out, sums
 
 # %% ../../kernels/blocks.ipynb #70074789
@@ -267,7 +218,7 @@ def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, k
     _block_kernel[B * C * M * A,](
         q, k, v, *descriptors, out, sums if lse else None, slot, found, order, gap, kv_start, kv_len, scale,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(), *gaps, Q, N, C, L, M, S, X, H, H // G, A,
-        CAUSAL=causal, QB=QB, KB=KB, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages, **_limits(warps, registers))
+        CAUSAL=causal, QB=QB, KB=KB, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages, **launch_limits(warps, registers))
     return out, sums
 
 # %% ../../kernels/blocks.ipynb #8917a815
@@ -293,12 +244,7 @@ def _(q, k, v, sinks, window, scale, kv_start, kv_len, lse): return _empty(q, ls
 
 def _call(op, run, q, *arguments):
     "The result of a launch: the output, and the log-sum-exp or None. Raise for what has no kernel."
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise TypeError(f"q must be float16, bfloat16 or float32 for backend='triton', got {q.dtype}")
-    if q.shape[3] > 256:
-        raise ValueError(f"q must have a head size of at most 256 for backend='triton', got {q.shape[3]}")
-    if not (q.is_cuda or INTERPRETED.value):
-        raise ValueError(f"q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got {q.device}")
+    if error := refusal(q, decoding=False): raise error
     if torch.compiler.is_compiling(): out, sums = op(q, *arguments)
     else:
         with torch.cuda.device_of(q): out, sums = run(q, *arguments)
