@@ -78,22 +78,22 @@ def test_is_what_the_equations_say(correction, aligned, window, sinks, gamma, an
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("kind", ["topk", "blocks"])
 def test_a_base_is_what_the_equations_say(correction, kind):
-    x, given = problem(G=1, R=2), dict(gamma=16, anchors=3, tail=5, correction=correction)
+    x, given = problem(G=2, R=2), dict(gamma=16, anchors=3, tail=5, correction=correction)
     if kind == "topk":
         base, chosen = TopK(budget=9), TopK(budget=9).select(*x[:2], causal=True).dense(75) > 0
     else:
         base = Blocks()
         pattern = base.pattern(*x[:2], scale=None, kv_start=None)
-        chosen = pattern.seen(torch.arange(60)).expand(1, 2, -1, -1)
+        chosen = pattern.seen(torch.arange(60)).repeat_interleave(2, 1)
     shown = lambda h, r: chosen[0, h, r, :16 + r].tolist()
     want = by_hand(*x, window=1, sinks=0, shown=shown, **given)
     assert_close(delta_prefill(*x, base=base, **given), want, rtol=1e-12)
 
 
 class Blocks(PrefillByDecode, Method):
-    "A base with a pattern: random blocks, in which a row may see nothing."
+    "A base with a pattern: random blocks for each group, in which a row may see nothing."
     def pattern(self, q, k, *, scale, kv_start):
-        shape = 1, 1, -(-q.shape[2] // 32), -(-k.shape[2] // 32)
+        shape = 1, k.shape[1], -(-q.shape[2] // 32), -(-k.shape[2] // 32)
         mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.5
         mask[..., 0, 0] = False
         return BlockPattern.from_mask(mask, queries=q.shape[2], keys=k.shape[2], query_block=32, key_block=32)
@@ -213,6 +213,8 @@ def test_padding_changes_nothing(correction, aligned):
         if start >= 75: continue
         alone = [x[0][b:b + 1, :, first:], *(y[b:b + 1, :, start:] for y in x[1:])]
         assert_close(out[b:b + 1, :, first:], delta_prefill(*alone, **given), rtol=1e-12)
+    none, stats = delta_prefill(*(y[4:] for y in x), kv_start=torch.tensor(starts[4:]), return_stats=True, **given)
+    assert not none.any() and not stats.visible.any() and stats.missing.shape == (2, 4, 0)
     together = delta_prefill(*(y[[1, 1]] for y in x), kv_start=torch.tensor([7, 7]), **given)
     assert_close(together[0], out[1], rtol=1e-12)
     assert_close(together[1], out[1], rtol=1e-12)
@@ -335,6 +337,15 @@ def by_hand_without(q, k, v, *, anchor, window, sinks, gamma, correction, aligne
     Delta(base=Streaming(window=64))], ids=repr)
 def test_json(method):
     assert Method.from_json(method.to_json()) == method and method_class("Delta") is Delta
+
+
+def test_a_base_may_learn_something_of_each_layer():
+    class Learned(TopK):
+        def at_layer(self, layer): return TopK(budget=10 + layer)
+        def check_model(self, model): raise ValueError(f"asked about {model}")
+    method = Delta(gamma=16, base=Learned(budget=1))
+    assert method.at_layer(3) == Delta(gamma=16, base=TopK(budget=13)) and Delta().at_layer(3) == Delta()
+    with pytest.raises(ValueError, match="asked about a model"): method.check_model("a model")
 
 
 def test_prefill_is_the_function_and_nothing_decodes():
