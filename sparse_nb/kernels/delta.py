@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIZES', 'tile_settings', 'launch_delta', 'attend_delta']
 
-# %% ../../kernels/delta.ipynb #9056ed36
+# %% ../../kernels/delta.ipynb #c3eb0b80
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ from .common import (
     LOG2E, by_engine, device_limits, dot, launch_limits, load_queries, load_tile, refusal,
     running_softmax, visible)
 
-# %% ../../kernels/delta.ipynb #b885f217
+# %% ../../kernels/delta.ipynb #e6338c6c
 SIZES = ["Q", "N", "T", "G", "R", "A", "E", "X", "S", "C", "P", "sinks", "window", "gamma", "reach"]
 
 @triton.jit
@@ -29,9 +29,9 @@ def _grid(start_ptr, i_b, N, Q, X, gamma):
     return first, begin, at, count
 
 @triton.jit
-def _low(pos, first, window, gamma, ALIGNED: tl.constexpr):
+def _low(pos, first, begin, window, gamma, ALIGNED: tl.constexpr):
     "First key of the window of the rows `pos`; aligned: of their anchors' window"
-    end = first + (pos - first) // gamma * gamma if ALIGNED else pos
+    end = tl.maximum(begin, first + (pos - first) // gamma * gamma) if ALIGNED else pos
     return tl.maximum(first, end - window + 1)
 
 @triton.jit
@@ -42,10 +42,10 @@ def _whole(e, A, count, first, begin, at, sinks, window, gamma, N, Q, X, ALL: tl
     low, high = first + e * 0, pos + 1
     if not ALL:
         low = tl.where(anchor, first + sinks, low)
-        high = tl.where(anchor, _low(pos, first, window, gamma, ALIGNED), high)
+        high = tl.where(anchor, _low(pos, first, begin, window, gamma, ALIGNED), high)
     return tl.maximum(pos, N - Q), low, tl.where(anchor & (count == 0), first, tl.maximum(high, first))
 
-# %% ../../kernels/delta.ipynb #03fc8f6f
+# %% ../../kernels/delta.ipynb #1b29ff14
 @triton.jit
 def _is_due(note_ptr, FROZEN: tl.constexpr):
     "Is there anything to do? In the second launch: where the first left a note"
@@ -68,7 +68,7 @@ def _gather(x_ptr, i_b, i_g, o_i, m_i, x_b, x_g, x_n, x_d, D: tl.constexpr, BD: 
     p_x = x_ptr + i_b.to(tl.int64) * x_b + i_g.to(tl.int64) * x_g + o_i.to(tl.int64) * x_n
     return tl.load(p_x[:, None] + o_d.to(tl.int64)[None, :] * x_d, mask=m_i[:, None] & (o_d < D)[None, :], other=0.)
 
-# %% ../../kernels/delta.ipynb #3ff23013
+# %% ../../kernels/delta.ipynb #3ccc5f1d
 @triton.jit
 def _masked(b_q, k_ptr, v_ptr, i_b, i_g, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, scale, first, near, sunk, begin, end,
             left, right, tiles, b_low, b_high, MEAN: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
@@ -117,7 +117,7 @@ def _sweep(
             if MEAN: mean = dot(b_p.to(b_k.dtype), b_k, mean * old[:, None])
     return m, l, acc, mean
 
-# %% ../../kernels/delta.ipynb #3d3cb575
+# %% ../../kernels/delta.ipynb #8b3c5863
 @triton.jit(do_not_specialize=SIZES)
 def _whole_kernel(
         q_ptr, k_ptr, v_ptr, k_desc, v_desc, part_ptr, mean_ptr, lse_ptr, note_ptr, start_ptr, scale,
@@ -140,9 +140,9 @@ def _whole_kernel(
     a, low_a, high_a = _whole(e_a, A, count, first, begin, at, sinks, window, gamma, N, Q, X, ALL, ALIGNED)
     z, low_z, high_z = _whole(e_z, A, count, first, begin, at, sinks, window, gamma, N, Q, X, ALL, ALIGNED)
     if BASE:
-        b_low = tl.where(base, _low(pos, first, window, gamma, ALIGNED), b_low)
-        low_a = tl.where(base, _low(a, first, window, gamma, ALIGNED), low_a)
-        low_z = tl.where(base, _low(z, first, window, gamma, ALIGNED), low_z)
+        b_low = tl.where(base, _low(pos, first, begin, window, gamma, ALIGNED), b_low)
+        low_a = tl.where(base, _low(a, first, begin, window, gamma, ALIGNED), low_a)
+        low_z = tl.where(base, _low(z, first, begin, window, gamma, ALIGNED), low_z)
         b_high, high_a = tl.where(base, pos + 1, b_high), tl.where(base, a + 1, high_a)
         high_z = tl.where(base, z + 1, high_z)
     low, wide, sunk = tl.minimum(low_a, low_z), tl.maximum(low_a, low_z), tl.where(base, first + sinks, first)
@@ -162,7 +162,7 @@ def _whole_kernel(
     tl.store(part_ptr + o_r[:, None] * D + o_d[None, :], acc / some[:, None], mask=m_o)
     if mean_ptr is not None: tl.store(mean_ptr + o_r[:, None] * D + o_d[None, :], mean / some[:, None], mask=m_o)
 
-# %% ../../kernels/delta.ipynb #797c6f26
+# %% ../../kernels/delta.ipynb #cdbc7588
 @triton.jit(do_not_specialize=SIZES)
 def _merge_kernel(
         q_ptr, part_ptr, mean_ptr, lse_ptr, out_ptr, delta_ptr, key_ptr, bias_ptr, start_ptr, scale, q_b, q_h, q_m, q_d,
@@ -211,7 +211,7 @@ def _merge_kernel(
     p_out = out_ptr + i_b.to(tl.int64) * out_b + i_h.to(tl.int64) * out_h + (pos - (N - Q)).to(tl.int64) * out_m
     tl.store(p_out[:, None] + o_d.to(tl.int64)[None, :] * out_d, b_o.to(out_ptr.dtype.element_ty), mask=m_w)
 
-# %% ../../kernels/delta.ipynb #6f7ae024
+# %% ../../kernels/delta.ipynb #43bfd554
 @triton.jit
 def _nearest(b_q, mean_ptr, bias_ptr, i_b, i_g, i_h, k_r, k_a, k_z, m_r, scale, G, R, A, reach, D: tl.constexpr,
              BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr):
@@ -233,7 +233,7 @@ def _nearest(b_q, mean_ptr, bias_ptr, i_b, i_g, i_h, k_r, k_a, k_z, m_r, scale, 
         best, top = tl.where(new > top, number, best), tl.maximum(new, top)
     return top, best
 
-# %% ../../kernels/delta.ipynb #8272b775
+# %% ../../kernels/delta.ipynb #51096129
 @triton.jit(do_not_specialize=SIZES)
 def _window_kernel(
         q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, delta_ptr, mean_ptr, bias_ptr, note_ptr, start_ptr, scale,
@@ -252,8 +252,8 @@ def _window_kernel(
     a, z = tl.maximum(start + i_t * BM // R, N - Q), tl.minimum(start + (i_t * BM + BM - 1) // R, N - X - 1)
     if a > z: return
     pos = tl.minimum(tl.maximum(pos, a), z)
-    b_low, b_high = _low(pos, first, window, gamma, ALIGNED), tl.maximum(pos + 1, first)
-    low, wide = _low(a, first, window, gamma, ALIGNED), _low(z, first, window, gamma, ALIGNED)
+    b_low, b_high = _low(pos, first, begin, window, gamma, ALIGNED), tl.maximum(pos + 1, first)
+    low, wide = _low(a, first, begin, window, gamma, ALIGNED), _low(z, first, begin, window, gamma, ALIGNED)
     b_q = load_queries(q_ptr, i_b, i_h, pos - (N - Q), m_r, q_b, q_h, q_m, q_d, D, BD)
     m, l, acc, _ = _sweep(
         b_q, k_ptr, v_ptr, k_desc, v_desc, i_b, i_g, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, scale, first,
@@ -282,7 +282,7 @@ def _window_kernel(
     m_o = m_r[:, None] & (o_d < D)[None, :]
     tl.store(p_out[:, None] + o_d.to(tl.int64)[None, :] * out_d, b_o.to(out_ptr.dtype.element_ty), mask=m_o)
 
-# %% ../../kernels/delta.ipynb #e4a6a824
+# %% ../../kernels/delta.ipynb #eae80529
 def tile_settings(BD, itemsize, engine, means):
     "Rows and keys of a tile, warps, stages and registers of a thread, for rows of BD numbers; means: of keys, too?"
     if itemsize == 4: return 32, 16, 4, 2, None
@@ -323,7 +323,7 @@ def _parts(tiles, N, BN, device):
     parts = max(1, min(triton.cdiv(4 * places, tiles), triton.cdiv(N, 16 * BN)))
     return triton.cdiv(triton.cdiv(N, parts), BN) * BN
 
-# %% ../../kernels/delta.ipynb #707829d2
+# %% ../../kernels/delta.ipynb #d7eb8e21
 def _launch_whole(call, A, X, means, given, part):
     "Rows that see everything: into the output, or what anchors teach: corrections, or summaries"
     q, k, v, E = call.q, call.k, call.v, A + X
@@ -368,7 +368,7 @@ def _launch_window(call, taught, anchors, given):
             SKIP=call.correction == "recompute", ALIGNED=call.aligned, FROZEN=frozen, D=D, BM=BM, BN=BN,
             BC=min(64, 2 * BN), BD=call.BD, STAGES=stages, **launch_limits(warps, registers))
 
-# %% ../../kernels/delta.ipynb #6e8ab1e0
+# %% ../../kernels/delta.ipynb #e7fd6217
 def launch_delta(q, k, v, sinks, window, gamma, correction, anchors, tail, aligned, scale, kv_start,
                  whole=None, means=None, near=None, part=None, engine=None):
     "Launch whole rows and the window; whole, means, near: settings of the three, part: keys of a part"
@@ -381,7 +381,7 @@ def launch_delta(q, k, v, sinks, window, gamma, correction, anchors, tail, align
     if X < q.shape[2]: _launch_window(call, taught, min(anchors, call.A), near)
     return call.out
 
-# %% ../../kernels/delta.ipynb #a6814ea4
+# %% ../../kernels/delta.ipynb #1c473d13
 @torch.library.custom_op("sparse_nb::attend_delta", mutates_args=())
 def _delta_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: int, window: int, gamma: int, correction: str,
               anchors: int, tail: int, aligned: bool, scale: float | None,
@@ -393,7 +393,7 @@ def _delta_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: int, win
 def _(q, k, v, sinks, window, gamma, correction, anchors, tail, aligned, scale, kv_start):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
-# %% ../../kernels/delta.ipynb #0f273c33
+# %% ../../kernels/delta.ipynb #fe1b6869
 def attend_delta(
     q: torch.Tensor,                      # queries [B, H, Q, D] on a GPU, the last Q positions, D <= 256
     k: torch.Tensor,                      # keys [B, G, N, D], any strides
