@@ -315,13 +315,14 @@ def _stats(q, parts):
         for x, y in zip((missing, error), found): x[row, :, :len(at)] = y.detach().double()
     return DeltaStats(keys, visible, anchors.to(q.device), missing, error)
 
-# %% ../nbs/30_delta.ipynb #36f4698c
+# %% ../nbs/30_delta.ipynb #4f124972
 def _by_kernel(s, q, k, v, return_stats, backend):
     "Is the kernel to be used? Raise for a backend that there is not, or that cannot do what is asked."
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    lacks = [what for what, asked in (("a base is", s.base is not None), ("statistics are", return_stats),
-                                      ("a gradient is", learns)) if asked]
+    loose = s.correction == "tangent" and not s.window_is_aligned
+    lacks = [what for what, asked in (("a base is", s.base is not None), ("statistics are", return_stats), (
+        "a gradient is", learns), ("a tangent with windows that are not aligned is", loose)) if asked]
     if backend == "triton" and lacks:
         raise ValueError(f"backend must be 'torch' or 'auto' where {lacks[0]} wanted, got 'triton'")
     fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not lacks
@@ -349,7 +350,7 @@ def _prefill(s, q, k, v, seed, scale, kv_start, return_stats, backend):
             parts.append((row, _counts(base, at), [x + q.shape[2] - base.stop for x in at], told))
     return (out, _stats(q, parts)) if return_stats else out
 
-# %% ../nbs/30_delta.ipynb #774d2ed9
+# %% ../nbs/30_delta.ipynb #c4d43417
 def delta_prefill(
     q: torch.Tensor,                      # queries [B, H, Q, D]: the last Q positions
     k: torch.Tensor,                      # keys [B, G, N, D] of all positions up to the last
@@ -367,7 +368,7 @@ def delta_prefill(
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]; PyTorch waits for a GPU to read it
     seed=None,                            # checked and not used: nothing is drawn
     return_stats: bool = False,           # also return `DeltaStats`?
-    backend: str = "auto",                # "torch", "triton" (without base and statistics, no gradient) or "auto"
+    backend: str = "auto",                # "torch", "triton" (no base, statistics or gradient) or "auto"
 ):                                        # [B, H, Q, D] in the dtype of q, 0 where a query stands before kv_start
     """Causal attention to sinks and window, corrected by exact rows, one of `gamma` (Delta Attention, Eq. 5 and 6).
 

@@ -441,6 +441,8 @@ X = dict(zip("qkv", problem()))
      ValueError, "backend must be 'torch' or 'auto' where a base is wanted, got 'triton'"),
     (dict(backend="triton", return_stats=True),
      ValueError, "backend must be 'torch' or 'auto' where statistics are wanted, got 'triton'"),
+    (dict(backend="triton", aligned=False),
+     ValueError, "'auto' where a tangent with windows that are not aligned is wanted, got 'triton'"),
     (dict(kv_start=torch.tensor([-1])), ValueError, "kv_start must not be negative, got -1"),
     (dict(kv_start=torch.tensor([0.5])), TypeError, "kv_start must be int32 or int64, got torch.float32"),
     (dict(kv_start=torch.tensor([1, 2])), ValueError, "kv_start must have shape [B] = [1], got [2]"),
