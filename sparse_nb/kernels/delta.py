@@ -283,12 +283,18 @@ def _window_kernel(
     tl.store(p_out[:, None] + o_d.to(tl.int64)[None, :] * out_d, b_o.to(out_ptr.dtype.element_ty), mask=m_o)
 
 # %% ../../kernels/delta.ipynb #eae80529
-def tile_settings(BD, itemsize, engine, means):
-    "Rows and keys of a tile, warps, stages and registers of a thread, for rows of BD numbers; means: of keys, too?"
+def tile_settings(BD, itemsize, engine, launch):
+    """Rows and keys of a tile, warps, stages and registers of a thread, for rows of BD numbers.
+
+    launch: "window", "whole" (whole rows) or "means" (whole rows with the mean key).
+    """
+    means = launch == "means"
     if itemsize == 4: return 32, 16, 4, 2, None
     if BD > 128: return 64, 32, 8 if means else 4, 2, None
     if not engine: return 64, 64, 8 if means else 4, 2, None
-    return (64, 64, 4, 3, None) if means else (128, 64, 4, 2, None)
+    if means: return 64, 64, 4, 3, None
+    if BD < 128: return 128, 64, 4, 2, None
+    return (64, 32, 4, 3, 168) if launch == "window" else (128, 32, 4, 3, None)
 
 def _empty(q, *shape, dtype=torch.float32): return torch.empty(shape, dtype=dtype, device=q.device)
 
@@ -311,16 +317,16 @@ class _Call:
         "Room for a number of each program of a launch that is repeated where necessary"
         return _empty(self.q, programs, dtype=torch.int32) if len(self.passes) > 1 else None
 
-    def tiles(self, given, means):
+    def tiles(self, given, launch):
         "Settings of a launch, and descriptors of k and v for them"
-        BM, BN, *rest = given or tile_settings(self.BD, self.q.element_size(), self.engine, means)
+        BM, BN, *rest = given or tile_settings(self.BD, self.q.element_size(), self.engine, launch)
         described = lambda x: TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, self.BD])
         return (BM, BN, *rest), [described(x) if self.engine else None for x in (self.k, self.v)]
 
-def _parts(tiles, N, BN, device):
-    "In how many parts the keys of a tile are cut where there are few tiles, and the keys of a part"
-    places = 2 * device_limits(device.index)[0] if device.type == "cuda" else 2
-    parts = max(1, min(triton.cdiv(4 * places, tiles), triton.cdiv(N, 16 * BN)))
+def _keys_of_a_part(tiles, N, BN, places):
+    "How many of N keys a program reads where so many tiles are spread over so many places; a multiple of BN"
+    if 10 * tiles >= 19 * places: parts = 1
+    else: parts = min(triton.cdiv(4 * places, tiles), triton.cdiv(N, 1024))
     return triton.cdiv(triton.cdiv(N, parts), BN) * BN
 
 # %% ../../kernels/delta.ipynb #d7eb8e21
@@ -328,10 +334,11 @@ def _launch_whole(call, A, X, means, given, part):
     "Rows that see everything: into the output, or what anchors teach: corrections, or summaries"
     q, k, v, E = call.q, call.k, call.v, A + X
     (B, H, Q, D), (G, N) = q.shape, k.shape[1:3]
-    (BM, BN, warps, stages, registers), descriptors = call.tiles(given, means)
+    (BM, BN, warps, stages, registers), descriptors = call.tiles(given, "means" if means else "whole")
     R, base = H // G, A > 0 and call.correction == "delta"
     T = triton.cdiv(E * R, BM)
-    C = part or _parts(B * G * T, N, BN, q.device)
+    places = 2 * device_limits(q.device.index)[0] if q.is_cuda else 2
+    C = part or _keys_of_a_part(B * G * T, N, BN, places)
     S = triton.cdiv(N, C)
     parts = S + base
     pieces, sums = _empty(q, B, H, E, parts, D), _empty(q, B, H, E, parts)
@@ -355,7 +362,7 @@ def _launch_window(call, taught, anchors, given):
     "All rows before the tail, from their window and what anchors taught"
     q, k, v, out = call.q, call.k, call.v, call.out
     (B, H, Q, D), (G, N) = q.shape, k.shape[1:3]
-    (BM, BN, warps, stages, registers), descriptors = call.tiles(given, False)
+    (BM, BN, warps, stages, registers), descriptors = call.tiles(given, "window")
     R, (delta, key, bias) = H // G, taught
     P = BM // R if BM % R == 0 else 1
     shift = (N - Q) % P if call.kv_start is None else P - 1
