@@ -40,6 +40,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "text": ["evaluate"],
     "grid": ["evaluate", "text"],
     "rivals": ["bench"],
+    "records.first_token": ["records.generate"],
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
 }

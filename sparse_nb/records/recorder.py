@@ -106,6 +106,8 @@ RECORDS = {
                                 "the pocket model's answers with vAttention, and its promise"),
     "two_models": Record(_HERE + "two_models:record", "{gpu}_two_models.json",
                          "every method on the pocket model and on the witness"),
+    "prefill": Record(_HERE + "prefill:record", "{gpu}_prefill.json", "a prompt: ours, dense rivals, and launches"),
+    "first_token": Record(_HERE + "first_token:record", "{gpu}_first_token.json", "a whole model's first token"),
     "delta": Record(_HERE + "delta:record", "{gpu}_delta.json",
                     "corrections of a sparse prefill on both models: prose and answers"),
     "pocket_model": Record(_HERE + "pocket_model:record", "runs/pocket",
@@ -192,10 +194,13 @@ class Recorder:
         self,
         call: Callable,                # returns the tensor that it fills
         check: Callable | None = None, # gets that tensor, returns its error or raises `Refused`: then there is no row
+        *,
+        plain: Protocol | None = None, # of a call so long that its launches do not count: then it takes no graph
         **row,                         # what the row says beside its times
     ):
         "Check a call, time it, and check what the last replay wrote."
-        if self.device == "cuda": replay, out = captured(call)
+        protocol = plain or self.protocol
+        if self.device == "cuda" and not plain: replay, out = captured(call)
         else:
             out = call()
             replay = lambda: out.copy_(call())
@@ -203,7 +208,7 @@ class Recorder:
         replay()
         try:
             if check: check(out)
-            times = quartiles(cold_times(replay, self.protocol, device=self.device, buffer=self.buffer))
+            times = quartiles(cold_times(replay, protocol, device=self.device, buffer=self.buffer))
             error = check(out) if check else None  # of the last replay
         except Refused as why: return self.say(f"{row}: not recorded, {why}")
         if error is not None: row["error"] = float(f"{error:.3g}")
