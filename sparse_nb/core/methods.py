@@ -94,7 +94,7 @@ METHODS = {
                     "keys near the query after a rotation, two bits a number"),
     "magicpig": Entry("sparse_nb.baselines:MagicPIG", "MagicPIG", "#ff40ea", "o",
                       "keys that collide with the query in random hash tables, weighted by their chance"),
-    "vertical_slash": Entry("sparse_nb.patterns:VerticalSlash", "vertical-slash", "#643c82", "|",
+    "vertical_slash": Entry("sparse_nb.patterns:VerticalSlash", "vertical-slash", "#643c82", "P",
                             "of a prompt: the columns and diagonals that its last queries look at"),
     "flex_prefill": Entry("sparse_nb.patterns:FlexPrefill", "FlexPrefill", "#00ffaa", "D",
                           "of a prompt: blocks up to a share of an estimated attention, for each head by one of two "
