@@ -95,7 +95,8 @@ READERS += [Delta(window=5, sinks=1, gamma=4, tail=3), Delta(gamma=4, tail=0, ba
 def test_methods_that_read_prompts_work_in_every_family(family):
     model = build(family)
     want, exact = ids_of(model), forward(model)
-    for method in (Delta(window=100, gamma=4, tail=0), Delta(window=100, gamma=4, correction="delta"), OracleBlocks(1.0)):
+    for method in (Delta(window=100, gamma=4, tail=0), Delta(window=100, gamma=4, correction="delta"),
+                   OracleBlocks(1.0)):
         with sparsify(model, prefill=method):
             if family not in REFUSED:
                 assert torch.equal(ids_of(model), want)
