@@ -813,6 +813,17 @@ def decode(
     print(f"{'saved' if path.exists() else 'nothing was measured, so there is no'} {path}", file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #8273bf4b
+@bench.command("prefill")
+def _prefill(
+    lengths: Annotated[str, typer.Option(help="Positions; nine from 2048 to 1048576 if not given.",
+                                         show_default=False)] = None,
+    out: OUT = None,
+):
+    "Time the attention of whole prompts: ours and its rivals, checked first, with a cold cache."
+    from sparse_nb.records import prefill as room
+    chosen = room.LENGTHS if lengths is None else _items("lengths", lengths, number=True)
+    print(f"saved {room.bench_prefill(lengths=chosen, out=out, command=_command(), say=_say)}", file=sys.stderr)
+
 @bench.command("generate")
 def _generate(
     lengths: Annotated[str,

@@ -349,7 +349,7 @@ def measure_tiles(
         if name not in steps: steps[name], checks[name] = Steps(p, name), truth.check(name)
         attempt(recorder, f"{name}, {rest}", lambda: one(name, *rest))
 
-# %% ../../kernels/records/prefill.ipynb #2e123673
+# %% ../../kernels/records/prefill.ipynb #864b77fa
 def compile_jobs(
     lengths,
     tiles: bool,  # also those of `variants`?
@@ -367,6 +367,7 @@ def compile_jobs(
         jobs += [launch(*x) for x in found]
     return jobs + [lambda p, n=n: flex(Prompt(n, p.device))() for n in FLEX if n in lengths]
 
+@torch.no_grad()
 def compile_some(
     i: int, n: int,       # the i-th of n processes
     lengths,
