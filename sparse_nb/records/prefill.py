@@ -302,7 +302,7 @@ class Steps:
         if launch == "window": return work._replace(missing=0, tail=0)
         return work._replace(near=0, tail=0 if self.means else work.tail)
 
-# %% ../../kernels/records/prefill.ipynb #e4a8a0e0
+# %% ../../kernels/records/prefill.ipynb #b3e202c1
 def measure_launches(
     recorder: Recorder,
     p: Prompt,
@@ -325,8 +325,8 @@ def variants(
         if n in tiled:
             for tiles in NEAR: yield name, "window", "near", tiles, None
             for tiles in settings: yield name, "whole rows", argument, tiles, None
-        for part in (2048, 4096, 8192, n // 4, n) if n in split else ():
-            yield name, "whole rows", argument, settings[0], part
+        for parts in (1, 2, 3, 4, 8) if n in split else ():
+            yield name, "whole rows", argument, settings[0], -(-n // parts // 64) * 64
 
 def measure_tiles(
     recorder: Recorder,
