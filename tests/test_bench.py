@@ -17,7 +17,7 @@ from sparse_nb.attention import assert_close, attention
 from sparse_nb.bench import (
     Case, Protocol, Refused, Shape, bytes_needed, cache_bytes, check_dense, check_sampled, cold_times, dense_bytes,
     exact_moments, flash_bytes, quartiles, santa_bytes)
-from sparse_nb.records import decode, generate, recorder
+from sparse_nb.records import decode, first_token, generate, recorder
 from sparse_nb.records.decode import add_ratios, bench_decode, contenders, measure, read
 from sparse_nb.records.recorder import RECORDS, Recorder, read_record, recorded, run_record, write_record
 from sparse_nb.rivals import DENSE, Contender
@@ -360,6 +360,21 @@ def test_quick_forms_that_need_no_kernels(tmp_path):
     assert meta["command"] == "sparse-nb record generate --quick" and {row["n"] for row in rows} == {400}
 
 
+def test_the_first_token_is_timed_in_every_way(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="first_token: there is no CUDA device here"): first_token.record(tmp_path / "x")
+    said = []
+    meta, rows = read_record(first_token.record(tmp_path / "x.json", quick=True, say=said.append)).values()
+    ways = [way for way in first_token.reading_ways() if way != "cuDNN"]
+    assert [(row["n"], row["way"]) for row in rows] == [(n, way) for n in (300, 310) for way in ways]
+    assert len(said) == 1 + len(rows) and meta["command"] == "sparse-nb record first_token --quick"
+    late = dict(lengths=((64, 1), (65, 1)), shape=generate.TINY, device="cpu", say=said.append)
+    ways = {"streaming": first_token.reading_ways()["streaming"], "no attention": first_token.Nothing()}
+    first_token.bench_first_token(tmp_path / "late.json", **late, ways=ways, limit_s=-1)
+    assert said[-2:] == [f"n={n}: not measured, the time is over" for n in (64, 65)]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"rows": []}'])
 def test_broken_records_are_named(text, tmp_path):
     path = tmp_path / "toy_gather.json"
@@ -431,6 +446,61 @@ def test_pictures_hold_a_line_for_each_method():
     for call in (lambda: decode.plot_latency([]), lambda: decode.plot_latency(eager), lambda: decode.plot_ratio(pocket),
                  lambda: decode.plot_ratio(rows_of("santa_flash")), lambda: decode.plot_roofline(meta, eager)):
         with pytest.raises(ValueError, match="rows must hold"): call()
+
+
+# A prompt.
+
+@pytest.fixture
+def prefill():
+    pytest.importorskip("triton")
+    from sparse_nb.records import prefill
+    return prefill
+
+
+@pytest.mark.parametrize("lengths, why", [((), "must name"), ((0,), "at least 1 and at most 1048576, got 0"),
+                                          ((8, 2**21), "got 2097152")])
+def test_bad_lengths_of_prompts(prefill, lengths, why):
+    with pytest.raises(ValueError, match=f"lengths .*{why}"): prefill.bench_prefill(lengths=lengths)
+
+
+def test_prompts_need_a_gpu(prefill, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="prefill: there is no CUDA device"): prefill.bench_prefill(out=tmp_path)
+    with pytest.raises(ValueError, match="prefill: there is no CUDA device"): prefill.record(tmp_path / "x.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_work_of_a_prompt(prefill):
+    s = prefill.Setting(sinks=2, window=10, gamma=8, anchors=4, tail=5)
+    seen = lambda i, low: sum(x < s.sinks or x > low - s.window for x in range(i + 1))
+    for n in (1, 5, 6, 40, 77):
+        rows, last = range(max(0, n - s.tail)), sum(i + 1 for i in range(max(0, n - s.tail), n))
+        near = sum(seen(i, i) for i in rows)
+        missing = sum(i + 1 - seen(i, i) for i in rows[::s.gamma])
+        assert prefill.needed(n, s, "none") == (near, 0, last, False)
+        assert prefill.needed(n, s, "delta") == prefill.needed(n, s, "recompute") == (near, missing, last, False)
+        assert prefill.needed(n, s, "tangent") == (sum(seen(i, i // 8 * 8) for i in rows), missing, last, True)
+        assert sum(prefill.needed(n, s, "streaming")) == sum(seen(i, i) for i in range(n))
+        assert sum(prefill.needed(n, s, "dense")) == n * (n + 1) / 2
+
+
+def test_tiles_that_are_tried_are_named_once(prefill):
+    for n in prefill.SPLIT:
+        found = list(prefill.variants(n))
+        assert len(set(found)) == len(found) and all(part is None or part % 64 == 0 for *_, part in found)
+    assert list(prefill.variants(4096)) == []
+
+
+def test_the_picture_of_prompts(prefill):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    rows = [dict(method=m, n=n, median_us=us * n) for m, us in (("sdpa_flash", 2), ("tangent", 1), ("someone_new", 3))
+            for n in (4096, 2**20)] + [dict(part="tiles", n=4096, median_us=1.0)]
+    fig = prefill.plot_prompts(rows)
+    assert {"FlashAttention-2, dense", "tangent"} == {text.get_text() for text in fig.legends[0].get_texts()}
+    plt.close(fig)
+    assert prefill.over_dense(rows)["tangent"] == {4096: 2.0, 2**20: 2.0}
+    assert prefill.pays_from({1: 0.5, 2: 1.5, 4: 0.9, 8: 2}) == 8 and prefill.pays_from({1: 0.5}) is None
+    with pytest.raises(ValueError, match="rows must hold one of sdpa_flash"): prefill.plot_prompts(rows[2:])
 
 
 # A whole model.

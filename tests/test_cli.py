@@ -693,9 +693,16 @@ def test_santa_is_right_at_16k_on_three_seeds(): assert right_wherever_exact_is(
 def test_bad_options_of_the_bench(options, words): one_line(run("bench", "decode", *options), *words)
 
 
+@pytest.mark.parametrize("options, words", [
+    (["--lengths", "8k"], ["--lengths must be whole numbers", "got '8k'"]), (["--lengths", ","], ["got ','"]),
+    (["--lengths", "8192,0"], ["lengths must be at least 1", "got 0"]), (["--lengths", "9999999"], ["at most 1048576"])])
+def test_bad_options_of_prompts(options, words): one_line(run("bench", "prefill", *options), *words)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_bench_and_records_need_a_gpu(tmp_path):
     one_line(run("bench", "decode", "--out", tmp_path / "new"), "there is no CUDA device here")
+    one_line(run("bench", "prefill", "--out", tmp_path / "new"), "there is no CUDA device here")
     one_line(run("record", "decode", "--out", tmp_path / "new.json"), "CUDA")
     assert list(tmp_path.iterdir()) == []
 
