@@ -10,6 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_nb.attention import Exact, State, Streaming, TopK, TopP, Uniform, assert_close, attention, fold_in
+from sparse_nb.compose import Then
 from sparse_nb.delta import Delta
 from sparse_nb.hf import answer, attention_override, prefill, register, sparsify
 from sparse_nb.patterns import OracleBlocks, VerticalSlash
@@ -630,6 +631,21 @@ def test_a_step_goes_through_the_layers_of_one_pass_in_order(way):
     for what, keys, layers, step in Walk.seen: passes.setdefault((what, keys, step), []).append(layers)
     assert {what for what, *_ in passes} == {"prefill", "decode"}
     assert all([x[i:i + 3] for i in range(0, len(x), 3)] == [[1, 2, 3]] * (len(x) // 3) for x in passes.values())
+
+class Chosen(Walk):
+    "Selects and hands on: what `Then` may stand on"
+    def select(self, q, k, *, step, **kwargs):
+        self.note("select", k.shape[2], step)
+        return TopK(self.budget).select(q, k, **kwargs)
+
+def test_a_method_within_a_method_hands_on_to_its_like_alone(llama):
+    model = four_layers()
+    within = [Then(kind(budget=1.0), Santa(samples=4)) for kind in (Chosen, type("Other", (Chosen,), {}))]
+    Walk.seen.clear()
+    with sparsify(model, decode={0: within[0], 1: within[0], 2: within[1], 3: within[1]}): ids_of(model)
+    assert {layers for _, _, layers, _ in Walk.seen} == {1, 2}
+    with pytest.raises(ValueError, match=r"must be Then\(Chosen, Santa\) in every layer from 0 to 2, .* layer 1: "):
+        sparsify(model, decode={0: within[0], 1: within[1], 2: within[0]})
 
 def test_a_step_needs_all_layers_on_one_device(llama):
     model, walk = four_layers(), Walk(budget=1.0)
