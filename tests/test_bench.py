@@ -363,7 +363,7 @@ def test_quick_forms_that_need_no_kernels(tmp_path):
 def test_the_first_token_is_timed_in_every_way(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="first_token: there is no CUDA device here"): first_token.record(tmp_path / "x")
+    with pytest.raises(ValueError, match="first_token: there is no CUDA device"): first_token.record(tmp_path / "x")
     said = []
     meta, rows = read_record(first_token.record(tmp_path / "x.json", quick=True, say=said.append)).values()
     ways = [way for way in first_token.reading_ways() if way != "cuDNN"]

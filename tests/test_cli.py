@@ -695,7 +695,8 @@ def test_bad_options_of_the_bench(options, words): one_line(run("bench", "decode
 
 @pytest.mark.parametrize("options, words", [
     (["--lengths", "8k"], ["--lengths must be whole numbers", "got '8k'"]), (["--lengths", ","], ["got ','"]),
-    (["--lengths", "8192,0"], ["lengths must be at least 1", "got 0"]), (["--lengths", "9999999"], ["at most 1048576"])])
+    (["--lengths", "8192,0"], ["lengths must be at least 1", "got 0"]),
+    (["--lengths", "9999999"], ["at most 1048576"])])
 def test_bad_options_of_prompts(options, words): one_line(run("bench", "prefill", *options), *words)
 
 
