@@ -2,8 +2,10 @@
 
 No row depends on a later key or query, no mass is overstated, padding and chunks change nothing, bad input is refused.
 """
+import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -465,3 +467,111 @@ def test_a_kernel_gives_no_gradient():
     q = X["q"].clone().requires_grad_()
     with pytest.raises(ValueError, match="'torch' or 'auto' where a gradient is wanted"):
         delta_prefill(q, X["k"], X["v"], backend="triton")
+
+
+# a spacing for each layer
+
+def prompts_of(*lengths):
+    return [torch.randint(3, 64, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+
+
+def tiny(family="llama"):
+    pytest.importorskip("transformers")
+    from test_hf import build
+    return build(family)
+
+
+def test_calibration_takes_the_cheapest_spacing_whose_true_error_is_small_enough():
+    from sparse_nb.hf import capture
+    from sparse_nb.tuning import calibrate
+    model, prompts, gammas, start = tiny(), prompts_of(150, 90), (1, 4, 16, 32), Delta(16, 2, 8, tail=20)
+    heard = []
+    _, table = calibrate(model, prompts, 0.999, method=start, gammas=gammas, return_table=True,
+                         progress=lambda *x: heard.append(x))
+    layers = sorted(set(table.layer))
+    total = 2 * len(layers) * 4
+    assert heard == [(i, total) for i in range(total + 1)] and len(table) == 4 * len(layers)
+    captured = [capture(model, ids) for ids in prompts]
+    for row in table.itertuples():
+        errors, densities = [], []                                     # rows from 18 on miss some
+        for found in captured:
+            c = next(c for c in found if c.layer == row.layer)
+            q, k, v = (x.double() for x in (c.q, c.k, c.v))
+            n, exact = q.shape[2], attention(q, k, v, causal=True, scale=c.scale)
+            out = delta_prefill(q, k, v, window=16, sinks=2, gamma=row.gamma, tail=0, scale=c.scale)
+            errors.append(((out - exact).norm(dim=-1) / exact.norm(dim=-1))[:, :, 18:].mean())
+            keys = [i + 1 if i % row.gamma == 0 else sum(shown_by(i, i // row.gamma * row.gamma, 16, 2, True))
+                    for i in range(n)]
+            densities.append(sum(keys) / (n * (n + 1) / 2))
+        assert row.error == pytest.approx(float(sum(errors)) / 2, rel=1e-4, abs=1e-6)
+        assert row.density == pytest.approx(sum(densities) / 2)
+    assert (table[table.gamma == 1].error < 1e-5).all()
+    target = float(table[table.gamma == 4].error.median())
+    chosen = calibrate(model, prompts, target, method=start, gammas=gammas)
+    for layer, method in chosen.items():
+        mine = table[table.layer == layer]
+        row = mine[mine.gamma == method.gamma].iloc[0]
+        assert row.error <= target and row.density == mine[mine.error <= target].density.min()
+        assert method == replace(start, gamma=method.gamma)                                     # the tail is kept
+    assert set(chosen) == set(layers) and len({m.gamma for m in chosen.values()}) > 1
+    assert {int(i): Method.from_json(x) for i, x in json.loads(json.dumps(
+        {i: m.to_json() for i, m in chosen.items()})).items()} == chosen
+    with torch.no_grad(), sparsify(model, prefill=chosen): model(prompts[0][None])
+
+
+def test_calibration_is_not_misled_by_anchors_that_foretell_each_other():
+    from sparse_nb import hf, tuning
+    q, k, v = problem(G=1, R=1, Q=300, N=300)                       # every row but the anchors looks back at key 3
+    k[:, :, 3], v[:, :, 3], q[..., 0] = 0, 5, 0
+    k[..., 0] = 0
+    k[:, :, 3, 0], q[:, :, torch.arange(300) % 16 > 0, 0] = 8, 5
+    c = hf.Captured(0, q, k, v, attention(q, k, v, causal=True), torch.arange(300), torch.zeros(300), 8**-0.5)
+    told = {gamma: tuning._spacing(Delta(16, 0, gamma, tail=0), c) for gamma in (12, 16)}
+    assert told[16]["estimate"] < 0.7 * told[16]["error"] and told[12]["error"] < 0.5 * told[16]["error"]
+
+
+def test_calibration_leaves_layers_with_a_sliding_window_out():
+    from sparse_nb.tuning import calibrate
+    model = tiny("cohere2, layers without rope")
+    from test_hf import whole_layers
+    chosen = calibrate(model, prompts_of(100), 0.5, method=SMALL, gammas=[1])
+    assert [*chosen] == whole_layers(model) and set(chosen.values()) == {replace(SMALL, gamma=1)}
+    with pytest.raises(ValueError, match="model must have a layer that sees all keys"):
+        calibrate(tiny("mistral, window"), prompts_of(100), 0.5, method=SMALL)
+
+
+def test_calibration_of_a_base_asks_it_for_each_layer():
+    from sparse_nb.tuning import calibrate
+    class Learned(TopK):
+        def at_layer(self, layer): return TopK(budget=10 + layer)
+    chosen = calibrate(tiny(), prompts_of(100), 0.9, method=Delta(base=Learned(budget=1)), gammas=(1, 16))
+    assert {i: m.base for i, m in chosen.items()} == {i: TopK(budget=10 + i) for i in chosen}
+
+
+@pytest.mark.parametrize("changes, error, message", [
+    (dict(target=0), ValueError, "target must lie in (0, 1), got 0"),
+    (dict(target=math.nan), ValueError, "target must lie in (0, 1), got nan"),
+    (dict(target="0.1"), TypeError, "target must be a number, got str"),
+    (dict(target=1e-4, gammas=(16,)), ValueError, "a longer window is a setting of `method`"),
+    (dict(method=TopK()), TypeError, "method must be a Delta, got TopK"),
+    (dict(method=Delta), TypeError, "method must be a Delta, got type"),
+    (dict(method=replace(SMALL, correction="none")), ValueError, "method must correct its rows, got correction 'none'"),
+    (dict(gammas=()), ValueError, "gammas must hold at least one, got none"),
+    (dict(gammas=64), TypeError, "gammas must be a sequence of counts, got 64"),
+    (dict(gammas=(8, 0)), ValueError, "gammas must be at least 1, got 0"),
+    (dict(gammas=(8, 1.5)), TypeError, "gammas must be an int, got float"),
+    (dict(prompts=[]), ValueError, "prompts must hold at least one, got none"),
+    (dict(prompts=["text"]), TypeError, "input_ids must be a tensor of token numbers, got str"),
+    (dict(method=Delta()), ValueError, "prompts must be longer than what a row sees, got one of 100 tokens"),
+], ids=lambda x: re.sub(r"[^\w=]+", " ", str(x))[:40])
+def test_bad_input_of_calibration(changes, error, message):
+    from sparse_nb.tuning import calibrate
+    given = dict(model=tiny(), prompts=prompts_of(100), target=0.5, method=SMALL, gammas=(1,)) | changes
+    with pytest.raises(error, match=re.escape(message)): calibrate(**given)
+
+
+@pytest.mark.parametrize("family, lost", [("gemma2, capped", "softcap"), ("gpt-oss, sinks", "sinks")])
+def test_calibration_refuses_scores_that_are_not_of_q_and_k_alone(family, lost):
+    from sparse_nb.tuning import calibrate
+    with pytest.raises(ValueError, match=f"scores must be of q and k alone, got layer . with {lost}"):
+        calibrate(tiny(family), prompts_of(100), 0.5, method=SMALL, gammas=(1,))
