@@ -71,7 +71,8 @@ def by_hand(q, k, v, *, window, sinks, gamma, correction, anchors, tail, aligned
                 left.append((exact - sparse, q[0, h, r], []))
                 for part in range(parts):
                     lost = e * (~see & (cluster[:i + 1] == part))
-                    left[-1][2].append((lost.sum(), lost @ keys[:i + 1] / lost.sum(), lost @ values[:i + 1] / lost.sum()))
+                    T = lost.sum()
+                    left[-1][2].append((T, lost @ keys[:i + 1] / T, lost @ values[:i + 1] / T))
             if r >= Q - tail or i == anchor and correction != "none": out[0, h, r] = exact
             elif correction in ("none", "recompute"): out[0, h, r] = sparse
             elif correction == "delta": out[0, h, r] = sparse + left[-1][0]
