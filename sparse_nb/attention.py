@@ -8,10 +8,11 @@ __all__ = ['check_bounds', 'check_budget', 'check_choice', 'check_count', 'check
            'assert_close', 'attention', 'attention_scores', 'attention_weights', 'exponentials', 'from_first_visible',
            'grouped', 'masked_scores', 'merge_states', 'no_autocast', 'partial_attention', 'promote', 'to_device_of',
            'visible_range', 'CLASSES', 'METHODS', 'BlockState', 'Exact', 'Fitted', 'Method', 'Predictor',
-           'PrefillByDecode', 'State', 'Stats', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_state', 'method_class',
-           'stats_of', 'visible_keys', 'weights_id', 'Selection', 'budget_counts', 'make_selection',
-           'select_sinks_window', 'select_topk', 'select_topp', 'select_uniform', 'take_rows', 'weighted_attention',
-           'weighted_state', 'fold_in', 'head_seeds', 'new_seed', 'philox', 'philox_words', 'stream_seeds', 'tickets']
+           'PrefillByDecode', 'PrefillByPattern', 'State', 'Stats', 'Streaming', 'TopK', 'TopP', 'Uniform',
+           'check_state', 'method_class', 'stats_of', 'visible_keys', 'weights_id', 'Selection', 'budget_counts',
+           'make_selection', 'select_sinks_window', 'select_topk', 'select_topp', 'select_uniform', 'take_rows',
+           'weighted_attention', 'weighted_state', 'fold_in', 'head_seeds', 'new_seed', 'philox', 'philox_words',
+           'stream_seeds', 'tickets']
 
 # %% ../nbs/00_attention.ipynb #bf602c46
 from .core.checks import (
@@ -21,8 +22,8 @@ from .core.exact import (
     SoftmaxState, assert_close, attention, attention_scores, attention_weights, exponentials, from_first_visible,
     grouped, masked_scores, merge_states, no_autocast, partial_attention, promote, to_device_of, visible_range)
 from .core.methods import (
-    CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, State, Stats, Streaming, TopK,
-    TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id)
+    CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, PrefillByPattern, State, Stats,
+    Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id)
 from .core.selection import (
     Selection, budget_counts, make_selection, select_sinks_window, select_topk, select_topp, select_uniform, take_rows,
     weighted_attention, weighted_state)
@@ -34,8 +35,8 @@ _all_ = [
     SoftmaxState, assert_close, attention, attention_scores, attention_weights, exponentials,
     from_first_visible, grouped, masked_scores, merge_states, no_autocast, partial_attention, promote,
     to_device_of, visible_range,
-    CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, State, Stats,
-    Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id,
+    CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, PrefillByPattern, State,
+    Stats, Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id,
     Selection, budget_counts, make_selection, select_sinks_window, select_topk, select_topp,
     select_uniform, take_rows, weighted_attention, weighted_state,
     fold_in, head_seeds, new_seed, philox, philox_words, stream_seeds, tickets]

@@ -226,7 +226,9 @@ def method_from(
     from sparse_nb.core.methods import CLASSES, method_class
     known = {x.lower(): x for x in sorted(CLASSES)}
     name, colon, rest = (part.strip() for part in text.partition(":"))
-    if name.lower() not in known: raise ValueError(f"{option} must be one of {', '.join(known)}, got {name!r}")
+    if name.lower() not in known:
+        able = [x for x in known if callable(getattr(method_class(known[x]), option.strip("-"), None))]
+        raise ValueError(f"{option} must be one of {', '.join(able or known)}, got {name!r}")
     method, settings = method_class(known[name.lower()]), {}
     hints = get_type_hints(method)
     kinds = {x.name: get_args(hints[x.name]) or (hints[x.name],) for x in fields(method)}

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method', 'by_layer', 'keeps_state', 'walks_layers',
-           'Plan', 'plan_of', 'check_methods', 'check_model', 'Call', 'ForwardPass', 'PerThread', 'decoded_queries',
-           'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer', 'Dispatch', 'read_prompt',
-           'look_at_each', 'decode_one', 'decode_each', 'note_request', 'begin_pass', 'check_reached', 'adopt_cache',
-           'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
-           'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
+           'walk_of', 'Plan', 'plan_of', 'check_methods', 'check_model', 'Call', 'ForwardPass', 'PerThread',
+           'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer', 'Dispatch',
+           'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'note_request', 'begin_pass', 'check_reached',
+           'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit',
+           'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .core.checks import check_choice, check_count, check_flag, check_integer, check_seed
 from .core.exact import attention, to_device_of
-from .core.methods import Exact, Stats
+from .core.methods import Exact, Method, Stats
 from .core.streams import fold_in
 from .metrics import relative_error
 from .models.cache import HostLayer, fork_cache, keep_state, offload
@@ -190,6 +190,11 @@ def walks_layers(method) -> bool:
     "Does the method hand something from layer to layer of a forward pass?"
     return callable(getattr(method, "new_step", None)) and method.new_step() is not None
 
+def walk_of(method) -> str:
+    "What layers must have in common to hand on to each other: the class, and those of methods among the settings."
+    inner = [walk_of(x) for x in getattr(method, "__dict__", {}).values() if isinstance(x, Method)]
+    return type(method).__qualname__ + (f"({', '.join(inner)})" if inner else "")
+
 @dataclass
 class Plan:
     "What each layer of a model does in a session."
@@ -251,7 +256,7 @@ def check_methods(
             if callable(judge := getattr(method, "check_model", None)): judge(model)
         walks = {}
         for i, m in chosen.items():
-            if i not in plan.reasons and walks_layers(m): walks.setdefault(type(m).__name__, []).append(i)
+            if i not in plan.reasons and walks_layers(m): walks.setdefault(walk_of(m), []).append(i)
         for name, at in walks.items():
             if missing := [i for i in plan.layers if at[0] < i < at[-1] and i not in at]:
                 raise ValueError(f"{what} must be {name} in every layer from {at[0]} to {at[-1]}, for it hands on what "
@@ -324,7 +329,7 @@ class ForwardPass:
 
     def walk(self, what, method):
         "`step=` for a method that hands something from layer to layer, made anew in each pass; else nothing."
-        key = what, type(method)
+        key = what, walk_of(method)
         if key not in self.walks: self.walks[key] = method.new_step() if hasattr(method, "new_step") else None
         return {} if self.walks[key] is None else dict(step=self.walks[key])
 

@@ -2,6 +2,7 @@
 what every one of them owes a caller, alone and inside a model."""
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from sparse_nb.core.methods import Method
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hf import capture, sparsify
 from sparse_nb.patterns import (
-    FlexPrefill, HiP, OracleBlocks, RandomBlocks, VerticalSlash, js_distance, mass_read, save_choices, search_choices,
-    with_counts_of)
+    FlexPrefill, HiP, OracleBlocks, RandomBlocks, VerticalSlash, js_distance, mass_read, pairs_read,
+    save_choices, search_choices, with_counts_of)
 from sparse_nb.tasks import make
 
 SMALL = dict(query_block=32, key_block=32)
@@ -31,8 +32,8 @@ METHODS = LEAKY + CAUSAL
 ROWS = [m for m in METHODS if getattr(m, "rounding", "") == "none"]
 BLOCKS = [m for m in METHODS if m not in ROWS]
 EVERYTHING = [VerticalSlash(), VerticalSlash(vertical=0, slash=300), VerticalSlash(vertical=300, slash=0),
-              VerticalSlash(rounding="pool"), VerticalSlash(rounding="none"), FlexPrefill(), FlexPrefill(tau=1.0), HiP(),
-              HiP(rounding="none", sinks=0, window=1), HiP(stages=((256, 512),), sinks=0, window=1),
+              VerticalSlash(rounding="pool"), VerticalSlash(rounding="none"), FlexPrefill(), FlexPrefill(tau=1.0),
+              HiP(), HiP(rounding="none", sinks=0, window=1), HiP(stages=((256, 512),), sinks=0, window=1),
               OracleBlocks(1.0), RandomBlocks(1.0)]
 
 
@@ -328,6 +329,7 @@ def test_mass_read_is_the_sum_of_weights(method):
     else: seen = chosen_keys((p := method.pattern(q, k, seed=1)).mask()[0], p)
     seen = seen.repeat_interleave(4 // len(seen), 0)
     assert_close(mass_read(method, q, k, seed=1)[0], (weights * seen).sum(-1), 1e-10)
+    assert_close(pairs_read(method, q, k, seed=1)[0], seen.sum((1, 2)).double(), 1e-10)
 
 
 def test_js_distance():
@@ -355,7 +357,8 @@ def test_chunks(method):
     "Chunks of whole blocks; what chooses by the last queries of a prompt agrees in the last chunk."
     q, k, v = problem(Q=256, N=256)
     whole = method.prefill(q, k, v, seed=3)
-    parts = [method.prefill(q[:, :, a:b], k[:, :, :b], v[:, :, :b], seed=3) for a, b in ((0, 64), (64, 192), (192, 256))]
+    parts = [method.prefill(q[:, :, a:b], k[:, :, :b], v[:, :, :b], seed=3)
+             for a, b in ((0, 64), (64, 192), (192, 256))]
     if method in CAUSAL: assert_close(torch.cat(parts, 2), whole, 1e-12)
     elif isinstance(method, VerticalSlash): assert_close(parts[2], whole[:, :, 192:], 1e-12)
     else: assert_close(parts[2], method.prefill(q[:, :, 192:], k, v), 1e-12)
@@ -455,6 +458,10 @@ def test_the_search_finds_what_a_head_does():
     assert found == {0: [(24, 4, 1, 1), (4, 24, 1, 1)], 4: [(4, 24, 1, 1), (24, 4, 1, 1)]}
     a_shape = search_choices([(0, q, k)], [(24, 4), (20, 8, 20, 8)], method)
     assert a_shape[0][0] == (24, 4, 1, 1)
+    for rounding in ("none", "pool"):                                       # all is the most, unless it has its price
+        found = [search_choices([(0, q, k)], [(24, 4), (192, 192)], replace(method, rounding=rounding), price=price)[0]
+                 for price in (0, 1.0)]
+        assert found[0] == [(192, 192, 1, 1)] * 2 and (found[1][0] == (24, 4, 1, 1) or rounding == "pool")
 
 
 def llama(seed=0):

@@ -10,9 +10,12 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_nb.attention import Exact, State, Streaming, TopK, TopP, Uniform, assert_close, attention, fold_in
+from sparse_nb.compose import Then
+from sparse_nb.delta import Delta
 from sparse_nb.hf import answer, attention_override, prefill, register, sparsify
+from sparse_nb.patterns import OracleBlocks, VerticalSlash
 from sparse_nb.santa import Santa
-from test_hf import FAMILIES, IDS, REFUSED, SMALL, Letters, build
+from test_hf import FAMILIES, IDS, REFUSED, SMALL, Letters, build, whole_layers
 
 # token 0 is embedded as 0, a tie of all keys
 GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
@@ -84,6 +87,61 @@ def test_a_row_of_a_padded_batch_is_its_own_single_run(family, method):
     for b, p in enumerate(PAD):
         with sparsify(model, decode=method, prefill=Streaming(sinks=2, window=8), seed=[fold_in(0, b)]):
             assert torch.equal(ids_of(model, IDS[:, :40 - p])[0], together[b])
+
+READERS = [Delta(window=5, sinks=1, gamma=4, tail=0, correction=x) for x in ("tangent", "delta", "recompute", "none")]
+READERS += [Delta(window=5, sinks=1, gamma=4, tail=3), Delta(gamma=4, tail=0, base=TopK(budget=4)),
+            VerticalSlash(2, 4, last=4, sinks=1, window=2, rounding="none")]
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_methods_that_read_prompts_work_in_every_family(family):
+    model = build(family)
+    want, exact = ids_of(model), forward(model)
+    for method in (Delta(window=100, gamma=4, tail=0), Delta(window=100, gamma=4, correction="delta"),
+                   OracleBlocks(1.0)):
+        with sparsify(model, prefill=method):
+            if family not in REFUSED:
+                assert torch.equal(ids_of(model), want)
+                continue
+            with pytest.raises(ValueError, match=f"which uses {REFUSED[family]}"): ids_of(model)
+    for method in READERS if family not in REFUSED else ():
+        with sparsify(model, prefill=method):
+            together = ids_of(model, PADDED, attention_mask=MASK)
+            off = (forward(model) - exact).abs().max()
+            assert off > 1e-5 if whole_layers(model) else off == 0  # layers with a window of their own keep it
+        for b, p in enumerate(PAD):
+            with sparsify(model, prefill=method): assert torch.equal(ids_of(model, IDS[:, :40 - p])[0], together[b])
+
+@pytest.mark.parametrize("method", READERS, ids=repr)
+def test_what_a_method_has_read_serves_every_way_to_generate(llama, method):
+    with sparsify(llama, prefill=method):
+        want = ids_of(llama)
+        for way in (dict(cache_implementation="static"), dict(prompt_lookup_num_tokens=3),
+                    dict(num_beams=2, num_return_sequences=1)):
+            assert len(ids_of(llama, **way)[0]) == len(want[0])
+            if "num_beams" not in way: assert torch.equal(ids_of(llama, **way), want)
+        # a second turn reads what is new against the cache of the first, and writes what another session would
+        turns = []
+        for again in range(2):
+            cache = DynamicCache(config=llama.config)
+            first = llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
+            turns.append(llama.generate(torch.cat([first, IDS[:, 20:]], 1), past_key_values=cache, **GREEDY))
+        assert torch.equal(*turns)
+    with sparsify(llama, prefill=Exact()):
+        cache = DynamicCache(config=llama.config)
+        llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
+        exact = forward(llama, torch.cat([first, IDS[:, 20:]], 1)[:, cache.get_seq_length():],
+                        past_key_values=copy.deepcopy(cache))
+    with sparsify(llama, prefill=method):
+        sparse = forward(llama, torch.cat([first, IDS[:, 20:]], 1)[:, cache.get_seq_length():],
+                         past_key_values=copy.deepcopy(cache))
+    assert (sparse - exact).abs().max() > 1e-5
+
+@pytest.mark.parametrize("correction", ["delta", "recompute", "tangent"])
+def test_chunks_of_whole_gammas_change_nothing(llama, correction):
+    method = Delta(window=5, sinks=1, gamma=4, anchors=1, tail=0, correction=correction)
+    with sparsify(llama, prefill=method): want = ids_of(llama)
+    for size in (8, 20):
+        with sparsify(llama, prefill=method): assert torch.equal(ids_of(llama, prefill_chunk_size=size), want)
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_ways_to_generate_agree(llama, method):
@@ -573,6 +631,21 @@ def test_a_step_goes_through_the_layers_of_one_pass_in_order(way):
     for what, keys, layers, step in Walk.seen: passes.setdefault((what, keys, step), []).append(layers)
     assert {what for what, *_ in passes} == {"prefill", "decode"}
     assert all([x[i:i + 3] for i in range(0, len(x), 3)] == [[1, 2, 3]] * (len(x) // 3) for x in passes.values())
+
+class Chosen(Walk):
+    "Selects and hands on: what `Then` may stand on"
+    def select(self, q, k, *, step, **kwargs):
+        self.note("select", k.shape[2], step)
+        return TopK(self.budget).select(q, k, **kwargs)
+
+def test_a_method_within_a_method_hands_on_to_its_like_alone(llama):
+    model = four_layers()
+    within = [Then(kind(budget=1.0), Santa(samples=4)) for kind in (Chosen, type("Other", (Chosen,), {}))]
+    Walk.seen.clear()
+    with sparsify(model, decode={0: within[0], 1: within[0], 2: within[1], 3: within[1]}): ids_of(model)
+    assert {layers for _, _, layers, _ in Walk.seen} == {1, 2}
+    with pytest.raises(ValueError, match=r"must be Then\(Chosen, Santa\) in every layer from 0 to 2, .* layer 1: "):
+        sparsify(model, decode={0: within[0], 1: within[1], 2: within[0]})
 
 def test_a_step_needs_all_layers_on_one_device(llama):
     model, walk = four_layers(), Walk(budget=1.0)

@@ -96,7 +96,7 @@ METHODS = {
                       "keys that collide with the query in random hash tables, weighted by their chance"),
     "delta": Entry("sparse_nb.delta:Delta", "Delta", "#bd2a77", "p",
                    "prompts alone: sinks and window, and for every 64th row all keys, from which the others learn"),
-    "vertical_slash": Entry("sparse_nb.patterns:VerticalSlash", "vertical-slash", "#643c82", "|",
+    "vertical_slash": Entry("sparse_nb.patterns:VerticalSlash", "vertical-slash", "#643c82", "P",
                             "of a prompt: the columns and diagonals that its last queries look at"),
     "flex_prefill": Entry("sparse_nb.patterns:FlexPrefill", "FlexPrefill", "#00ffaa", "D",
                           "of a prompt: blocks up to a share of an estimated attention, for each head by one of two "

@@ -221,6 +221,7 @@ def write_condensed(
     out: Path,   # JSON file to write
     files: list, # of `grid.run`
     rows: list,  # of `condensed`
+    **more,      # of meta
 ) -> Path: # the file
     """The record of what files of grids hold, which may have been made on another machine.
 
@@ -235,8 +236,9 @@ def write_condensed(
     for x in headers:
         if weights.setdefault(x["model"], x["weights"]) != x["weights"]:
             raise ValueError(f"files must be of the same weights, got others of {x['model']!r}")
-        named = {name: m for what in ("prefill", "decode") for name, m in x[what].items()}
-        methods.setdefault(x["model"], {}).update(named)
+        for name, method in (x["prefill"] | x["decode"]).items():
+            own = methods.setdefault(x["model"], {})
+            own[name] = method if own.get(name, method) == method else "another in each file"
     newest = time.gmtime(max(Path(file).stat().st_mtime for file in files))
     about = dict(gpu=about.pop("device")) | about | dict(date=time.strftime("%Y-%m-%d %H:%M UTC", newest))
-    return write_record(out, about | dict(weights=weights, methods=methods), rows)
+    return write_record(out, about | dict(weights=weights, methods=methods, **more), rows)

@@ -118,9 +118,10 @@ def rows_of_two(
 def write_two(
     out: Path,   # JSON file to write
     files: list, # of `ask` and `look`
+    **more,      # of meta
 ) -> Path: # the file
     "The record of what the files hold. Raises as `write_condensed`."
-    return write_condensed(out, files, rows_of_two(files))
+    return write_condensed(out, files, rows_of_two(files), **more)
 
 # %% ../../kernels/records/two_models.ipynb #933a13b5
 def ask(
