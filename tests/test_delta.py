@@ -2,8 +2,10 @@
 
 No row depends on a later key or query, no mass is overstated, padding and chunks change nothing, bad input is refused.
 """
+import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from sparse_nb.delta import CORRECTIONS, Delta, delta_prefill
 from sparse_nb.hf import sparsify
 
 FP64 = torch.float64
-CASES = [(correction, aligned) for correction in CORRECTIONS for aligned in (None, False, True)]
-EVERY = pytest.mark.parametrize("correction, aligned", CASES)
+CASES = [(correction, aligned, 1) for correction in CORRECTIONS for aligned in (None, False, True)]
+CASES += [("tangent", None, 3), ("tangent", False, 2), ("tangent", True, 100)]
+EVERY = pytest.mark.parametrize("correction, aligned, parts", CASES)
 
 
 def problem(B=1, G=2, R=2, Q=60, N=75, D=8, dtype=FP64, seed=0, size=1.0):
@@ -33,14 +36,30 @@ def shown_by(i, anchor, window, sinks, aligned):
     return [t < sinks or t >= low for t in range(i + 1)]
 
 
-def by_hand(q, k, v, *, window, sinks, gamma, correction, anchors, tail, aligned=None, scale=None, shown=None):
+def clusters_by_hand(keys, window, parts):
+    "The cluster of each key of a group: k-means of the first `window` keys, from keys at equal distances."
+    first = keys[:window].tolist()
+    far = lambda x, c: sum((a - b)**2 for a, b in zip(x, c))
+    nearest = lambda x: min(range(len(centres)), key=lambda p: far(x, centres[p]))
+    count = min(parts, len(first))
+    centres = [first[p * len(first) // count] for p in range(count)]
+    for _ in range(6):
+        mine = [nearest(x) for x in first]
+        for p in range(len(centres)):
+            held = [x for x, q in zip(first, mine) if q == p]
+            if held: centres[p] = [sum(y) / len(held) for y in zip(*held)]
+    return torch.tensor([nearest(x) for x in keys.tolist()])
+
+
+def by_hand(q, k, v, *, window, sinks, gamma, correction, anchors, tail, aligned=None, scale=None, shown=None, parts=1):
     "The equations of one sequence without padding, row by row."
     aligned = correction == "tangent" if aligned is None else aligned
     (_, H, Q, D), (_, G, N, _) = q.shape, k.shape
     out, scale = torch.zeros_like(q), D**-0.5 if scale is None else scale
     for h in range(H):
         keys, values = k[0, h * G // H], v[0, h * G // H]
-        left = []                                   # of each anchor: position, difference, T, mean key and value, query
+        cluster = clusters_by_hand(keys, window, parts)
+        left = []                        # of each anchor: difference, query, and T, mean key and value of each cluster
         for r in range(Q):
             i = N - Q + r
             anchor = max(i // gamma * gamma, N - Q)
@@ -49,17 +68,22 @@ def by_hand(q, k, v, *, window, sinks, gamma, correction, anchors, tail, aligned
             exact = e @ values[:i + 1] / e.sum()
             sparse = e[see] @ values[:i + 1][see] / e[see].sum() if see.any() else torch.zeros_like(exact)
             if i == anchor and correction != "none":
-                lost = e[~see]
-                mean = (lambda x: lost @ x[:i + 1][~see] / lost.sum())
-                left.append((exact - sparse, lost.sum(), mean(keys), mean(values), q[0, h, r]))
+                left.append((exact - sparse, q[0, h, r], []))
+                for part in range(parts):
+                    lost = e * (~see & (cluster[:i + 1] == part))
+                    T = lost.sum()
+                    left[-1][2].append((T, lost @ keys[:i + 1] / T, lost @ values[:i + 1] / T))
             if r >= Q - tail or i == anchor and correction != "none": out[0, h, r] = exact
             elif correction in ("none", "recompute"): out[0, h, r] = sparse
             elif correction == "delta": out[0, h, r] = sparse + left[-1][0]
             else:
-                bounds = [(float(T * torch.exp(scale * (q[0, h, r] - at) @ key)), value)
-                          for _, T, key, value, at in left[-anchors:] if T > 0]
-                mass, value = max(bounds, key=lambda x: x[0]) if bounds else (0.0, 0.0)
-                out[0, h, r] = (e[see] @ values[:i + 1][see] + mass * value) / (e[see].sum() + mass)
+                mass, sums = e[see].sum(), e[see] @ values[:i + 1][see]
+                for part in range(parts):
+                    bounds = [(float(T * torch.exp(scale * (q[0, h, r] - at) @ key)), value) for _, at, found
+                              in left[-anchors:] for T, key, value in [found[part]] if T > 0]
+                    more, value = max(bounds, key=lambda x: x[0]) if bounds else (0.0, 0.0)
+                    mass, sums = mass + more, sums + more * value
+                out[0, h, r] = sums / mass
     return out
 
 
@@ -68,9 +92,10 @@ def by_hand(q, k, v, *, window, sinks, gamma, correction, anchors, tail, aligned
 @EVERY
 @pytest.mark.parametrize("window, sinks, gamma, anchors, tail", [
     (20, 3, 16, 16, 9), (5, 0, 13, 2, 0), (1, 1, 4, 1, 3), (70, 9, 64, 3, 0), (3, 2, 100, 16, 0), (9, 80, 8, 4, 1)])
-def test_is_what_the_equations_say(correction, aligned, window, sinks, gamma, anchors, tail):
+def test_is_what_the_equations_say(correction, aligned, parts, window, sinks, gamma, anchors, tail):
     x, scale = problem(G=1, R=2, size=2), 0.3
-    given = dict(window=window, sinks=sinks, gamma=gamma, anchors=anchors, tail=tail, aligned=aligned, scale=scale)
+    given = dict(window=window, sinks=sinks, gamma=gamma, anchors=anchors, tail=tail, aligned=aligned, scale=scale,
+                 parts=parts)
     got = delta_prefill(*x, correction=correction, **given)
     assert_close(got, by_hand(*x, correction=correction, **given), rtol=1e-12)
 
@@ -133,11 +158,12 @@ def test_none_is_streaming():
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**31), size=st.sampled_from([0.5, 2.0, 8.0]), window=st.integers(1, 40),
-       sinks=st.integers(0, 5), gamma=st.integers(1, 40), anchors=st.integers(1, 20), aligned=st.booleans())
-def test_tangent_never_overstates_and_stays_in_the_hull(seed, size, window, sinks, gamma, anchors, aligned):
+       sinks=st.integers(0, 5), gamma=st.integers(1, 40), anchors=st.integers(1, 20), aligned=st.booleans(),
+       parts=st.integers(1, 9))
+def test_tangent_never_overstates_and_stays_in_the_hull(seed, size, window, sinks, gamma, anchors, aligned, parts):
     q, k, v = problem(G=1, R=2, Q=75, N=75, seed=seed, size=size)
     ones = torch.cat([torch.ones_like(v[..., :1]), v[..., 1:]], -1)
-    given = dict(window=window, sinks=sinks, gamma=gamma, anchors=anchors, tail=0, aligned=aligned)
+    given = dict(window=window, sinks=sinks, gamma=gamma, anchors=anchors, tail=0, aligned=aligned, parts=parts)
     out = delta_prefill(q, k, ones, **given)
     assert (out[..., 0] - 1).abs().max() < 1e-12                                  # weights sum to one
     assert (out <= ones.cummax(2).values + 1e-9).all() and (out >= ones.cummin(2).values - 1e-9).all()
@@ -153,10 +179,29 @@ def test_tangent_never_overstates_and_stays_in_the_hull(seed, size, window, sink
         assert (delta_prefill(q, k, shown, **given)[0, :, r, 0] >= weights[0, :, r, see].sum(-1) - 1e-9).all()
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**31), size=st.sampled_from([0.5, 2.0, 8.0]), window=st.integers(1, 40),
+       gamma=st.integers(2, 40), anchors=st.integers(1, 20), parts=st.integers(2, 9))
+def test_more_parts_find_no_less_of_the_missing_mass(seed, size, window, gamma, anchors, parts):
+    q, k, v = problem(G=1, R=2, Q=75, N=75, seed=seed, size=size)
+    i = torch.arange(75)
+    low = i // gamma * gamma - window + 1
+    found = {}
+    for number, m in ((1, 1), (parts, 1), (parts, anchors)):
+        out = torch.zeros(2, 75, dtype=FP64)
+        for r in range(window, 75, 9):
+            lost = (i < low[r]).to(FP64).view(1, 1, 75, 1).expand_as(v).contiguous()
+            out[:, r] = delta_prefill(q, k, lost, window=window, sinks=0, gamma=gamma, anchors=m, tail=0,
+                                      parts=number)[0, :, r, 0]
+        found[number, m] = out
+    assert (found[parts, 1] >= found[1, 1] - 1e-9).all() and (found[parts, anchors] >= found[parts, 1] - 1e-9).all()
+
+
 @EVERY
-def test_no_row_knows_a_later_key_or_query(correction, aligned):
+def test_no_row_knows_a_later_key_or_query(correction, aligned, parts):
     q, k, v = problem(Q=90, N=100)
-    run = lambda *x: delta_prefill(*x, window=12, sinks=2, gamma=16, correction=correction, aligned=aligned, tail=0)
+    run = lambda *x: delta_prefill(*x, window=12, sinks=2, gamma=16, correction=correction, aligned=aligned, tail=0,
+                                    parts=parts)
     before = run(q, k, v)
     for at in (1, 5, 6, 7, 21, 22, 23, 54, 89):
         x, y, z = q.clone(), k.clone(), v.clone()
@@ -200,12 +245,12 @@ def test_is_computed_in_float32(dtype, rtol):
 # padding, chunks, edges
 
 @EVERY
-def test_padding_changes_nothing(correction, aligned):
+def test_padding_changes_nothing(correction, aligned, parts):
     starts, x = [0, 7, 40, 71, 75, 200], problem(B=6)
     for b, start in enumerate(starts):
         for y in x[1:]: y[b, :, :start] = math.nan
         x[0][b, :, :max(0, start - 15)] = math.nan
-    given = dict(window=12, sinks=2, gamma=16, correction=correction, aligned=aligned, tail=4)
+    given = dict(window=12, sinks=2, gamma=16, correction=correction, aligned=aligned, tail=4, parts=parts)
     out, stats = delta_prefill(*x, kv_start=torch.tensor(starts), return_stats=True, **given)
     for b, start in enumerate(starts):
         first = max(0, start - 15)
@@ -222,10 +267,10 @@ def test_padding_changes_nothing(correction, aligned):
 
 @EVERY
 @pytest.mark.parametrize("start", [0, 7])
-def test_chunks_that_end_on_the_grid_change_nothing(correction, aligned, start):
+def test_chunks_that_end_on_the_grid_change_nothing(correction, aligned, parts, start):
     q, k, v = problem(B=1, Q=112, N=112)
     given = dict(window=12, sinks=2, gamma=16, correction=correction, aligned=aligned, tail=0, anchors=1,
-                 kv_start=torch.tensor([start]))
+                 kv_start=torch.tensor([start]), parts=parts)
     whole = delta_prefill(q, k, v, **given)
     ends = 0, start + 32, start + 48, 112
     chunks = [delta_prefill(q[:, :, a:b], k[:, :, :b], v[:, :, :b], **given) for a, b in zip(ends, ends[1:])]
@@ -260,7 +305,7 @@ def test_edges(Q, N, tail, gamma):
 
 def test_a_window_that_holds_everything_is_exact():
     x = problem(B=2, Q=75)
-    for correction, aligned in CASES:
+    for correction, aligned, parts in CASES:
         got, stats = delta_prefill(*x, window=75, gamma=16, tail=0, correction=correction, aligned=aligned,
                                    return_stats=True)
         assert_close(got, attention(*x, causal=True), rtol=1e-12)
@@ -273,9 +318,9 @@ def test_a_window_that_holds_everything_is_exact():
 
 def test_statistics_count_every_pair_that_is_scored():
     x, gamma, window, sinks, tail = problem(Q=75), 16, 9, 2, 6
-    for correction, aligned in CASES:
+    for correction, aligned, parts in CASES:
         _, stats = delta_prefill(*x, window=window, sinks=sinks, gamma=gamma, tail=tail, correction=correction,
-                                 aligned=aligned, return_stats=True)
+                                 aligned=aligned, parts=parts, return_stats=True)
         own = correction == "tangent" if aligned is None else aligned
         want = [sum(shown_by(i, i // gamma * gamma, window, sinks, own)) for i in range(75)]
         for i in range(75):
@@ -285,11 +330,11 @@ def test_statistics_count_every_pair_that_is_scored():
         assert float(stats.keys_per_row[0, 0]) == pytest.approx(sum(want) / 75)
 
 
-@pytest.mark.parametrize("correction, aligned", CASES)
-def test_missing_share_and_estimate(correction, aligned):
+@EVERY
+def test_missing_share_and_estimate(correction, aligned, parts):
     q, k, v = problem(Q=75, G=1)
     _, stats = delta_prefill(q, k, v, window=9, sinks=2, gamma=16, tail=6, correction=correction, aligned=aligned,
-                             return_stats=True)
+                             parts=parts, return_stats=True)
     assert stats.anchors.tolist() == [[0, 16, 32, 48, 64]]
     weights = attention_scores(q, k, causal=True).softmax(-1)
     own = correction == "tangent" if aligned is None else aligned
@@ -298,7 +343,7 @@ def test_missing_share_and_estimate(correction, aligned):
         assert_close(stats.missing[0, :, j], weights[0, :, i, :i + 1][:, ~see].sum(-1), rtol=1e-12)
     # the estimate at an anchor is the error of a prefill in which it is none
     assert stats.error[..., 0].isnan().all()
-    if correction == "none": return
+    if correction == "none" or parts > 1: return
     exact = attention(q, k, v, causal=True)
     for j, i in ((2, 32), (4, 64)):
         x = [y[:, :, :i + 1] for y in (q, k, v)]
@@ -334,7 +379,7 @@ def by_hand_without(q, k, v, *, anchor, window, sinks, gamma, correction, aligne
 
 @pytest.mark.parametrize("method", [
     Delta(), Delta(64, 0, 3, "delta", 1, 0, True), Delta(correction="none", aligned=True), Delta(base=TopK(budget=0.5)),
-    Delta(base=Streaming(window=64))], ids=repr)
+    Delta(base=Streaming(window=64)), Delta(parts=4)], ids=repr)
 def test_json(method):
     assert Method.from_json(method.to_json()) == method and method_class("Delta") is Delta
 
@@ -443,6 +488,10 @@ X = dict(zip("qkv", problem()))
      ValueError, "backend must be 'torch' or 'auto' where statistics are wanted, got 'triton'"),
     (dict(backend="triton", aligned=False),
      ValueError, "'auto' where a tangent with windows that are not aligned is wanted, got 'triton'"),
+    (dict(backend="triton", parts=2), ValueError, "'torch' or 'auto' where several parts are wanted, got 'triton'"),
+    (dict(parts=0), ValueError, "parts must be at least 1, got 0"),
+    (dict(parts=2.0), TypeError, "parts must be an int, got float"),
+    (dict(parts=2, base=TopK()), ValueError, "parts must be 1 with a base"),
     (dict(kv_start=torch.tensor([-1])), ValueError, "kv_start must not be negative, got -1"),
     (dict(kv_start=torch.tensor([0.5])), TypeError, "kv_start must be int32 or int64, got torch.float32"),
     (dict(kv_start=torch.tensor([1, 2])), ValueError, "kv_start must have shape [B] = [1], got [2]"),
@@ -465,3 +514,111 @@ def test_a_kernel_gives_no_gradient():
     q = X["q"].clone().requires_grad_()
     with pytest.raises(ValueError, match="'torch' or 'auto' where a gradient is wanted"):
         delta_prefill(q, X["k"], X["v"], backend="triton")
+
+
+# a spacing for each layer
+
+def prompts_of(*lengths):
+    return [torch.randint(3, 64, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+
+
+def tiny(family="llama"):
+    pytest.importorskip("transformers")
+    from test_hf import build
+    return build(family)
+
+
+def test_calibration_takes_the_cheapest_spacing_whose_true_error_is_small_enough():
+    from sparse_nb.hf import capture
+    from sparse_nb.tuning import calibrate
+    model, prompts, gammas, start = tiny(), prompts_of(150, 90), (1, 4, 16, 32), Delta(16, 2, 8, tail=20)
+    heard = []
+    _, table = calibrate(model, prompts, 0.999, method=start, gammas=gammas, return_table=True,
+                         progress=lambda *x: heard.append(x))
+    layers = sorted(set(table.layer))
+    total = 2 * len(layers) * 4
+    assert heard == [(i, total) for i in range(total + 1)] and len(table) == 4 * len(layers)
+    captured = [capture(model, ids) for ids in prompts]
+    for row in table.itertuples():
+        errors, densities = [], []                                     # rows from 18 on miss some
+        for found in captured:
+            c = next(c for c in found if c.layer == row.layer)
+            q, k, v = (x.double() for x in (c.q, c.k, c.v))
+            n, exact = q.shape[2], attention(q, k, v, causal=True, scale=c.scale)
+            out = delta_prefill(q, k, v, window=16, sinks=2, gamma=row.gamma, tail=0, scale=c.scale)
+            errors.append(((out - exact).norm(dim=-1) / exact.norm(dim=-1))[:, :, 18:].mean())
+            keys = [i + 1 if i % row.gamma == 0 else sum(shown_by(i, i // row.gamma * row.gamma, 16, 2, True))
+                    for i in range(n)]
+            densities.append(sum(keys) / (n * (n + 1) / 2))
+        assert row.error == pytest.approx(float(sum(errors)) / 2, rel=1e-4, abs=1e-6)
+        assert row.density == pytest.approx(sum(densities) / 2)
+    assert (table[table.gamma == 1].error < 1e-5).all()
+    target = float(table[table.gamma == 4].error.median())
+    chosen = calibrate(model, prompts, target, method=start, gammas=gammas)
+    for layer, method in chosen.items():
+        mine = table[table.layer == layer]
+        row = mine[mine.gamma == method.gamma].iloc[0]
+        assert row.error <= target and row.density == mine[mine.error <= target].density.min()
+        assert method == replace(start, gamma=method.gamma)                                     # the tail is kept
+    assert set(chosen) == set(layers) and len({m.gamma for m in chosen.values()}) > 1
+    assert {int(i): Method.from_json(x) for i, x in json.loads(json.dumps(
+        {i: m.to_json() for i, m in chosen.items()})).items()} == chosen
+    with torch.no_grad(), sparsify(model, prefill=chosen): model(prompts[0][None])
+
+
+def test_calibration_is_not_misled_by_anchors_that_foretell_each_other():
+    from sparse_nb import hf, tuning
+    q, k, v = problem(G=1, R=1, Q=300, N=300)                       # every row but the anchors looks back at key 3
+    k[:, :, 3], v[:, :, 3], q[..., 0] = 0, 5, 0
+    k[..., 0] = 0
+    k[:, :, 3, 0], q[:, :, torch.arange(300) % 16 > 0, 0] = 8, 5
+    c = hf.Captured(0, q, k, v, attention(q, k, v, causal=True), torch.arange(300), torch.zeros(300), 8**-0.5)
+    told = {gamma: tuning._spacing(Delta(16, 0, gamma, tail=0), c) for gamma in (12, 16)}
+    assert told[16]["estimate"] < 0.7 * told[16]["error"] and told[12]["error"] < 0.5 * told[16]["error"]
+
+
+def test_calibration_leaves_layers_with_a_sliding_window_out():
+    from sparse_nb.tuning import calibrate
+    model = tiny("cohere2, layers without rope")
+    from test_hf import whole_layers
+    chosen = calibrate(model, prompts_of(100), 0.5, method=SMALL, gammas=[1])
+    assert [*chosen] == whole_layers(model) and set(chosen.values()) == {replace(SMALL, gamma=1)}
+    with pytest.raises(ValueError, match="model must have a layer that sees all keys"):
+        calibrate(tiny("mistral, window"), prompts_of(100), 0.5, method=SMALL)
+
+
+def test_calibration_of_a_base_asks_it_for_each_layer():
+    from sparse_nb.tuning import calibrate
+    class Learned(TopK):
+        def at_layer(self, layer): return TopK(budget=10 + layer)
+    chosen = calibrate(tiny(), prompts_of(100), 0.9, method=Delta(base=Learned(budget=1)), gammas=(1, 16))
+    assert {i: m.base for i, m in chosen.items()} == {i: TopK(budget=10 + i) for i in chosen}
+
+
+@pytest.mark.parametrize("changes, error, message", [
+    (dict(target=0), ValueError, "target must lie in (0, 1), got 0"),
+    (dict(target=math.nan), ValueError, "target must lie in (0, 1), got nan"),
+    (dict(target="0.1"), TypeError, "target must be a number, got str"),
+    (dict(target=1e-4, gammas=(16,)), ValueError, "a longer window is a setting of `method`"),
+    (dict(method=TopK()), TypeError, "method must be a Delta, got TopK"),
+    (dict(method=Delta), TypeError, "method must be a Delta, got type"),
+    (dict(method=replace(SMALL, correction="none")), ValueError, "method must correct its rows, got correction 'none'"),
+    (dict(gammas=()), ValueError, "gammas must hold at least one, got none"),
+    (dict(gammas=64), TypeError, "gammas must be a sequence of counts, got 64"),
+    (dict(gammas=(8, 0)), ValueError, "gammas must be at least 1, got 0"),
+    (dict(gammas=(8, 1.5)), TypeError, "gammas must be an int, got float"),
+    (dict(prompts=[]), ValueError, "prompts must hold at least one, got none"),
+    (dict(prompts=["text"]), TypeError, "input_ids must be a tensor of token numbers, got str"),
+    (dict(method=Delta()), ValueError, "prompts must be longer than what a row sees, got one of 100 tokens"),
+], ids=lambda x: re.sub(r"[^\w=]+", " ", str(x))[:40])
+def test_bad_input_of_calibration(changes, error, message):
+    from sparse_nb.tuning import calibrate
+    given = dict(model=tiny(), prompts=prompts_of(100), target=0.5, method=SMALL, gammas=(1,)) | changes
+    with pytest.raises(error, match=re.escape(message)): calibrate(**given)
+
+
+@pytest.mark.parametrize("family, lost", [("gemma2, capped", "softcap"), ("gpt-oss, sinks", "sinks")])
+def test_calibration_refuses_scores_that_are_not_of_q_and_k_alone(family, lost):
+    from sparse_nb.tuning import calibrate
+    with pytest.raises(ValueError, match=f"scores must be of q and k alone, got layer . with {lost}"):
+        calibrate(tiny(family), prompts_of(100), 0.5, method=SMALL, gammas=(1,))
