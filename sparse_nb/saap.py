@@ -8,7 +8,7 @@ __all__ = ['KMEANS', 'AT_ONCE', 'TAILS', 'ROUTERS', 'RANKS', 'BUDGET', 'nearest_
            'Partition', 'rank_clusters', 'keys_to_read', 'newest_of_each', 'tail_state', 'Routed', 'Saap',
            'saap_decode']
 
-# %% ../nbs/40_saap.ipynb #123d3dad
+# %% ../nbs/40_saap.ipynb #3c143375
 import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -20,7 +20,7 @@ from .core.checks import (
     FLOATS, check_budget, check_choice, check_count, check_flag, check_inputs, check_scores, on_cpu_eagerly)
 from .core.exact import (
     SoftmaxState, exponentials, grouped, merge_states, no_autocast, promote, to_device_of, visible_range)
-from .core.methods import Predictor, State, check_state, stats_of, visible_keys
+from .core.methods import Predictor, State, check_heard, check_state, stats_of, visible_keys
 from .core.selection import (
     Selection, budget_counts, make_selection, take_rows, weighted_attention, weighted_state)
 from .core.streams import fold_in, tickets
@@ -55,7 +55,7 @@ def cluster_sums(
         with no_autocast(x): sums = sums + member.transpose(-1, -2) @ x_.masked_fill(~counted_[..., None], 0)
     return sums
 
-# %% ../nbs/40_saap.ipynb #2b473d4d
+# %% ../nbs/40_saap.ipynb #8149437c
 def check_keys(
     x: torch.Tensor,     # keys [B, G, n, D]
     shown: torch.Tensor, # which of them count [B, n], bool
@@ -87,6 +87,7 @@ def fit_partition(
     if not isinstance(k, torch.Tensor) or k.dtype not in FLOATS:
         raise TypeError(f"k must be a floating tensor, got {getattr(k, 'dtype', type(k).__name__)}")
     if k.ndim != 4 or 0 in k.shape: raise ValueError(f"k must have shape [B, G, n, D], none 0, got {list(k.shape)}")
+    check_heard(dict(shown=shown), ("shown",), k)
     if shown is None: shown = k.new_ones(k.shape[::2], dtype=torch.bool)
     check_keys(k, shown)
     x = promote(k).masked_fill(~shown[:, None, :, None], 0)
@@ -148,10 +149,10 @@ def log_weights(
     check_scores(found)
     return found.reshape(*q.shape[:3], -1)
 
-# %% ../nbs/40_saap.ipynb #56d6176f
+# %% ../nbs/40_saap.ipynb #77cd07b8
 class Clusters(State):
     "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
-    __slots__ = "fit", "waits", "held"  # held [B, G, n, D]: keys that wait, the last ones of `rows`
+    __slots__ = "fit", "waits", "held", "asks"  # held [B, G, n, D]: keys that wait, the last ones of `rows`
 
     def __init__(
         self,
@@ -161,18 +162,19 @@ class Clusters(State):
         seed: int,         # of its first centroids
         before_rope: bool, # are clusters made of keys before RoPE?
         centroids = None,  # [G, C, D], made before; None: of the context
+        asks: bool = False, # does the method ask for queries before RoPE?
     ):
         super().__init__()
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
         self.before_rope, self.offline = before_rope, centroids is not None
-        self.fit, self.waits, self.held = centroids, None, None
+        self.fit, self.waits, self.held, self.asks = centroids, None, None, asks
 
     @property
     def hears(self):
-        "The keys before RoPE, where clusters are made of them."
-        return ("k_before",) if self.before_rope else ()
+        "The keys before RoPE, where clusters are made of them, and the queries, where they are asked for."
+        return ("k_before",) * self.before_rope + ("q_before",) * self.asks
 
-    def extend(self, k, v, k_before=None):
+    def extend(self, k, v, k_before=None, q_before=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
         x = k_before if self.before_rope else k
         if x is None:
@@ -180,7 +182,7 @@ class Clusters(State):
                              "was filled before does not know them")
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
-            if self.offline and self.fit.shape[-3:] != shape:
+            if self.offline and self.fit.shape != shape:
                 raise ValueError(f"partition must have shape [G, C, D] = {list(shape)}, got {list(self.fit.shape)}")
             fit = self.fit.to(k.device) if self.offline else promote(k[:, :, :0]).new_zeros(shape)
             self.fit = fit.expand(len(k), *shape)
@@ -195,14 +197,16 @@ class Clusters(State):
         last: torch.Tensor,  # behind its last far key [B]
         end: torch.Tensor,   # behind its last visible key [B]
     ):
-        "Give waiting keys their clusters; centroids learn from the keys `first` to `end`. Raises as `check_keys`."
+        """Give waiting keys their clusters, and sequences that have a far key centroids, from the keys number `first` to
+        `end` - 2, those before the query's own. Raises as `check_keys`.
+        """
         if self.held is None or not self.held.shape[2]: return
         begin = len(self) - self.held.shape[2]
         i = begin + torch.arange(self.held.shape[2], device=end.device)
         shown = (i >= first[:, None]) & (i < end[:, None])
         if self.waits is not None and (new := self.waits & (last > first)).any():
             fit = fit_partition(self.held[new], self.clusters, kmeans=self.kmeans, iterations=self.iterations,
-                                seed=self.seed, shown=shown[new])
+                                seed=self.seed, shown=shown[new] & (i < end[new, None] - 1))
             self.fit, self.waits = self.fit.index_put((new,), fit.to(self.fit.dtype)), self.waits & ~new
             if not self.waits.any(): self.waits = None
         check_keys(self.held, shown)
@@ -210,7 +214,7 @@ class Clusters(State):
         self.rows = torch.cat([self.rows[:, :, :begin], ids], 2)
         if self.waits is None: self.held = None
 
-# %% ../nbs/40_saap.ipynb #2004d469
+# %% ../nbs/40_saap.ipynb #67a5fb1b
 class Partition(Clusters):
     "Clusters, and the sums of their far keys."
     __slots__ = "sums", "since", "upto", "latest"
@@ -252,22 +256,22 @@ class Partition(Clusters):
     def pick_rows(self, rows):
         "As `State.pick_rows`."
         super().pick_rows(rows)
-        for name in Clusters.__slots__ + Partition.__slots__:
+        for name in ("fit", "waits", "held", *Partition.__slots__):
             x = getattr(self, name)
             if x is not None and self.rows is not None: setattr(self, name, x[rows.to(x.device)])
 
     def crop(self, length):
         "As `State.crop`; the clusters of the other keys and the centroids stay."
-        gone = len(self) - length
+        known = len(self)
         super().crop(length)
-        if self.held is not None: self.held = self.held[:, :, :max(0, self.held.shape[2] - gone)]
+        if self.held is not None: self.held = self.held[:, :, :max(0, self.held.shape[2] - known + length)]
         if self.upto is not None and (self.upto > length).any(): self.sums = None
         self.latest = None
 
     def reset(self):
         "Forget all keys, and centroids that were learnt from them."
+        self.fit = None if not self.offline else self.fit if self.rows is None else self.fit[0]
         super().reset()
-        self.fit = self.fit if self.offline else None
         self.waits = self.held = self.sums = self.since = self.upto = self.latest = None
 
 # %% ../nbs/40_saap.ipynb #3f799c99
@@ -383,7 +387,7 @@ def step(s, q, k, v, state, first, far, scale, q_before):
     elif v is not None: out = weighted_attention(q, k, v, selection, scale=scale)
     return Step(selection, taken.sum(-1).repeat_interleave(repeats, 1)[..., None], out)
 
-# %% ../nbs/40_saap.ipynb #3e9a633e
+# %% ../nbs/40_saap.ipynb #95372360
 def steps(s, q, k, v, state, masks, scale, q_before):
     "The `Step` of each query in turn; each has far keys of its own."
     first, end = visible_range(q, k, **masks)
@@ -391,9 +395,15 @@ def steps(s, q, k, v, state, masks, scale, q_before):
         before = None if q_before is None else q_before[:, :, [j]]
         yield step(s, q[:, :, [j]], k, v, state, first[..., [j]], far_range(s, first, end, j), scale, before)
 
+def check_index(state, own, k):
+    "Raise as `check_state`, and ValueError for an index of keys of another size."
+    check_state(state, own, k)
+    if (size := state.fit.shape[-1]) != k.shape[3]:
+        raise ValueError(f"state must be of keys of the head size {k.shape[3]}, got {size}")
+
 def indexed(s, q, k, v, state):
-    "`state` if it is an index of just these keys, a new one for None. Raises TypeError or ValueError."
-    if state is not None: check_state(state, s.new_state(), k)
+    "`state` if it is an index of just these keys, a new one for None. Raises as `check_index`."
+    if state is not None: check_index(state, s.new_state(), k)
     else:
         state = s.new_state()
         state.append(to_device_of(k, q), to_device_of(k if v is None else v, q))
@@ -421,12 +431,13 @@ def run(s, q, k, v, state, masks, scale, return_stats, q_before=None):
     read = joined([x.selection for x in found]).budget
     return out, stats_of(visible_keys(q, k, **masks), read, index_bytes=far)
 
-# %% ../nbs/40_saap.ipynb #fbd9d18d
+# %% ../nbs/40_saap.ipynb #0ba8f404
 class Routed(Predictor):
     "The part of `Saap` that other methods ask for: an index, and priorities of all keys."
     def new_state(self):
         "`Partition`."
-        return Partition(self.clusters, self.kmeans, self.iterations, self.seed, self.before_rope)
+        asks = self.before_rope and self.router == "centroid"
+        return Partition(self.clusters, self.kmeans, self.iterations, self.seed, self.before_rope, asks=asks)
 
     def index_bytes(self, head_dim):
         "The number of a key's cluster; `decode` counts what it reads itself."
@@ -501,7 +512,7 @@ class Saap(Routed):
         check_inputs(q, k, v, scale=scale, seed=seed, **masks)
         return run(self, q, k, v, indexed(self, q, k, v, state), masks, scale, return_stats, q_before)
 
-# %% ../nbs/40_saap.ipynb #1ce94e04
+# %% ../nbs/40_saap.ipynb #7d119cdb
 def saap_decode(
     q: torch.Tensor,                      # queries [B, H, Q, D]
     k: torch.Tensor,                      # keys [B, G, N, D]
@@ -534,7 +545,7 @@ def saap_decode(
     settings = dict(probes=probes, budget=budget, router=router, rank=rank, tail=tail, sinks=sinks, window=window)
     centroids = partition if isinstance(partition, torch.Tensor) else None
     if isinstance(partition, Partition):
-        check_state(partition, partition, k)
+        check_index(partition, partition, k)
         return run(Saap(**settings), q, k, v, partition, masks, scale, return_stats)
     if centroids is not None:
         if centroids.ndim != 3: raise ValueError(f"partition must have shape [G, C, D], got {list(centroids.shape)}")
