@@ -134,13 +134,13 @@ def moments_of(
     variance = ((mean[..., 1] - keys.square().sum(-1)) / head_dim).clamp(min=0)
     return Moments(count, keys, variance, values if values.shape[-1] else None)
 
-# %% ../nbs/40_saap.ipynb #83f47fe4
+# %% ../nbs/40_saap.ipynb #101f69a1
 def log_weights(
-    q: torch.Tensor,                   # queries [B, H, Q, D]
-    mean: torch.Tensor,                # mean keys [B, G, C, D]
-    scale: float | None,               # factor on the dot products; None is D ** -0.5
-    variance: torch.Tensor | None = None, # of the keys [B, G, C], for the second order; None: first order
-) -> torch.Tensor:                     # log a_c [B, H, Q, C]
+    q: torch.Tensor,                      # queries [B, H, Q, D]
+    mean: torch.Tensor,                   # mean keys [B, G, C, D]
+    scale: float | None,                  # factor on the dot products; None is D ** -0.5
+    variance: torch.Tensor | None = None, # of their keys [B, G, C], for the second order; None: first order
+) -> torch.Tensor:                        # log a_c [B, H, Q, C]
     "Logarithm of the mean weight of a cluster's keys: s q.k + s^2 |q|^2 variance / 2. Raises as `check_scores`."
     s = q.shape[3]**-0.5 if scale is None else scale
     x = grouped(q, mean.shape[1]) * s
@@ -149,7 +149,7 @@ def log_weights(
     check_scores(found)
     return found.reshape(*q.shape[:3], -1)
 
-# %% ../nbs/40_saap.ipynb #77cd07b8
+# %% ../nbs/40_saap.ipynb #a7deda3d
 class Clusters(State):
     "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
     __slots__ = "fit", "waits", "held", "asks"  # held [B, G, n, D]: keys that wait, the last ones of `rows`
@@ -176,15 +176,13 @@ class Clusters(State):
 
     def extend(self, k, v, k_before=None, q_before=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
-        x = k_before if self.before_rope else k
-        if x is None:
-            raise ValueError("k_before must be the keys before RoPE where before_rope is set, got None: a cache that "
-                             "was filled before does not know them")
+        if (x := k_before if self.before_rope else k) is None:
+            raise ValueError("k_before must be the keys before RoPE, got None: an older cache has lost them")
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
-            if self.offline and self.fit.shape != shape:
-                raise ValueError(f"partition must have shape [G, C, D] = {list(shape)}, got {list(self.fit.shape)}")
             fit = self.fit.to(k.device) if self.offline else promote(k[:, :, :0]).new_zeros(shape)
+            if fit.shape != shape:
+                raise ValueError(f"partition must have shape [G, C, D] = {list(shape)}, got {list(fit.shape)}")
             self.fit = fit.expand(len(k), *shape)
             self.waits = None if self.offline else k.new_ones(len(k), dtype=torch.bool)
         new = torch.full((*k.shape[:3], 1), -1, dtype=torch.int16, device=k.device)
@@ -197,18 +195,17 @@ class Clusters(State):
         last: torch.Tensor,  # behind its last far key [B]
         end: torch.Tensor,   # behind its last visible key [B]
     ):
-        """Give waiting keys their clusters, and sequences that have a far key centroids, from the keys number `first` to
-        `end` - 2, those before the query's own. Raises as `check_keys`.
-        """
+        "Give waiting keys clusters, and sequences with a first far key centroids. Raises as `check_keys`."
         if self.held is None or not self.held.shape[2]: return
         begin = len(self) - self.held.shape[2]
-        i = begin + torch.arange(self.held.shape[2], device=end.device)
+        i = torch.arange(begin, len(self), device=end.device)
         shown = (i >= first[:, None]) & (i < end[:, None])
         if self.waits is not None and (new := self.waits & (last > first)).any():
-            fit = fit_partition(self.held[new], self.clusters, kmeans=self.kmeans, iterations=self.iterations,
-                                seed=self.seed, shown=shown[new] & (i < end[new, None] - 1))
-            self.fit, self.waits = self.fit.index_put((new,), fit.to(self.fit.dtype)), self.waits & ~new
-            if not self.waits.any(): self.waits = None
+            how = dict(kmeans=self.kmeans, iterations=self.iterations, seed=self.seed)
+            before = shown[new] & (i < end[new, None] - 1)  # the query's own key
+            fit = fit_partition(self.held[new], self.clusters, shown=before, **how)
+            self.fit, waits = self.fit.index_put((new,), fit.to(self.fit.dtype)), self.waits & ~new
+            self.waits = waits if waits.any() else None
         check_keys(self.held, shown)
         ids = nearest_cluster(self.held, self.fit, self.kmeans)[..., None].to(torch.int16)
         self.rows = torch.cat([self.rows[:, :, :begin], ids], 2)

@@ -308,6 +308,28 @@ def test_append_crop_and_reorder_equal_a_fresh_index(s):
     state.reset()
     assert state.rows is None and state.fit is None and len(state) == 0
 
+def test_a_deep_cut_forgets_its_sums():
+    "With no step between, and before the first step"
+    q, k, v = inputs(keys=400)
+    other, s = inputs(7, keys=400), Saap(budget=20, **SMALL)
+    for steps in (0, 1):
+        state = s.new_state()
+        state.append(k, v)
+        if steps: s.decode(q, k, v, state=state)
+        state.crop(30)
+        state.append(*(x[:, :, 30:] for x in other[1:]))
+        same(s, state, q, *(torch.cat([x[:, :, :30], y[:, :, 30:]], 2) for x, y in zip((k, v), other[1:])))
+
+def test_one_index_serves_other_windows():
+    "More sinks, fewer, a wider window, an earlier query, another start: sums follow what the far keys are"
+    q, k, v = inputs(keys=400)
+    s = Saap(budget=20, **SMALL)
+    state = s.build(k, v=v)
+    for sinks, window, masks in ((2, 9, {}), (20, 9, {}), (0, 9, {}), (2, 200, {}), (2, 9, {}),
+                                 (2, 9, dict(kv_len=torch.tensor([400, 120]))),
+                                 (2, 9, dict(kv_start=torch.tensor([0, 50])))):
+        same(dataclasses.replace(s, sinks=sinks, window=window), state, q, k, v, **masks)
+
 def test_values_may_come_later():
     "Priorities ask for no values; a step that wants them makes their sums anew, and leaves them out again"
     q, k, v = inputs(keys=300)
