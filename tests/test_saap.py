@@ -1,0 +1,567 @@
+"""SAAP against definitions written out in float64: partitions, moments, ranks and tails, states against fresh ones, and
+the method inside transformers' generation
+"""
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_nb.attention import Method, Predictor, assert_close, attention, attention_scores
+from sparse_nb.saap import (
+    KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, cluster_sums, fit_partition, keys_to_read, moment_rows,
+    nearest_cluster, rank_clusters, saap_decode)
+from sparse_nb.vattention import VAttention
+
+SMALL = dict(clusters=7, sinks=2, window=9)
+
+def inputs(seed=0, batch=2, heads=6, groups=2, queries=1, keys=60, size=16, dtype=torch.float64):
+    "Queries and keys around a few centres"
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, h, n, size, generator=g, dtype=torch.float64)
+               for h, n in ((heads, queries), (groups, keys), (groups, keys)))
+    centre = torch.randn(5, size, generator=g, dtype=torch.float64)
+    k = k / 2 + 2 * centre[torch.randint(5, (batch, groups, keys), generator=g)]
+    return tuple(x.to(dtype) for x in (q, k, v))
+
+def by_hand(s, ids, q, k, v):
+    "Selected keys [N] and output [R, D] of one group with one query a head and clusters `ids` [N], in float64"
+    n, scale = len(k), q.shape[1]**-0.5
+    far = torch.zeros(n, dtype=torch.bool)
+    far[min(s.sinks, n):max(n - s.window, min(s.sinks, n))] = True
+    weight, groups = (q @ k.T * scale).exp(), {}
+    for c in range(s.clusters):
+        if (own := (far & (ids == c)).nonzero()[:, 0].tolist()): groups[c] = own
+    guess = {c: (q @ k[own].mean(0) * scale + (q.square().sum(-1) * scale**2 / 2
+                 * k[own].var(0, correction=0).mean())).exp() for c, own in groups.items()}
+    whole = sum((len(own) * guess[c] for c, own in groups.items()), torch.zeros(len(q)).double())
+    rank = {c: float((len(own) * guess[c] / whole).sum()) / (len(own) if s.rank == "density" else 1)
+            for c, own in groups.items()}
+    order = sorted(groups, key=lambda c: (-rank[c], c))
+    left = s.budget if isinstance(s.budget, int) else None if s.budget is None else math.ceil(s.budget * n - 1e-9)
+    read = ~far
+    for i, c in enumerate(order):
+        count = len(groups[c]) * (i < s.probes) if left is None else min(left, len(groups[c]))
+        left = left if left is None else left - count
+        if count: read[groups[c][-count:]] = True
+    top, bottom = weight[:, read] @ v[read], weight[:, read].sum(-1)
+    for own in groups.values():
+        rest = [i for i in own if not read[i]]
+        if not rest or s.tail == "drop": continue
+        copies = len(rest) * (q @ k[rest].mean(0) * scale).exp()
+        if s.tail == "second_order":
+            copies = copies * (q.square().sum(-1) * scale**2 / 2 * k[rest].var(0, correction=0).mean()).exp()
+        top, bottom = top + copies[:, None] * v[rest].mean(0), bottom + copies
+    return read, top / bottom[:, None]
+
+CASES = [Saap(budget=12, **SMALL), Saap(budget=0, **SMALL), Saap(budget=0.2, rank="mass", **SMALL),
+         Saap(probes=2, **SMALL), Saap(probes=3, rank="mass", tail="drop", **SMALL),
+         Saap(budget=17, tail="second_order", kmeans="plain", **SMALL), Saap(budget=9, tail="drop", **SMALL),
+         Saap(budget=13, clusters=1, sinks=0, window=1), Saap(probes=1, clusters=90, sinks=3, window=5)]
+NAMES = dict(ids=repr)
+
+@pytest.mark.parametrize("s", CASES, **NAMES)
+@pytest.mark.parametrize("groups", [2, 6])
+def test_a_step_is_its_definition(s, groups):
+    q, k, v = inputs(groups=groups)
+    state = s.build(k, v=v)
+    out, stats = s.decode(q, k, v, state=state, return_stats=True)
+    dense, repeats = s.select(q, k, state=state).dense(60), 6 // groups
+    for b in range(2):
+        for g in range(groups):
+            own = slice(g * repeats, (g + 1) * repeats)
+            read, want = by_hand(s, state.rows[b, g, :, 0], q[b, own, 0], k[b, g], v[b, g])
+            assert (dense[b, own, 0] == read.double()).all() and (stats.values_read[b, own, 0] == read.sum()).all()
+            assert_close(out[b, own, 0], want, 1e-10)
+    assert_close(s.decode(q, k, v), out, 1e-12)
+    assert s.decode(*(x.bfloat16() for x in (q, k, v))).dtype == torch.bfloat16
+
+# k-means
+
+@pytest.mark.parametrize("kmeans", KMEANS)
+@pytest.mark.parametrize("clusters", [1, 5, 60, 90])
+def test_kmeans_is_lloyds(kmeans, clusters):
+    "Each iteration by loops; then no centroid can be bettered where it has converged"
+    k = inputs()[1]
+    x = torch.nn.functional.normalize(k, dim=-1) if kmeans == "spherical" else k
+    for iterations in range(4):
+        before, after = (fit_partition(k, clusters, kmeans=kmeans, iterations=i, seed=3)
+                         for i in (iterations, iterations + 1))
+        for b in range(2):
+            for g in range(2):
+                # for unit vectors the nearest is the most alike
+                far = (x[b, g][:, None] - before[b, g]).square().sum(-1)
+                want = before[b, g].clone()
+                ids = nearest_cluster(k, before, kmeans)[b, g]
+                assert (far.gather(1, ids[:, None])[:, 0] <= far.amin(-1) + 1e-13).all()
+                for c in ids.unique().tolist():
+                    mean = x[b, g][ids == c].mean(0)
+                    want[c] = mean / mean.norm() if kmeans == "spherical" else mean
+                assert_close(after[b, g], want, 1e-12)
+
+def test_first_centroids_are_keys_without_repeats_and_follow_the_seed():
+    k = inputs()[1]
+    drawn = lambda seed, **more: fit_partition(k, 20, kmeans="plain", iterations=0, seed=seed, **more)
+    places = lambda found: (found[:, :, :, None] == k[:, :, None]).all(-1).int().argmax(-1)
+    for seed in range(5):
+        assert torch.equal(drawn(seed), k.gather(2, places(drawn(seed))[..., None].expand(-1, -1, -1, 16)))
+        assert all(len(x.unique()) == 20 for x in places(drawn(seed)).flatten(0, 1))
+    assert torch.equal(places(drawn(0))[0], places(drawn(0))[1])  # a sequence's draw does not depend on its number
+    assert not torch.equal(drawn(0), drawn(1)) and not torch.equal(places(drawn(0))[:, 0], places(drawn(0))[:, 1])
+
+def test_hidden_keys_teach_nothing():
+    k = inputs()[1]
+    shown = torch.rand(2, 60, generator=torch.Generator().manual_seed(1)) < 0.5
+    junk = k.masked_fill(~shown[:, None, :, None], math.nan)
+    for kmeans in KMEANS:
+        together = fit_partition(junk, 8, kmeans=kmeans, shown=shown)
+        for b in range(2):
+            assert_close(together[b], fit_partition(k[b:b + 1, :, shown[b]], 8, kmeans=kmeans)[0], 1e-12)
+    assert (fit_partition(junk, 8, shown=torch.zeros(2, 60).bool()) == 0).all()
+
+def test_equal_keys_share_a_cluster():
+    k = torch.ones(1, 1, 50, 8).double()
+    for kmeans in KMEANS:
+        ids = nearest_cluster(k, fit_partition(k, 6, kmeans=kmeans), kmeans)
+        assert len(ids.unique()) == 1
+        for key in (k, 0 * k):
+            v = inputs(batch=1, groups=1, keys=50, size=8)[2]
+            out = saap_decode(key[:, :, :1], key, v, budget=5, kmeans=kmeans, clusters=6, window=3)
+            assert_close(out, attention(key[:, :, :1], key, v), 1e-12)
+
+def test_sums_in_blocks(monkeypatch):
+    x, _, v = inputs()[1], None, inputs()[2]
+    ids, counted = torch.randint(7, (2, 2, 60)), torch.rand(2, 1, 60) < 0.7
+    whole = cluster_sums(moment_rows(x, v), ids, counted, 7), nearest_cluster(x, x[:, :, :5], "plain")
+    monkeypatch.setattr("sparse_nb.saap.AT_ONCE", 13)
+    assert_close(cluster_sums(moment_rows(x, v), ids, counted, 7), whole[0], 1e-12)
+    assert torch.equal(nearest_cluster(x, x[:, :, :5], "plain"), whole[1])
+
+# what cannot go wrong
+
+@pytest.mark.parametrize("clusters", [1, 8, 90])
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("router", ROUTERS)
+def test_all_clusters_are_exact_attention(clusters, tail, router):
+    q, k, v = inputs(queries=3)
+    masks = dict(causal=True, kv_start=torch.tensor([0, 9]), kv_len=torch.tensor([60, 41]))
+    for how in (dict(probes=clusters), dict(budget=60), dict(budget=1.0)):
+        got = saap_decode(q, k, v, clusters=clusters, tail=tail, router=router, sinks=2, window=4, **how, **masks)
+        assert_close(got, attention(q, k, v, **masks), 1e-12)
+
+@pytest.mark.parametrize("keys", [1, 2, 5, 11, 12])
+def test_few_keys_are_all_read(keys):
+    q, k, v = inputs(keys=keys)
+    assert_close(Saap(budget=1, sinks=2, window=9, clusters=4).decode(q, k, v), attention(q, k, v), 1e-12)
+
+@given(st.data())
+@settings(max_examples=120, deadline=None)
+def test_first_order_never_overstates_the_mass(data):
+    "Denominators with values of one: whatever the keys, the partition, the budget and the factor"
+    draw = data.draw
+    n, size, clusters = draw(st.integers(2, 40)), draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    seed, spread = draw(st.integers(0, 10**6)), draw(st.sampled_from([0.1, 1.0, 5.0]))
+    g = torch.Generator().manual_seed(seed)
+    k = torch.randn(1, 1, n, size, generator=g).double() * spread
+    k[:, :, torch.rand(n, generator=g) < 0.2] *= 4
+    q = torch.randn(1, 3, 1, size, generator=g).double()
+    how = draw(st.sampled_from([dict(probes=2), dict(budget=3), dict(budget=0), dict(budget=0.4)]))
+    s = Saap(**how, clusters=clusters, sinks=draw(st.integers(0, 3)), window=draw(st.integers(1, 5)),
+             kmeans=draw(st.sampled_from(KMEANS)))
+    # of the sum of e^s only what is read and what stands in: with v = e_0 on one read key, out = e^s / denominator
+    scores = attention_scores(q, k)[0, :, 0]
+    v = torch.zeros_like(k)
+    v[:, :, -1, 0] = 1                                             # the last key is in every window
+    unmarked = torch.zeros_like(v)
+    out = s.decode(q, k, v)[0, :, 0, 0]
+    denominator = scores[:, -1].exp() / out
+    assert (denominator <= scores.exp().sum(-1) * (1 + 1e-9)).all()
+    dropped = scores[:, -1].exp() / dataclasses.replace(s, tail="drop").decode(q, k, v)[0, :, 0, 0]
+    assert (denominator >= dropped * (1 - 1e-9)).all() and (s.decode(q, k, unmarked) == 0).all()
+
+def test_second_order_is_exact_for_normal_keys():
+    "The mean of e^(q.k) over many normal keys, one cluster, against first and second order"
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 200_000, 4, generator=g).double() + 1
+    q, v = torch.full((1, 1, 1, 4), 0.6).double(), torch.zeros_like(k)
+    v[:, :, -1] = 1
+    got = {}
+    for tail in TAILS[:2]:
+        out = saap_decode(q, k, v, budget=0, clusters=1, sinks=0, window=1, tail=tail, scale=1.0, iterations=0)
+        got[tail] = float((q[0, 0, 0] @ k[0, 0, -1]).exp() / out[0, 0, 0, 0])
+    want = float((k[0, 0] @ q[0, 0, 0]).exp().sum())
+    assert abs(got["second_order"] / want - 1) < 0.02 and got["first_order"] < 0.6 * want
+
+# ranks
+
+def test_density_beats_mass_at_a_budget():
+    "One cluster of 100 keys with half of the mass, five of ten keys with a tenth each, and a budget of 50 keys"
+    count = torch.tensor([[[100, 10, 10, 10, 10, 10]]])
+    mass = torch.tensor([[[.5, .1, .1, .1, .1, .1]]]).double()
+    caught = {}
+    for rank in RANKS:
+        found = rank_clusters((mass / count).log()[:, :, None], count.double(), rank)[:, :, 0]
+        caught[rank] = float((keys_to_read(found, count, None, torch.tensor([50])) * mass / count).sum())
+    assert caught["mass"] == pytest.approx(.25) and caught["density"] == pytest.approx(.5)
+
+def test_a_needle_in_a_crowd():
+    "Ten keys near the query in a clump of their own, and 500 lukewarm ones of more mass in all: ranks differ"
+    g = torch.Generator().manual_seed(0)
+    axes = torch.eye(16).double()
+    k = torch.cat([axes[:1].expand(10, -1) * 8, axes[1:2].expand(500, -1) * 3]) + torch.randn(510, 16, generator=g) / 50
+    k = k[torch.randperm(510, generator=g)]
+    q = ((axes[0] + 2 * axes[1]) * 1.0)[None, None, None]
+    weight = (k @ q[0, 0, 0]).exp()
+    heavy = weight > weight.sort(descending=True).values[10]
+    assert heavy.sum() == 10 and weight[heavy].sum() < weight[~heavy].sum() / 5
+    caught = {}
+    for rank in RANKS:
+        s = Saap(budget=12, clusters=2, sinks=0, window=1, rank=rank, seed=1)
+        read = s.select(q, k[None, None], scale=1.0).dense(510)[0, 0, 0] > 0
+        caught[rank] = float(weight[read].sum() / weight.sum())
+        assert read[heavy].sum() == (10 if rank == "density" else 0)
+    assert caught["density"] > 4 * caught["mass"]
+
+def test_heads_of_a_group_share_what_they_read():
+    q, k, _ = inputs()
+    dense = Saap(budget=10, **SMALL).select(q, k).dense(60).unflatten(1, (2, 3))
+    assert (dense == dense[:, :, :1]).all() and not torch.equal(dense[:, 0], dense[:, 1])
+
+def test_centroids_route_by_their_product_with_the_query():
+    q, k, v = inputs(heads=1, groups=1)
+    s = Saap(probes=1, router="centroid", kmeans="plain", **SMALL)
+    state = s.build(k)
+    dense = s.select(q, k, state=state).dense(60)[:, 0, 0]
+    for b in range(2):
+        ids, score = state.rows[b, 0, 2:-9, 0].long(), state.fit[b, 0] @ q[b, 0, 0]
+        best = max(ids.unique().tolist(), key=lambda c: float(score[c]))
+        assert torch.equal(dense[b, 2:-9] > 0, ids == best)
+
+# masks
+
+@pytest.mark.parametrize("s", CASES, **NAMES)
+def test_a_padded_row_is_its_own_run(s):
+    "On the left and on the right, where hidden keys and values are NaN"
+    q, k, v = inputs()
+    start, end = [0, 13], [52, 60]
+    hidden = (torch.arange(60) < torch.tensor(start)[:, None]) | (torch.arange(60) >= torch.tensor(end)[:, None])
+    k, v = (x.masked_fill(hidden[:, None, :, None], math.nan) for x in (k, v))
+    out = s.decode(q, k, v, kv_start=torch.tensor(start), kv_len=torch.tensor(end))
+    for b in range(2):
+        own = slice(start[b], end[b])
+        assert_close(out[b], s.decode(q[b:b + 1], k[b:b + 1, :, own], v[b:b + 1, :, own])[0], 1e-10)
+
+@pytest.mark.parametrize("s", CASES, **NAMES)
+def test_causal_queries_are_steps(s):
+    q, k, v = inputs(queries=4)
+    kv_start, state = torch.tensor([0, 6]), s.new_state()
+    state.append(k[:, :, :57], v[:, :, :57])
+    for i in range(4):
+        now = 57 + i
+        if i: state.append(k[:, :, now - 1:now], v[:, :, now - 1:now])
+        want = s.decode(q[:, :, [i]], k[:, :, :now], v[:, :, :now], state=state, kv_start=kv_start)
+        got = s.decode(q, k, v, causal=True, kv_start=kv_start)[:, :, [i]]
+        assert_close(got, want, 1e-10)
+
+# states
+
+def fresh(s, state, k, v):
+    "An index of the keys with the centroids of `state`"
+    new = s.new_state()
+    new.append(k, v)
+    new.fit, new.waits = state.fit, None
+    return new
+
+def same(s, state, q, k, v, **masks):
+    "Equal to a fresh index: clusters bit for bit, moments and outputs"
+    got, new = s.decode(q, k, v, state=state, **masks), fresh(s, state, k, v)
+    assert_close(got, s.decode(q, k, v, state=new, **masks), 1e-10)
+    assert torch.equal(state.rows, new.rows) and state.rows.dtype == torch.int16
+    assert_close(state.latest, new.latest, 1e-12)
+
+@pytest.mark.parametrize("s", CASES[:6], **NAMES)
+def test_append_crop_and_reorder_equal_a_fresh_index(s):
+    q, k, v = inputs(keys=400)
+    state = s.new_state()
+    state.append(k[:, :, :50], v[:, :, :50])
+    same(s, state, q, k[:, :, :50], v[:, :, :50])
+    for length, back in ((51, 51), (90, 88), (300, 250), (300, 180), (400, 20), (60, 60)):
+        known = len(state)
+        state.append(k[:, :, known:length], v[:, :, known:length])
+        if length > 60: same(s, state, q, k[:, :, :length], v[:, :, :length])
+        state.crop(back)                                        # shallow and deep, with and without a step between
+        same(s, state, q, k[:, :, :back], v[:, :, :back])
+    other = torch.randn(k.shape, generator=torch.Generator().manual_seed(9)).double()
+    state.crop(30)
+    k, v = torch.cat([k[:, :, :30], other[:, :, :300]], 2), torch.cat([v[:, :, :30], other[:, :, 50:350]], 2)
+    state.append(k[:, :, 30:], v[:, :, 30:])                    # other keys at the places of old ones
+    same(s, state, q, k, v)
+    rows = torch.tensor([1, 0, 1])
+    state.pick_rows(rows)
+    same(s, state, q[rows], k[rows], v[rows])
+    state.crop(0)
+    state.append(k[rows], v[rows])
+    same(s, state, q[rows], k[rows], v[rows])
+    state.reset()
+    assert state.rows is None and state.fit is None and len(state) == 0
+
+def test_a_deep_cut_forgets_its_sums():
+    "With no step between, and before the first step"
+    q, k, v = inputs(keys=400)
+    other, s = inputs(7, keys=400), Saap(budget=20, **SMALL)
+    for steps in (0, 1):
+        state = s.new_state()
+        state.append(k, v)
+        if steps: s.decode(q, k, v, state=state)
+        state.crop(30)
+        state.append(*(x[:, :, 30:] for x in other[1:]))
+        same(s, state, q, *(torch.cat([x[:, :, :30], y[:, :, 30:]], 2) for x, y in zip((k, v), other[1:])))
+
+def test_one_index_serves_other_windows():
+    "More sinks, fewer, a wider window, an earlier query, another start: sums follow what the far keys are"
+    q, k, v = inputs(keys=400)
+    s = Saap(budget=20, **SMALL)
+    state = s.build(k, v=v)
+    for sinks, window, masks in ((2, 9, {}), (20, 9, {}), (0, 9, {}), (2, 200, {}), (2, 9, {}),
+                                 (2, 9, dict(kv_len=torch.tensor([400, 120]))),
+                                 (2, 9, dict(kv_start=torch.tensor([0, 50])))):
+        same(dataclasses.replace(s, sinks=sinks, window=window), state, q, k, v, **masks)
+
+def test_values_may_come_later():
+    "Priorities ask for no values; a step that wants them makes their sums anew, and leaves them out again"
+    q, k, v = inputs(keys=300)
+    s = Saap(budget=20, **SMALL)
+    state = s.build(k)
+    assert state.latest.shape[-1] == 18
+    for tail in ("first_order", "drop", "second_order"):
+        same(dataclasses.replace(s, tail=tail), state, q, k, v)
+
+def test_sums_are_not_made_anew_for_each_step(monkeypatch):
+    q, k, v = inputs(keys=500)
+    s, read = Saap(budget=20, **SMALL), []
+    between = Partition._between
+    monkeypatch.setattr(Partition, "_between", lambda self, k, v, a, b: read.append(int((b - a).max()))
+                        or between(self, k, v, a, b))
+    state = s.new_state()
+    state.append(k[:, :, :300], v[:, :, :300])
+    for n in range(301, 501):
+        state.append(k[:, :, n - 1:n], v[:, :, n - 1:n])
+        s.decode(q, k[:, :, :n], v[:, :, :n], state=state)
+    assert max(read[1:]) <= 2 * Partition.KEPT and read[0] > 200
+    same(s, state, q, k, v)
+
+def test_the_context_is_what_the_first_far_query_sees():
+    "However the prompt was read; a row waits for its own first far key"
+    q, k, v = inputs(keys=200)
+    s, start = Saap(budget=20, clusters=9, sinks=1, window=30), torch.tensor([0, 90])
+    outs = []
+    for chunks in ([100], [60, 40], [1] * 100):
+        state, at = s.new_state(), 0
+        for n in chunks:
+            state.append(k[:, :, at:at + n], v[:, :, at:at + n])
+            at += n
+        for n in range(100, 201, 20):
+            if n > 100: state.append(k[:, :, n - 20:n], v[:, :, n - 20:n])
+            outs.append(s.decode(q, k[:, :, :n], v[:, :, :n], state=state, kv_start=start))
+            assert (state.waits is None) == (n > 120)
+    for i in range(6): assert torch.equal(outs[i], outs[6 + i]) and torch.equal(outs[i], outs[12 + i])
+    alone = s.new_state()
+    alone.append(k[1:, :, 90:140], v[1:, :, 90:140])
+    assert_close(s.decode(q[1:], k[1:, :, 90:140], v[1:, :, 90:140], state=alone), outs[2][1:], 1e-12)
+
+def test_copies_go_their_own_way():
+    q, k, v = inputs(keys=300)
+    s = Saap(budget=20, **SMALL)
+    state = s.build(k[:, :, :250], v=v[:, :, :250])
+    other = copy.deepcopy(state)
+    other.append(k[:, :, 250:], v[:, :, 250:])
+    same(s, other, q, k, v)
+    same(s, state, q, k[:, :, :250], v[:, :, :250])
+
+def test_centroids_made_before():
+    "One partition for all sequences, given as a tensor or as an index; clusters without a key are never read"
+    q, k, v = inputs()
+    centroids = torch.cat([fit_partition(k.transpose(0, 1).flatten(1, 2)[None], 6)[0], 1e3 * torch.ones(2, 1, 16)], 1)
+    state = Partition(7, "plain", 0, 0, False, centroids)
+    state.append(k, v)
+    how = dict(budget=12, sinks=2, window=9)
+    want = saap_decode(q, k, v, state, **how)
+    assert_close(saap_decode(q, k, v, centroids, kmeans="plain", **how), want, 1e-12)
+    assert (state.rows < 6).all() and want.isfinite().all()
+    state.reset()
+    state.append(k[:1], v[:1])
+    assert_close(saap_decode(q[:1], k[:1], v[:1], state, **how), want[:1], 1e-12)
+
+def test_priorities_order_keys_as_the_ranks_of_their_clusters():
+    q, k, v = inputs()
+    for s in (Saap(budget=10, **SMALL), Saap(budget=10, router="centroid", rank="mass", **SMALL)):
+        state = s.build(k)
+        found, dense = s.priorities(q, state), s.select(q, k, state=state).dense(60)
+        assert found.shape == (2, 6, 1, 60) and found.isfinite().all()
+        read = (dense > 0)[..., 2:-9]
+        best = found[..., 2:-9].masked_fill(read, -math.inf).amax(-1)
+        assert (found[..., 2:-9].masked_fill(~read, math.inf).amin(-1) >= best).all()
+
+def test_vattention_asks_it():
+    q, k, v = inputs(keys=300, dtype=torch.float32)
+    s = Saap(budget=20, clusters=16, sinks=4, window=16)
+    method = VAttention(sinks=4, window=16, topk=40, base=30, eps=0.2, predictor=s)
+    assert Method.from_json(method.to_json()) == method
+    state, masks = method.new_state(), dict(kv_start=torch.tensor([0, 20]))
+    state.append(k, v)
+    out, stats = method.decode(q, k, v, seed=1, state=state, return_stats=True, **masks)
+    assert_close(out, method.decode(q, k, v, seed=1, **masks), 1e-5)
+    error = (out - attention(q, k, v, **masks)).norm() / attention(q, k, v, **masks).norm()
+    assert error < 0.2 and (stats.density < 1).any()
+
+# settings and bad input
+
+@pytest.mark.parametrize("s", [Saap(), *CASES], **NAMES)
+def test_json_round_trip(s):
+    assert Method.from_json(s.to_json()) == s and hash(Predictor.from_json(s.to_json())) == hash(s)
+    assert Saap().budget == 0.04 and Saap(probes=3).budget is None
+
+Q, K, V = inputs(dtype=torch.float32)
+STATE = Saap(**SMALL).build(K, v=V)
+@pytest.mark.parametrize("call, error, message", [
+    (lambda: Saap(budget=3, probes=2), ValueError, "probes must be None where budget is given, got 2 and 3"),
+    (lambda: Saap(budget=-1), ValueError, "budget must be at least 0, got -1"),
+    (lambda: Saap(budget=1.5), ValueError, r"budget must lie in \(0, 1\]"),
+    (lambda: Saap(budget="3"), TypeError, "budget must be an int"),
+    (lambda: Saap(probes=-1), ValueError, "probes must be at least 0, got -1"),
+    (lambda: Saap(probes=2.0), TypeError, "probes must be an int, got float"),
+    (lambda: Saap(clusters=0), ValueError, "clusters must be at least 1"),
+    (lambda: Saap(clusters=2**15), ValueError, "clusters must be at least 1 and at most 32767, got 32768"),
+    (lambda: Saap(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
+    (lambda: Saap(window=0), ValueError, "window must be at least 1, got 0"),
+    (lambda: Saap(router="mlp"), ValueError, "router must be one of moments, centroid, got 'mlp'"),
+    (lambda: Saap(rank="size"), ValueError, "rank must be one of density, mass, got 'size'"),
+    (lambda: Saap(tail="fitted"), ValueError, "tail must be one of first_order, second_order, drop, got 'fitted'"),
+    (lambda: Saap(partition="pocket"), ValueError, "partition must be one of context, got 'pocket'"),
+    (lambda: Saap(before_rope=1), TypeError, "before_rope must be a bool, got int"),
+    (lambda: Saap(kmeans="cosine"), ValueError, "kmeans must be one of spherical, plain, got 'cosine'"),
+    (lambda: Saap(iterations=-1), ValueError, "iterations must be at least 0, got -1"),
+    (lambda: Saap(seed=-1), ValueError, "seed must be at least 0"),
+    (lambda: Saap().decode(Q, K, V[:, :, :3]), ValueError, "v must have the shape of k"),
+    (lambda: Saap(**SMALL).decode(Q, K * math.nan, V), ValueError, "k must be finite .* got NaN or inf"),
+    (lambda: Saap(**SMALL).decode(Q, K.masked_fill(torch.arange(60)[:, None] == 30, math.inf), V), ValueError,
+     "k must be finite"),
+    (lambda: Saap(**SMALL).decode(Q * math.nan, K, V), ValueError, "must be finite, got NaN"),
+    (lambda: Saap(clusters=8).decode(Q, K, V, state=STATE), ValueError, "state must have clusters 8, got 7"),
+    (lambda: Saap(**SMALL).decode(Q, K[:, :, :9], V[:, :, :9], state=STATE), ValueError,
+     "state must hold as many keys as k, 9, got 60"),
+    (lambda: Saap(**SMALL).decode(Q, K, V, state=3), TypeError, "state must be Partition or None, got int"),
+    (lambda: Saap(**SMALL, before_rope=True).decode(Q, K, V), ValueError, "k_before must be the keys before RoPE"),
+    (lambda: Saap(**SMALL).priorities(Q, Saap(**SMALL).new_state()), ValueError, "state must be fresh"),
+    (lambda: saap_decode(Q, K, V, "pocket"), ValueError, "partition must be one of context, got 'pocket'"),
+    (lambda: saap_decode(Q, K, V, 3), TypeError, "partition must be a string, got int"),
+    (lambda: saap_decode(Q, K, V, torch.zeros(2, 5)), ValueError, r"partition must have shape \[G, C, D\], got"),
+    (lambda: saap_decode(Q, K, V, torch.zeros(3, 5, 16)), ValueError,
+     r"partition must have shape \[G, C, D\] = \[2, 5, 16\], got \[3, 5, 16\]"),
+    (lambda: saap_decode(Q, K, V, torch.full((2, 5, 16), math.nan)), ValueError, "must be finite"),
+    (lambda: saap_decode(Q[:, :, :, :8], K[..., :8], V[..., :8], STATE), ValueError, "head size"),
+    (lambda: fit_partition(K[0], 4), ValueError, r"k must have shape \[B, G, n, D\]"),
+    (lambda: fit_partition(K.long(), 4), TypeError, "k must be a floating tensor, got torch.int64"),
+    (lambda: fit_partition(K, 4, shown=torch.ones(2, 3).bool()), ValueError, r"shown must have shape \[B, n\]"),
+    (lambda: STATE.crop(61), ValueError, r"length must lie in \[0, 60\], got 61"),
+])
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message): call()
+
+# inside transformers
+
+transformers = pytest.importorskip("transformers")
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparse_nb import pocket
+from sparse_nb.hf import attention_override, prefill, sparsify
+from sparse_nb.tasks import make
+from test_hf import IDS, build
+
+GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
+USED = [Saap(budget=5, clusters=6, sinks=1, window=8), Saap(probes=2, clusters=5, window=6, tail="second_order"),
+        Saap(budget=5, clusters=6, window=8, before_rope=True, tail="drop"),
+        Saap(budget=5, clusters=6, window=8, before_rope=True, router="centroid"),
+        VAttention(0.5, 0.2, sinks=1, window=4, topk=4, base=6, plugin="plain", predictor=Saap(clusters=5, window=4))]
+
+@pytest.fixture(scope="module")
+def llama(): return build("llama")
+
+def ids_of(model, ids=IDS, **kwargs):
+    return model.generate(ids, **GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs)[:, ids.shape[1]:]
+
+@pytest.mark.parametrize("method", USED, **NAMES)
+def test_ways_to_generate_agree(llama, method):
+    ids = torch.randint(3, 64, (1, 120), generator=torch.Generator().manual_seed(2))
+    padded = torch.stack([ids[0], torch.cat([ids.new_zeros(29), ids[0, :91]])])
+    mask = (torch.arange(120) >= torch.tensor([[0], [29]])).long()
+    with sparsify(llama, decode=method, seed=[0], stats=True) as session:
+        want = ids_of(llama, ids)
+        assert (session.stats().density < 0.9).all()
+        assert torch.equal(ids_of(llama, ids, prompt_lookup_num_tokens=3), want)
+        assert torch.equal(ids_of(llama, ids, cache_implementation="static"), want)
+        short = ids_of(llama, ids[:, :91])
+    with sparsify(llama, decode=method, seed=[0, 0]):
+        assert torch.equal(ids_of(llama, padded, attention_mask=mask), torch.cat([want, short]))
+    with sparsify(llama, decode=method): assert ids_of(llama, ids, num_beams=3).shape == want.shape
+
+@pytest.mark.parametrize("method", USED[:2], **NAMES)
+def test_beams_are_followed(llama, method):
+    "The same beams from indexes built anew from the keys of each beam, with the centroids of the prompt"
+    learnt = {}
+    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+        if query.shape[2] > 1:
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
+        state = method.new_state()
+        state.append(key, value)
+        if module.layer_idx in learnt: state.fit, state.waits = learnt[module.layer_idx].expand_as(key[:, :, :1]
+            .expand(-1, -1, method.clusters, -1)), None
+        out = method.decode(query, key, value, scale=scaling, state=state).transpose(1, 2)
+        learnt.setdefault(module.layer_idx, state.fit[:1])
+        return out, None
+    with attention_override(llama, attend, mask="sdpa"): want = ids_of(llama, num_beams=4, max_new_tokens=10)
+    with sparsify(llama, decode=method): assert torch.equal(ids_of(llama, num_beams=4, max_new_tokens=10), want)
+
+def test_keys_before_rope_make_other_clusters(llama):
+    "Those of the model's own projection; and a cache that was filled before has none"
+    s, caches = USED[2], []
+    for method in (s, dataclasses.replace(s, before_rope=False)):
+        caches.append(DynamicCache(config=llama.config))
+        with sparsify(llama, decode=method): ids_of(llama, past_key_values=caches[-1])
+    assert not torch.equal(caches[0].layers[0].state.fit, caches[1].layers[0].state.fit)
+    old = prefill(llama, IDS)
+    with sparsify(llama, decode=s), pytest.raises(ValueError, match="k_before must be .* layer 0"):
+        llama(IDS[:, :1], past_key_values=old)
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_second_turn_goes_on_with_the_index(llama, offload):
+    s, cache = USED[0], DynamicCache(config=llama.config)
+    with sparsify(llama, decode=s, offload=offload):
+        first = llama.generate(IDS[:, :30], past_key_values=cache, **GREEDY)
+        state = cache.layers[1].state
+        fit = state.fit
+        more = torch.cat([first, IDS[:, 30:40]], 1)
+        second = llama.generate(more, past_key_values=cache, **GREEDY)
+    assert cache.layers[1].state is state and state.fit is fit and len(state) == second.shape[1] - 1
+
+def test_the_pocket_model_answers():
+    "In a batch with unequal padding, as each row alone, and in a second turn"
+    model, tokenizer = pocket.load()
+    s = Saap(budget=0.1, clusters=32, window=64)
+    examples = [make("multikey", n, seed=i) for i, n in ((0, 900), (1, 700))]
+    rows = [torch.tensor(tokenizer.encode(x.prompt)) for x in examples]
+    size = max(map(len, rows))
+    ids = torch.stack([torch.cat([x.new_zeros(size - len(x)), x]) for x in rows])
+    mask = torch.stack([(torch.arange(size) >= size - len(x)).long() for x in rows])
+    told = dict(GREEDY, max_new_tokens=6)
+    with torch.no_grad(), sparsify(model, decode=s, stats=True) as session:
+        together = model.generate(ids, attention_mask=mask, **told)
+        again = model.generate(torch.cat([together, ids[:, -40:]], 1), attention_mask=torch.cat(
+            [mask, mask.new_ones(2, 46)], 1), **told)
+        alone = [model.generate(x[None], attention_mask=torch.ones_like(x[None]), **told)[:, len(x):] for x in rows]
+        assert session.stats().density.max() < 0.4 and again.shape[1] == size + 52
+    assert torch.equal(together[:, size:], torch.cat(alone))
