@@ -110,6 +110,8 @@ RECORDS = {
     "first_token": Record(_HERE + "first_token:record", "{gpu}_first_token.json", "a whole model's first token"),
     "delta": Record(_HERE + "delta:record", "{gpu}_delta.json",
                     "corrections of a sparse prefill on both models: prose and answers"),
+    "delta_parts": Record(_HERE + "delta_parts:record", "{gpu}_delta_parts.json",
+                          "several tangents an anchor on both models' prose", gpu=False),
     "pocket_model": Record(_HERE + "pocket_model:record", "runs/pocket",
                            "the pocket model and its scores"),
     "hash_networks": Record(_HERE + "hash_networks:record", "sparse_nb/pocket_model/hash_attention.safetensors",
