@@ -217,6 +217,23 @@ def test_anchor_rows_and_the_tail_are_exact():
 
 
 @kernel
+@pytest.mark.parametrize("aligned", [False, True])
+def test_an_anchor_does_not_keep_the_rounding_of_a_window_that_cancels(aligned):
+    from sparse_nb.kernels.delta import launch_delta
+    settings = dict(sinks=2, window=40, gamma=16, anchors=4, tail=0, aligned=aligned, scale=None)
+    (q, k, v), _ = problem(1, 1, 1, 40, 130, 16, FP32, seed=2)
+    j = 112
+    q[..., 0], k[..., 0], k[:, :, 2:j - 39, 0] = 8, 0, 6   # nearly all of the weight lies before the window
+    v[:, :, 2:j - 39] /= 64
+    v[:, :, j - 39:] += 8
+    q, k, v = (x.to(BF16) for x in (q, k, v))
+    head = Head(q[0, 0], k[0, 0], v[0, 0], 0, correction="none", **settings)
+    got = launch_delta(q, k, v, correction="delta", kv_start=None, **settings, whole=(32, 16, 4, 1, None),
+                       near=(16, 32, 4, 1, None))[0, 0, j - 90]
+    assert_close(got[None], head.exact(j)[None].to(DEVICE), rtol=TOLERANCE[BF16], name="anchor")
+
+
+@kernel
 def test_what_has_no_kernel():
     from sparse_nb.kernels.delta import attend_delta
     x, _ = problem(1, 1, 1, 4, 4, 16, torch.float64)

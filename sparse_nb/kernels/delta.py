@@ -201,7 +201,9 @@ def _merge_kernel(
         b_a = tl.load(part_ptr + (o_r + S)[:, None] * D + o_d[None, :], mask=m_w, other=0.)
         share = 1 / (1 + tl.exp2(b_z - tl.where(b_l == -float("inf"), 0., b_l)))
         share = tl.where(b_l == -float("inf"), 0., share)
-        tl.store(delta_ptr + o_w, (b_o - b_a) * share[:, None], mask=m_w)
+        b_d = (b_o - b_a) * share[:, None]
+        tl.store(delta_ptr + o_w, b_d, mask=m_w)
+        b_o = tl.where(anchor[:, None], b_a + b_d, b_o)
     if mean_ptr is not None:
         b_k = (mean / some[:, None]).to(key_ptr.dtype.element_ty)
         b_q = load_queries(q_ptr, i_b, i_h + e * 0, pos - (N - Q), m_r, q_b, q_h, q_m, q_d, D, BD)
@@ -209,8 +211,7 @@ def _merge_kernel(
         tl.store(delta_ptr + o_w, b_o, mask=m_w)
         tl.store(key_ptr + o_w, b_k, mask=m_w)
         tl.store(bias_ptr + i_bh.to(tl.int64) * A + e, bias, mask=m_r & (e < A))
-    if not BASE and mean_ptr is None: m_w = m_o
-    else: m_w = m_o & (e >= A)[:, None]
+    m_w = m_o if mean_ptr is None else m_o & (e >= A)[:, None]
     p_out = out_ptr + i_b.to(tl.int64) * out_b + i_h.to(tl.int64) * out_h + (pos - (N - Q)).to(tl.int64) * out_m
     tl.store(p_out[:, None] + o_d.to(tl.int64)[None, :] * out_d, b_o.to(out_ptr.dtype.element_ty), mask=m_w)
 
@@ -390,7 +391,7 @@ def launch_window(call, taught, anchors, given):
         _window_kernel[B * G * T,](
             q, k, v, *descriptors, out, delta, key, bias, note, call.kv_start, call.scale, *q.stride(), *k.stride(),
             *v.stride(), *out.stride(), Q, N, T, G, R, call.A, call.X, P, *call.limits, anchors,
-            SKIP=call.correction == "recompute", ALIGNED=call.aligned, FROZEN=frozen, D=D, BM=BM, BN=BN,
+            SKIP=call.correction in ("recompute", "delta"), ALIGNED=call.aligned, FROZEN=frozen, D=D, BM=BM, BN=BN,
             BC=min(64, 2 * BN), BD=call.BD, STAGES=stages, **launch_limits(warps, registers))
 
 # %% ../../kernels/delta.ipynb #e7fd6217
