@@ -24,7 +24,7 @@ class Claim:
 # %% ../nbs/90_claims.ipynb #d72add85
 _SANTA, _VATT, _METRICS = "nbs/10_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/01_metrics.ipynb"
 _BOUNDS, _SANTA_MEASURED = "nbs/08_bounds.ipynb", "nbs/11_santa_measured.ipynb"
-_DELTA = "nbs/30_delta.ipynb"
+_DELTA, _DELTA_MEASURED = "nbs/30_delta.ipynb", "nbs/31_delta_measured.ipynb"
 
 CLAIMS = {
     "SANTA-1": Claim("SANTA, Prop. A.2 and A.4", "The mean of values sampled iid, stratified or systematically is, on "
@@ -102,20 +102,20 @@ CLAIMS |= {
     "DELTA-2": Claim("Delta Attention, Fig. 6b", "The difference of exact and sparse output is nearly the same for "
                      "rows that are neighbours: its cosine with that of the last exact row stays high.", _DELTA),
     "DELTA-3": Claim("Delta Attention, Table 4, Fig. 8", "Adding the difference to all rows (Eq. 6) is more "
-                     "accurate than exact rows alone (Eq. 5).", None),
+                     "accurate than exact rows alone (Eq. 5).", _DELTA_MEASURED),
     "DELTA-4": Claim("Delta Attention, Fig. 3, 9 and 13 to 15", "After a sparse prefill, outputs and ranking of the "
                      "keys in the last 128 rows drift from exact attention's, and with the correction they do less.",
                      _DELTA),
     "DELTA-5": Claim("Delta Attention, Fig. 11", "Remainder and bound of Lemma 1 are smaller for oracle top-k than for "
                      "sinks and window, and the remainder is far below its bound.", _DELTA),
     "DELTA-6": Claim("Delta Attention, Tables 1 and 3", "The correction recovers most of exact attention's accuracy on "
-                     "top of streaming, HiP and MInference.", None),
+                     "top of streaming, HiP and MInference.", _DELTA_MEASURED),
     "DELTA-7": Claim("Delta Attention, Tables 2 and 6", "The correction closes 50 to 75 % of the gap in perplexity and "
-                     "LongPPL.", None),
+                     "LongPPL.", _DELTA_MEASURED),
     "DELTA-8": Claim("Delta Attention, App. F, Section 1", "The work is that of streaming with a window of "
                      "w + N / (2 gamma), 3,072 keys a row at 131k; the sparsity is 98.5 %.", _DELTA),
     "DELTA-9": Claim("Delta Attention, Fig. 2 and 7", "11 times as fast as FlashAttention-2 at 131k and 32 times at "
-                     "1M.", None),
+                     "1M.", _DELTA_MEASURED),
     "OURS-1": Claim("ours, mends SANTA-13", "One systematic draw over all tiles gives each its proportional share "
                     "without bias, at the cost of the biased rule.", _SANTA),
     "OURS-2": Claim("ours, extends SANTA-4 and SANTA-5", "The number of samples can be chosen for each head so that "
