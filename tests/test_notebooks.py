@@ -89,6 +89,8 @@ def faults(nb):
         tree, options = parse(cell), extract_directives(cell, remove=False)
         say = lambda what: f"code cell {number}: {what}: {cell.source[:80]!r}"
         if any(o.output_type == "error" for o in cell.outputs): yield say("an error as output")
+        said = "".join("".join(o.text) for o in cell.outputs if o.get("name") == "stderr")
+        if "Warning: " in said: yield say("a warning as output")
         if options.get("eval:") == ["false"]: continue
         data = [(kind, "".join(text)) for o in cell.outputs for kind, text in o.get("data", {}).items()]
         picture = any(kind.startswith("image/") or kind == "text/html" and re.search("<(img|svg)", text)
@@ -248,6 +250,12 @@ def test_cell_that_needs_no_output(cell):
 def test_missing_output(cell):
     assert not list(faults(notebook((cell, VALUE))))
     assert ["no output" in line for line in faults(notebook((cell, [])))] == [True]
+
+
+@pytest.mark.parametrize("said, warns", [("m.py:3: UserWarning: old\n  x\n", True), ("saved out.json\n", False)])
+def test_warning_as_output(said, warns):
+    output = [dict(output_type="stream", name="stderr", text=said)]
+    assert ["a warning" in line for line in faults(notebook(("assert True", output)))] == [True] * warns
 
 
 @pytest.mark.parametrize("cell", ["double('a', 1)", "#| eval: false\nx"])

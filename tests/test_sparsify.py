@@ -115,26 +115,23 @@ def test_methods_that_read_prompts_work_in_every_family(family):
 def test_what_a_method_has_read_serves_every_way_to_generate(llama, method):
     with sparsify(llama, prefill=method):
         want = ids_of(llama)
-        for way in (dict(cache_implementation="static"), dict(prompt_lookup_num_tokens=3),
-                    dict(num_beams=2, num_return_sequences=1)):
-            assert len(ids_of(llama, **way)[0]) == len(want[0])
-            if "num_beams" not in way: assert torch.equal(ids_of(llama, **way), want)
-        # a second turn reads what is new against the cache of the first, and writes what another session would
-        turns = []
-        for again in range(2):
-            cache = DynamicCache(config=llama.config)
-            first = llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
-            turns.append(llama.generate(torch.cat([first, IDS[:, 20:]], 1), past_key_values=cache, **GREEDY))
-        assert torch.equal(*turns)
-    with sparsify(llama, prefill=Exact()):
-        cache = DynamicCache(config=llama.config)
-        llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
-        exact = forward(llama, torch.cat([first, IDS[:, 20:]], 1)[:, cache.get_seq_length():],
-                        past_key_values=copy.deepcopy(cache))
+        for way in (dict(cache_implementation="static"), dict(prompt_lookup_num_tokens=3)):
+            assert torch.equal(ids_of(llama, **way), want)
+        together = ids_of(llama, PADDED, attention_mask=MASK, num_beams=2)
+        for b, p in enumerate(PAD): assert torch.equal(ids_of(llama, IDS[:, :40 - p], num_beams=2)[0], together[b])
+
+@pytest.mark.parametrize("method", READERS, ids=repr)
+def test_a_second_turn_is_read_against_the_cache_of_the_first(llama, method):
     with sparsify(llama, prefill=method):
-        sparse = forward(llama, torch.cat([first, IDS[:, 20:]], 1)[:, cache.get_seq_length():],
-                         past_key_values=copy.deepcopy(cache))
-    assert (sparse - exact).abs().max() > 1e-5
+        cache = DynamicCache(config=llama.config)
+        first = llama.generate(IDS[:, :20], past_key_values=cache, **GREEDY)
+        turn, before = torch.cat([first, IDS[:, 20:]], 1), copy.deepcopy(cache)
+        second = llama.generate(turn, past_key_values=cache, **GREEDY)[:, turn.shape[1]:]
+    new, logits = turn[:, before.get_seq_length():], {}
+    for reader in (method, Exact()):
+        with sparsify(llama, prefill=reader): logits[reader] = forward(llama, new, past_key_values=copy.deepcopy(before))
+    assert torch.equal(logits[method][:, -1, 1:].argmax(-1) + 1, second[:, 0])
+    assert (logits[method] - logits[Exact()]).abs().max() > 1e-5
 
 @pytest.mark.parametrize("correction", ["delta", "recompute", "tangent"])
 def test_chunks_of_whole_gammas_change_nothing(llama, correction):

@@ -515,17 +515,17 @@ def plot_prompts(
     *,
     title: str = "Attention of a prompt, beside dense kernels", # what to see
 ) -> Figure:
-    "Time, and speed over the fastest dense call, against length. Raises ValueError as `over_dense`."
+    "Time of a head, and speed over the fastest dense call, by length. Raises ValueError as `over_dense`."
     fig, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.6), layout="constrained")
     for method, speeds in over_dense(rows).items():
         if method not in _LINES: continue
         name, colour, dashes, marker = _LINES[method]
-        times = sorted((row["n"], row["median_us"] / 1e3) for row in rows if row.get("method") == method)
+        times = sorted((row["n"], row["median_us"] / 1e3 / row.get("H", 1)) for row in rows if row.get("method") == method)
         look = dict(color=colour, ls=dashes, marker=marker, ms=6, mec="white", mew=0.7)
         left.plot(*zip(*times), **look, label=name)
         right.plot(list(speeds), list(speeds.values()), **look)
     right.axhline(1, color="0.5", lw=1, zorder=1)
-    left.set(ylabel="time (ms, median)")
+    left.set(ylabel="time of a head (ms, median)")
     right.set(ylabel="speed over the fastest dense kernel")
     ticks = sorted({row["n"] for row in rows if "method" in row})
     for ax in (left, right):
