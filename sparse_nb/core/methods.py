@@ -96,6 +96,8 @@ METHODS = {
                       "keys that collide with the query in random hash tables, weighted by their chance"),
     "saap": Entry("sparse_nb.saap:Saap", "SAAP", "#6d1d00", "d",
                   "clusters of keys that look heavy by their moments, and of the others their means"),
+    "sketch_walk": Entry("sparse_nb.sketch_walk:SketchWalk", "Sketch&Walk", "#8c8cff", "h",
+                         "blocks of keys that look heavy in a small index of their sub-blocks"),
     "delta": Entry("sparse_nb.delta:Delta", "Delta", "#bd2a77", "p",
                    "prompts alone: sinks and window, and for every 64th row all keys, from which the others learn"),
     "vertical_slash": Entry("sparse_nb.patterns:VerticalSlash", "vertical-slash", "#643c82", "P",
