@@ -48,7 +48,7 @@ def signed_hadamard(
     column = tickets(torch.tensor(fold_in(seed, 1)), whole).argsort()[:kept].sort().values
     return found[:, column] * (whole / kept)**0.5
 
-# %% ../nbs/50_sketch_walk.ipynb #cfd2401f
+# %% ../nbs/50_sketch_walk.ipynb #91e9d939
 INDEXES = "fine4", "fine16", "mean", "sketch", "oracle", "random"
 FINE = {"fine4": 4, "fine16": 16}  # keys of a sub-block
 
@@ -94,7 +94,8 @@ def joined_rows(
     "Each new key counts in place of one of the old."
     (mean, radius, count), (*ours, came) = (x.split([x.shape[-1] - 2, 1, 1], -1) for x in (old, new))
     share = came / count.clamp(min=1).maximum(came)
-    return torch.cat([torch.lerp(mean, ours[0], share), torch.maximum(radius, ours[1]), count.maximum(came)], -1)
+    radius = torch.where(share < 1, torch.maximum(radius, ours[1]), ours[1])
+    return torch.cat([torch.lerp(mean, ours[0], share), radius, count.maximum(came)], -1)
 
 # %% ../nbs/50_sketch_walk.ipynb #b08b82f1
 REACH = 0.5  # of a sub-block's radius, times |q|: what fine16 adds to the score of its mean
@@ -207,7 +208,7 @@ def heaviest_blocks(
     rank = order.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return (rank < count) & visible
 
-# %% ../nbs/50_sketch_walk.ipynb #9178b4bd
+# %% ../nbs/50_sketch_walk.ipynb #2cbc401c
 AT_ONCE = 2**26  # scores of a prompt's rows that are held at once
 
 class Prompt(NamedTuple):
@@ -238,7 +239,7 @@ def row_means(
     s,               # a `SketchWalk`
     q: torch.Tensor, # queries [B, H, Q, D]
     prompt: Prompt,
-) -> tuple:          # means of the rows of each query block [B, H, R, r, D], and whether a row has a query [B, 1, R, r, 1]
+) -> tuple:          # means of the rows of a block [B, H, R, r, D], and whether a row has a query [B, 1, R, r, 1]
     "The mean query of a block, or with `pool=\"max\"` those of its sub-blocks."
     fine = s.block if s.pool == "mean" else FINE.get(s.index, s.block)
     real = prompt.real.unflatten(3, (-1, fine))
@@ -356,7 +357,7 @@ def prompt_lists(s, q, k, start, scale, seed, step=None, state=None, part=slice(
             a = next_step(s, step, number, a, prompt.own, rows)
     return heaviest_blocks(a, prompt.visible, prompt.forced, s.density)
 
-# %% ../nbs/50_sketch_walk.ipynb #7a0b6d68
+# %% ../nbs/50_sketch_walk.ipynb #a286e6d0
 class Query(NamedTuple):
     "Where queries stand among the blocks of their sequence."
     begin: torch.Tensor   # first key of block 0 [B]
@@ -380,7 +381,7 @@ def own_rows(s, k, place, first, end):
     return s.summary(keys, seen[:, None, ..., None])
 
 def query_shares(s, q, k, state, place, first, end, scale):
-    "The shares [B, P, Q, M] of queries, and the index [B, G or 1, M, C, W + 2], where the last query's own block is new."
+    "The shares of queries [B, P, Q, M], and the index [B, G or 1, M, C, W + 2] with the last one's own block made anew."
     own, index = (averaged(s, x) for x in (own_rows(s, k, place, first, end), state.rows))
     x = averaged(s, q)
     z = block_scores(s.summary, x, index, scale)
