@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparse_nb.attention import Method, assert_close, attention, fold_in
-from sparse_nb.hf import prefill, register, sparsify
+from sparse_nb.hf import attention_layers, has_window, prefill, register, sparsify
 from sparse_nb.sketch_walk import (
     FINE, INDEXES, Asked, SketchWalk, Summary, signed_hadamard, sketch_walk_decode, sketch_walk_prefill)
 
@@ -419,3 +419,174 @@ def test_calls_that_cannot_work():
     walk.prefill(q, k[:, :, :100], v[:, :, :100], step=step)
     with pytest.raises(ValueError, match="step must come from a layer with lists of the shape"):
         replace(walk, heads="all").prefill(q, k[:, :, :100], v[:, :, :100], step=step)
+
+# inside a model
+
+transformers = pytest.importorskip("transformers")
+from test_hf import FAMILIES, REFUSED, build
+
+def has_holes(model):
+    "Do layers with a window stand between others?"
+    whole = [not has_window(layer) for layer in attention_layers(model).values()]
+    return False in whole[whole.index(True):len(whole) - whole[::-1].index(True)] if any(whole) else True
+
+def model_of(**kwargs):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | kwargs)).eval()
+
+@pytest.fixture(scope="module")
+def llama(): return model_of()
+
+TOKENS = torch.randint(1, 64, (1, 200), generator=torch.Generator().manual_seed(1))
+GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
+DENSE = dict(block=32, density=0.4, dense_layers=1)
+WITHIN = [SketchWalk(**DENSE), SketchWalk(index="mean", heads="all", **DENSE), SketchWalk(index="random", **DENSE),
+          SketchWalk(index="oracle", pool="max", **DENSE), SketchWalk(walk="softmax", **DENSE),
+          SketchWalk(sketch=8, **DENSE | PAPER)]
+
+def ids_of(model, ids=TOKENS, **kwargs):
+    return model.generate(ids, **GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs)[:, ids.shape[1]:]
+
+def forward(model, ids, **kwargs):
+    with torch.no_grad(): return model(ids, **kwargs).logits
+
+def step_by_step(model, method, new=6, seed=0):
+    "Greedy tokens of a prompt that is read exactly, with indexes made anew from everything that was heard"
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from sparse_nb.hf import attention_override
+    cache, asked, steps = transformers.DynamicCache(config=model.config), {}, []
+    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+        i = module.layer_idx
+        asked[i] = torch.cat([asked[i], query], 2) if i in asked else query
+        if query.shape[2] > 1 or i < 1:
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
+        if i == 1: steps.append({})
+        own = fold_in(fold_in(seed, 0), i, torch.arange(query.shape[1]), key.shape[2] - 1)[None]
+        out = method.decode(query, key, value, scale=scaling, seed=own if method.random else None,
+                            state=heard(method, asked[i], key), **{"step": steps[-1]} if method.walk else {})
+        return out.transpose(1, 2), None
+    with torch.no_grad(), attention_override(model, attend, mask="sdpa"):
+        likeliest = lambda ids: model(ids, past_key_values=cache).logits[:, -1, 1:].argmax(-1) + 1
+        found = [likeliest(TOKENS)]
+        for _ in range(new - 1): found.append(likeliest(found[-1][:, None]))
+    return torch.stack(found, 1)
+
+@pytest.mark.parametrize("method", WITHIN, ids=repr)
+def test_every_way_to_generate(llama, method):
+    with sparsify(llama, decode=method, audit=True) as session:
+        want = ids_of(llama)
+        error = session.stats().error.groupby("layer").mean()
+    assert (error[1:] > 1e-3).all() and error[0] < 1e-5
+    assert torch.equal(want, step_by_step(llama, method))
+    draft = model_of(num_hidden_layers=1)
+    with sparsify(llama, decode=method):
+        for way in (dict(cache_implementation="static"), dict(prefill_chunk_size=48), dict(prompt_lookup_num_tokens=3),
+                    dict(assistant_model=draft)):
+            assert torch.equal(ids_of(llama, **way), want), way
+        beams = ids_of(llama, num_beams=3)
+        cache = transformers.DynamicCache(config=llama.config)
+        first = llama.generate(TOKENS[:, :70], past_key_values=cache, **GREEDY)
+        second = llama.generate(torch.cat([first, TOKENS[:, 70:]], 1), past_key_values=cache, **GREEDY)
+    with sparsify(llama, decode=method, offload=True):
+        assert torch.equal(ids_of(llama), want) and torch.equal(ids_of(llama, num_beams=3), beams)
+    with sparsify(llama, decode=method):
+        cache = transformers.DynamicCache(config=llama.config)
+        forward(llama, first[:, :70], past_key_values=cache)
+        for i in range(70, 75): forward(llama, first[:, [i]], past_key_values=cache)
+        token = forward(llama, torch.cat([first, TOKENS[:, 70:]], 1)[:, 75:], past_key_values=cache)[:, -1].argmax(-1)
+    assert token == second[0, -6]
+
+@pytest.mark.parametrize("method", WITHIN, ids=repr)
+def test_prompts_in_chunks_and_batches(llama, method):
+    with sparsify(llama, prefill=method, decode=method): want = ids_of(llama)
+    with sparsify(llama, prefill=method): alone, exact = ids_of(llama), forward(llama, TOKENS)
+    assert (exact - forward(llama, TOKENS)).abs().max() > 1e-3
+    for size in (32, 96):
+        with sparsify(llama, prefill=method, decode=method):
+            assert torch.equal(ids_of(llama, prefill_chunk_size=size), want)
+        with sparsify(llama, prefill=method): assert torch.equal(ids_of(llama, prefill_chunk_size=size), alone)
+    pads = torch.tensor([0, 41])
+    both = torch.stack([TOKENS[0], torch.cat([TOKENS.new_zeros(41), TOKENS[0, :159]])])
+    mask = (torch.arange(200) >= pads[:, None]).long()
+    for reads in (dict(prefill=method), {}):
+        with sparsify(llama, decode=method, **reads):
+            together = ids_of(llama, both, attention_mask=mask)
+            chunks = ids_of(llama, both, attention_mask=mask, prefill_chunk_size=96)
+        if not reads: assert torch.equal(chunks, together)
+        for b, pad in enumerate(pads):
+            with sparsify(llama, decode=method, seed=[fold_in(0, b)], **reads):
+                assert torch.equal(ids_of(llama, TOKENS[:, :200 - pad])[0], together[b])
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
+def test_every_family(family):
+    model, method = build(family), SketchWalk(walk="softmax", **DENSE | dict(dense_layers=0))
+    if has_holes(model): method = replace(method, walk=None)
+    pads = torch.tensor([0, 41])
+    both = torch.stack([TOKENS[0, :140], torch.cat([TOKENS.new_zeros(41), TOKENS[0, :99]])])
+    with sparsify(model, prefill=method, decode=method):
+        together = ids_of(model, both, attention_mask=(torch.arange(140) >= pads[:, None]).long())
+    for b, pad in enumerate(pads):
+        with sparsify(model, prefill=method, decode=method):
+            assert torch.equal(ids_of(model, TOKENS[:, :140 - pad])[0], together[b])
+
+def test_a_walk_goes_through_layers(llama):
+    "Its lists differ from those of each layer alone, and a pass begins anew."
+    walk = SketchWalk(walk="softmax", index="mean", **DENSE)
+    found = {}
+    for name, method in (("walk", walk), ("alone", replace(walk, walk=None))):
+        with sparsify(llama, prefill=method):
+            found[name] = forward(llama, TOKENS)
+            assert torch.equal(forward(llama, TOKENS), found[name])
+    assert (found["walk"] - found["alone"]).abs().max() > 1e-3
+
+def test_what_a_session_refuses(llama):
+    walk = SketchWalk(walk="softmax", **DENSE)
+    assert [type(walk.at_layer(i)).__name__ for i in range(2)] == ["Exact", "SketchWalk"]
+    for way in ("prefill", "decode"):
+        with pytest.raises(ValueError, match="must be SketchWalk in every layer from 1 to 3, .* got layer 2"):
+            sparsify(llama, **{way: walk}, dense_layers=[2])
+        sparsify(llama, **{way: SketchWalk(**DENSE)}, dense_layers=[2]).restore()
+    for method in (walk, SketchWalk(), SketchWalk(dense_layers=0), replace(walk, dense_layers=0)):
+        with pytest.raises(ValueError, match="decode must keep no index and take no steps"):
+            register("test_sketch_walk", method)
+    cache = prefill(llama, TOKENS[:, :150])
+    with sparsify(llama, decode=walk, setup="B"), pytest.raises(
+            ValueError, match="q must be the queries of these keys .* read outside the session, .*index of layer 1"):
+        forward(llama, TOKENS[:, 150:], past_key_values=cache)
+    with sparsify(llama, decode=walk, setup="B"):
+        cache = prefill(llama, TOKENS[:, :150])
+        assert forward(llama, TOKENS[:, 150:], past_key_values=cache).isfinite().all()
+        assert isinstance(cache.layers[1].state, Asked) and type(cache.layers[0]).__name__ == "DynamicLayer"
+    cut = model_of()
+    cut.model.layers[2].to("meta")
+    with pytest.raises(ValueError, match="model must have the layers of SketchWalk on one device, got cpu, meta"):
+        sparsify(cut, prefill=walk)
+
+def test_signs_of_one_group_leave_a_model_and_our_lists_alone(llama):
+    "The model's weights in another basis: its logits stay bit for bit, ours too, those of averaged heads do not."
+    other = copy.deepcopy(llama)
+    D = 16
+    for layer in other.model.layers:
+        layer.self_attn.q_proj.weight.data[2 * D:] *= -1
+        layer.self_attn.k_proj.weight.data[D:] *= -1
+    assert torch.equal(forward(llama, TOKENS), forward(other, TOKENS))
+    for heads in ("group", "all", "averaged"):
+        method = SketchWalk(index="mean", heads=heads, **DENSE)
+        with sparsify(llama, prefill=method): want = forward(llama, TOKENS)
+        with sparsify(other, prefill=method): got = forward(other, TOKENS)
+        assert torch.equal(want, got) == (heads != "averaged")
+
+def test_a_walk_is_compared_with_other_methods():
+    "Its contexts are read again, within its session."
+    from sparse_nb import pocket
+    from sparse_nb.evaluate import accuracy
+    model, tokenizer = pocket.load()
+    walk = SketchWalk(walk="softmax", index="mean", density=0.5)
+    methods = {"exact": None, "mean": replace(walk, walk=None), "walk": walk}
+    found = accuracy(model, tokenizer, "needle", 400, methods, prompts=2, setup="B", watch=True).set_index("method")
+    assert (found.loc["exact"].error < 1e-5).all() and (found.error[["mean", "walk"]] > 1e-3).all()
+    walk, mean = (found.loc[name].reset_index() for name in ("walk", "mean"))
+    assert (walk.density == mean.density).all() and not (walk.error == mean.error).any()
