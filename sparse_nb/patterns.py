@@ -502,6 +502,7 @@ def antidiagonal_weights(
     weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1).nan_to_num(0)
     return weights.unflatten(-1, (-1, key_block // stride)).sum(-1).unflatten(2, (-1, query_block // stride)).sum(3)
 
+# %% ../nbs/62_patterns.ipynb #2e3923dd
 @dataclass(frozen=True)
 class XAttention(BlockChooser):
     """Blocks by the sums of scores along antidiagonals (XAttention, Xu et al. 2025).

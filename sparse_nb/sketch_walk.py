@@ -9,7 +9,7 @@ __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'HEADS', 'POOLS', 'POWERS', 'AT_
            'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'sketch_walk_prefill',
            'sketch_walk_decode']
 
-# %% ../nbs/50_sketch_walk.ipynb #2d0303f2
+# %% ../nbs/50_sketch_walk.ipynb #85d6c96d
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +22,7 @@ from .core.blocks import BlockPattern, block_attention, check_block
 from .core.checks import check_bounds, check_choice, check_count, check_inputs, check_number, check_scores
 from .core.exact import grouped, masked_scores, no_autocast, promote, to_device_of, visible_range
 from .core.methods import BlockState, Exact, Method, check_state, starts_of
-from .core.selection import Selection, budget_counts, make_selection, take_rows
+from .core.selection import budget_counts, make_selection, take_rows
 from .core.streams import fold_in, head_seeds, new_seed, philox, tickets
 
 # %% ../nbs/50_sketch_walk.ipynb #a7e2f931
@@ -357,7 +357,7 @@ def prompt_lists(s, q, k, start, scale, seed, step=None, state=None, part=slice(
             a = next_step(s, step, number, a, prompt.own, rows)
     return heaviest_blocks(a, prompt.visible, prompt.forced, s.density)
 
-# %% ../nbs/50_sketch_walk.ipynb #a286e6d0
+# %% ../nbs/50_sketch_walk.ipynb #450e7084
 class Query(NamedTuple):
     "Where queries stand among the blocks of their sequence."
     begin: torch.Tensor   # first key of block 0 [B]
@@ -381,7 +381,7 @@ def own_rows(s, k, place, first, end):
     return s.summary(keys, seen[:, None, ..., None])
 
 def query_shares(s, q, k, state, place, first, end, scale):
-    "The shares of queries [B, P, Q, M], and the index [B, G or 1, M, C, W + 2] with the last one's own block made anew."
+    "The shares of queries [B, P, Q, M], and the index [B, G or 1, M, C, W + 2] with the last one's own block new."
     own, index = (averaged(s, x) for x in (own_rows(s, k, place, first, end), state.rows))
     x = averaged(s, q)
     z = block_scores(s.summary, x, index, scale)

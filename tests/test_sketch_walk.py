@@ -1,5 +1,5 @@
-"""Sketch&Walk: attacks first, then Algorithms 1 and 2 transcribed by themselves, then what the method owes a caller, alone
-and inside a model."""
+"""Sketch&Walk: attacks first, then Algorithms 1 and 2 transcribed by themselves, then what the method owes a caller,
+alone and inside a model."""
 import copy
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from sparse_nb.attention import Method, assert_close, attention, fold_in
 from sparse_nb.hf import attention_layers, has_window, prefill, register, sparsify
 from sparse_nb.sketch_walk import (
-    FINE, INDEXES, Asked, SketchWalk, Summary, signed_hadamard, sketch_walk_decode, sketch_walk_prefill)
+    FINE, INDEXES, Asked, SketchWalk, signed_hadamard, sketch_walk_decode, sketch_walk_prefill)
 
 SMALL = dict(block=32, density=0.4, sketch=16)
 PAPER = dict(index="sketch", walk="literal", heads="averaged")
@@ -382,7 +382,8 @@ def test_head_sizes_that_are_no_powers_of_two(size):
         assert method.decode(q[:, :, -1:], k, v, seed=0).isfinite().all()
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(block=16), "block must be 32, 64 or 128, got 16"), (dict(density=0.0), r"density must lie in \(0, 1\], got 0"),
+    (dict(block=16), "block must be 32, 64 or 128, got 16"),
+    (dict(density=0.0), r"density must lie in \(0, 1\], got 0"),
     (dict(density=1.5), "density must lie in"), (dict(index="box"), "index must be one of fine4"),
     (dict(sketch=0), "sketch must be at least 1"), (dict(degree=0), "degree must be at least 1"),
     (dict(walk="far"), "walk must be one of softmax"), (dict(power="all"), "power must be one of element, matrix"),
@@ -401,14 +402,14 @@ def test_kinds_that_cannot_work():
 
 def test_calls_that_cannot_work():
     q, k, v = problem(Q=100)
-    walk = SketchWalk(walk="softmax", **SMALL)
+    walk, plain = SketchWalk(walk="softmax", **SMALL), SketchWalk(**SMALL)
+    other = heard(replace(walk, index="mean"), problem(Q=230)[0], k)
     calls = [
         (lambda: walk.prefill(q, k, v), "state must be the index of this walk, .* got NoneType"),
-        (lambda: walk.prefill(q, k, v, state=heard(replace(walk, index="mean"), q[:, :, :1].expand(-1, -1, 230, -1), k)),
-         "state must be the index of this walk"),
+        (lambda: walk.prefill(q, k, v, state=other), "state must be the index of this walk"),
         (lambda: walk.decode(q[:, :, -1:], k, v), "state must know the queries of all keys for a walk, got None"),
         (lambda: walk.new_state().append(k, v), "q must be the queries of these keys for a walk, got None"),
-        (lambda: SketchWalk(**SMALL).decode(q[:, :, -1:], k, v, state=SketchWalk().new_state()), "state must have size"),
+        (lambda: plain.decode(q[:, :, -1:], k, v, state=SketchWalk().new_state()), "state must have size"),
         (lambda: SketchWalk(index="sketch", sketch=64).prefill(q, k, v), "sketch must be at most .* 16, got 64"),
         (lambda: replace(walk, walk="unmasked").decode(q, k, v, state=heard(walk, problem(Q=230)[0], k)),
          "q must be one query for a walk without a mask, got 100"),

@@ -117,6 +117,7 @@ METHODS = {
                   "the keys that one method selects, and of their values a few that are drawn"),
 }
 
+# %% ../../nbs/07_methods.ipynb #b7c832d9
 CLASSES = {row.path.partition(":")[2]: row.path for row in METHODS.values()}  # class name -> where it is
 
 def method_class(

@@ -21,7 +21,7 @@ from ..saap import Saap
 from ..sketch_walk import SketchWalk
 from ..tasks import TASKS, make as make_task
 
-# %% ../../kernels/records/sketch_walk.ipynb #09fb8a02
+# %% ../../kernels/records/sketch_walk.ipynb #caf22a6f
 def blocks_by(
     density: float, # share of the visible blocks
 ) -> dict:          # name -> method
@@ -29,7 +29,8 @@ def blocks_by(
     new = lambda **settings: SketchWalk(density=density, **settings)
     found = {index: new(index=index) for index in ("fine4", "fine16", "mean", "oracle", "random")}
     found |= {"sketch-32": new(index="sketch", sketch=32), "averaged": new(index="mean", heads="averaged"),
-              "mean all": new(index="mean", heads="all"), "paper": new(index="sketch", walk="literal", heads="averaged")}
+              "mean all": new(index="mean", heads="all"),
+              "paper": new(index="sketch", walk="literal", heads="averaged")}
     found |= {f"{index} max": new(index=index, pool="max") for index in ("fine4", "fine16", "mean", "oracle")}
     for index in ("fine4", "mean"):
         found |= {f"{index} walk": new(index=index, walk="softmax"),
@@ -101,11 +102,11 @@ def quick_grids() -> dict: # name -> `Grid`
     return {"pocket.read.needle.700": Grid("pocket", ["needle"], [700], {}, some | readers(0.3, 700), **about),
             "pocket.decode.kv.700": Grid("pocket", ["kv"], [700], some | deciders(0.3, 700), setup="context", **about)}
 
-# %% ../../kernels/records/sketch_walk.ipynb #f1ec7147
+# %% ../../kernels/records/sketch_walk.ipynb #f947aafc
 def pairs_of(
     grid: Grid, # with prefill methods
 ) -> list: # of dicts: part, model, length, method, density (share of the causal pairs)
-    "What share of the pairs of query and key each arm reads, of the grid's first prompt; a walk reads what lists hold."
+    "What share of the pairs of query and key each arm reads, of the grid's first prompt."
     (length,), (task,) = grid.lengths, grid.tasks
     model, tokenizer = load_named(grid.model)
     prompt = make_task(task.partition(":")[0], length, seed=grid.seed, tokenizer=tokenizer).prompt
