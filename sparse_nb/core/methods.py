@@ -96,7 +96,7 @@ METHODS = {
                       "keys that collide with the query in random hash tables, weighted by their chance"),
     "saap": Entry("sparse_nb.saap:Saap", "SAAP", "#6d1d00", "d",
                   "clusters of keys that look heavy by their moments, and of the others their means"),
-    "sketch_walk": Entry("sparse_nb.sketch_walk:SketchWalk", "Sketch&Walk", "#76fbf5", "h",
+    "sketch_walk": Entry("sparse_nb.sketch_walk:SketchWalk", "Sketch&Walk", "#cdaad7", "h",
                          "blocks of keys that look heavy in a small index of their sub-blocks"),
     "delta": Entry("sparse_nb.delta:Delta", "Delta", "#bd2a77", "p",
                    "prompts alone: sinks and window, and for every 64th row all keys, from which the others learn"),
@@ -105,7 +105,7 @@ METHODS = {
     "flex_prefill": Entry("sparse_nb.patterns:FlexPrefill", "FlexPrefill", "#00ffaa", "D",
                           "of a prompt: blocks up to a share of an estimated attention, for each head by one of two "
                           "rules"),
-    "xattention": Entry("sparse_nb.patterns:XAttention", "XAttention", "#74b6c8", "<",
+    "xattention": Entry("sparse_nb.patterns:XAttention", "XAttention", "#68f8ff", "<",
                         "of a prompt: blocks whose antidiagonals have large sums, up to a share of their total"),
     "hip": Entry("sparse_nb.patterns:HiP", "HiP", "#aae664", "^",
                  "of a prompt: chunks of keys, halved and compared, in stages"),
