@@ -105,7 +105,7 @@ METHODS = {
     "flex_prefill": Entry("sparse_nb.patterns:FlexPrefill", "FlexPrefill", "#00ffaa", "D",
                           "of a prompt: blocks up to a share of an estimated attention, for each head by one of two "
                           "rules"),
-    "xattention": Entry("sparse_nb.patterns:XAttention", "XAttention", "#68f8ff", "<",
+    "xattention": Entry("sparse_nb.patterns:XAttention", "XAttention", "#a78276", "<",
                         "of a prompt: blocks whose antidiagonals have large sums, up to a share of their total"),
     "hip": Entry("sparse_nb.patterns:HiP", "HiP", "#aae664", "^",
                  "of a prompt: chunks of keys, halved and compared, in stages"),
