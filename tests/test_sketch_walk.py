@@ -522,6 +522,7 @@ def test_prompts_in_chunks_and_batches(llama, method):
                 assert torch.equal(ids_of(llama, TOKENS[:, :200 - pad])[0], together[b])
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
+@pytest.mark.filterwarnings("ignore:every layer of .* has a sliding window:UserWarning")
 def test_every_family(family):
     model, method = build(family), SketchWalk(walk="softmax", **DENSE | dict(dense_layers=0))
     if has_holes(model): method = replace(method, walk=None)

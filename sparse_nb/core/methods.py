@@ -198,6 +198,7 @@ class Method(Settings):
     """
     scores_all: ClassVar[bool] = False  # does choosing read every visible key?
     random: ClassVar[bool] = False      # does it draw random numbers?
+    reads_state: ClassVar[bool] = False # does `prefill` take the `state`, too, for prompts that come in parts?
 
     def new_state(self) -> "State | None":
         "What it keeps about the keys of one layer between steps; None: nothing. `decode` takes it as `state`."
