@@ -385,7 +385,7 @@ def own_rows(s, k, place, first, end):
 def query_shares(s, q, k, state, place, first, end, scale):
     "The shares of queries [B, P, Q, M], and the index [B, G or 1, M, C, W + 2] with the last one's own block new."
     own, index = (averaged(s, x) for x in (own_rows(s, k, place, first, end), state.rows))
-    x = averaged(s, q)
+    x = averaged(s, promote(q))
     z = block_scores(s.summary, x, index, scale)
     newest = block_scores(s.summary, x, own, scale).diagonal(dim1=2, dim2=3)                 # [B, H or 1, Q]
     at = place.own[:, None, :, None].expand(-1, z.shape[1], -1, 1)
