@@ -127,6 +127,35 @@ CLAIMS |= {
                     "loss are smaller than with Eq. 6.", _DELTA),
 }
 
+# %% ../nbs/90_claims.ipynb #6e30a996
+_WALK, _WALK_MEASURED = "nbs/50_sketch_walk.ipynb", "nbs/51_sketch_walk_measured.ipynb"
+
+CLAIMS |= {
+    "WALK-1": Claim("Sketch&Walk, Lemmas 2.4 and A.4, Cor. A.5", "The mean of a block's tokens lies near the "
+                    "centre they scatter about, for any noise of bounded variance.", _WALK),
+    "WALK-2": Claim("Sketch&Walk, Thm. 2.5, Lemma A.6", "A subsampled randomized Hadamard transform keeps products "
+                    "of block means.", _WALK),
+    "WALK-3": Claim("Sketch&Walk, Lemmas 2.6 and A.7", "Sketched scores choose the same blocks as true ones, where "
+                    "the gap at the cut allows it.", _WALK),
+    "WALK-4": Claim("Sketch&Walk, Lemmas 2.7 and A.8", "The output errs by no more than the tail of the block "
+                    "means, times the norm of the values, and a term for the sketch.", _WALK),
+    "WALK-5": Claim("Sketch&Walk, Eq. 2, Alg. 1, Lemma A.12", "Blocks chosen by a walk through the layers serve "
+                    "better than those of each layer's own scores.", _WALK_MEASURED),
+    "WALK-6": Claim("Sketch&Walk, Sections 1 and 2.3, Alg. 1", "The power of the block scores is a power of a "
+                    "matrix, which adds paths, or of each entry.", _WALK_MEASURED),
+    "WALK-7": Claim("Sketch&Walk, Alg. 1 and 2", "One walk serves prompts and single queries.", _WALK),
+    "WALK-8": Claim("Sketch&Walk, Lemmas A.12 to A.14, Thm. A.15", "The walk prefers blocks that matter in all "
+                    "layers, reaches as many as a power of tau, and keeps a chain's stationary law.", _WALK),
+    "WALK-9": Claim("Sketch&Walk, Tables 1 to 6", "At a fifth of the blocks answers are nearly those of dense "
+                    "attention, and better than Quest's, Adamas's, MInference's and FlexPrefill's.", _WALK_MEASURED),
+    "WALK-10": Claim("Sketch&Walk, Fig. 6", "More numbers in the sketch and more blocks serve better; the degree "
+                     "of the walk has its best at 8.", _WALK_MEASURED),
+    "WALK-11": Claim("Sketch&Walk, Fig. 3 to 5", "Up to 6 times faster prompts and 1.6 times faster decoding on an "
+                     "H100, of which sketch and walk take a small share.", None),
+    "OURS-7": Claim("ours, mends WALK-4", "Means of a few keys in 4 bits, joined by a log-sum-exp, find single "
+                    "keys that the mean of a block does not show, at equal or fewer bytes.", _WALK),
+}
+
 # %% ../nbs/90_claims.ipynb #0587b392
 VERDICTS = ("holds", "reproduced", "same shape", "corrected", "not here")
 

@@ -20,7 +20,7 @@ from .core.checks import check_choice, check_count, check_flag, check_integer
 from .core.exact import attention
 from .core.streams import fold_in
 from .metrics import bootstrap_interval, clopper_pearson, relative_error
-from .models.cache import fork_cache
+from .models.cache import StatefulDynamicLayer, fork_cache
 from .tasks import Example, make, prompt_tokens, score
 
 # %% ../nbs/72_evaluate.ipynb #cf25a249
@@ -67,7 +67,8 @@ def prefill_rows(
         rows, most = ids.shape[0], ids.shape[1] - 1
         raise ValueError(f"start must hold a number from 0 to {most} for each of {rows} rows, got {start.tolist()}")
     cache = _prefill_padded(model, ids, start, chunk) if start.max() else hf.prefill(model, ids, chunk=chunk)
-    if other := next((type(x).__name__ for x in cache.layers if type(x) is not DynamicLayer), None):
+    whole = DynamicLayer, StatefulDynamicLayer
+    if other := next((type(x).__name__ for x in cache.layers if type(x) not in whole), None):
         raise ValueError(f"model must keep every key in every layer, got {other} in {model.config.model_type}")
     return cache
 
@@ -150,11 +151,17 @@ def _longest(model):
     "Tokens that the model holds"
     return getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
-def _read(model, ids, start, chunk, prefill, seeds):
-    "The cache of a batch of prompts, read by `prefill` or by the model's own attention"
-    if prefill is None: return prefill_rows(model, ids, start, chunk=chunk)
-    with hf.sparsify(model, prefill=prefill, setup="B", seed=[fold_in(s, 0) for s in seeds]) as session:
+def _read(model, ids, start, chunk, prefill, seeds, decode=None):
+    "The cache of a batch of prompts, read by `prefill` or by the model's own attention, for methods `decode` if given"
+    if prefill is None and decode is None: return prefill_rows(model, ids, start, chunk=chunk)
+    both = dict(prefill=prefill, decode=decode)
+    with hf.sparsify(model, **both, setup="B", seed=[fold_in(s, 0) for s in seeds]) as session:
         with session.dispatch.reading(): return prefill_rows(model, ids, start, chunk=chunk)
+
+def _must_hear(methods):
+    "Does an index of these methods, by layer, need to hear what a cache does not hold: queries, or keys before RoPE?"
+    kept = [m.new_state() for m in methods.values() if hf.keeps_state(m)]
+    return any({"q", "q_before", "k_before"} & set(state.hears) for state in kept)
 
 def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, chat, watch):
     "The rows of `answers` for one batch"
@@ -163,8 +170,12 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
     if (tokens := ids.shape[1] + max(sizes)) > _longest(model):
         raise ValueError(f"examples must have at most the {_longest(model)} tokens that the model holds, got {tokens}")
     ids, tail, seeds = ids.to(model.device), int(taken.max()), [e.seed for e in examples]
-    cache, found = _read(model, ids[:, :-tail], start, chunk, prefill, seeds), []
+    shared, found = None, []
     for name, method in methods.items():
+        hears = _must_hear(method)
+        if hears or shared is None:
+            cache = _read(model, ids[:, :-tail], start, chunk, prefill, seeds, method if hears else None)
+        if not hears: cache = shared = cache if shared is None else shared
         watched = Watch(ids.shape[1] - start + torch.tensor(sizes)) if watch else None
         both = dict(prefill=prefill, decode=method)
         written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, watched)

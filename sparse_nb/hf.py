@@ -414,6 +414,7 @@ class Kept:
     state: object = None           # the method's index
     turn: object = None            # takes queries or keys of the pass back to before their rotation
     q_before: torch.Tensor = None  # its queries from before it [B, H, Q, D], where the index hears them
+    decodes: bool = True           # is it the index of the method that decodes? Else of the one that reads prompts
 
     def hear(self, call):
         "Tell the index of the new keys."
@@ -528,6 +529,7 @@ def read_prompt(
     seed = dispatch.streams.heads(call.module, *query.shape[:2], query.device)[call.layer] if dispatch.random else None
     walk = forward.walk("prefill", method) if dispatch.walks else {}
     given = dict(seed=seed, scale=call.options.get("scaling"), kv_start=view.start, **walk)
+    if getattr(method, "reads_state", False) and (kept := forward.kept.get(call.layer)): given["state"] = kept.state
     return method.prefill(query[:, :, :old], view.take(call.key), view.take(call.value), **given).transpose(1, 2)
 
 # %% ../nbs/70_hf.ipynb #31161833
@@ -546,7 +548,8 @@ def decode_one(dispatch, method, call, j, view, settings):
     "The method's output for query j, and its `Stats` if they are observed"
     k, v, forward = view.take(call.key), view.take(call.value), dispatch.thread.forward
     if dispatch.walks: settings = settings | forward.walk(("decode", j), method)
-    if (kept := forward.kept.get(call.layer)) is not None and (state := kept.state) is not None:
+    kept = forward.kept.get(call.layer)
+    if kept is not None and kept.decodes and (state := kept.state) is not None:
         if view.index is not None:
             raise ValueError("attention_mask must show one run of keys to an index, got one that hides some between")
         k, v, settings = call.key[:, :, :len(state)], call.value[:, :, :len(state)], settings | dict(state=state)
@@ -612,13 +615,13 @@ def check_reached(dispatch, module, args, out):
     if dispatch.thread.forward.reached: return
     raise ValueError(f"model must look its attention up by name, to have it replaced, got {kind_of(module)}")
 
-def adopt_cache(dispatch, method, away, module, args, kwargs):
+def adopt_cache(dispatch, method, away, decodes, module, args, kwargs):
     "A layer with an index or in host memory is called: let its cache keep them"
     kwargs = dict(zip(inspect.signature(module.forward).parameters, args)) | kwargs
     cache, i = kwargs.get("past_key_values", kwargs.get("layer_past")), module.layer_idx
     if cache is None or getattr(module, "is_kv_shared_layer", False) or has_window(module, kwargs): return
     if i < len(cache.layers) and getattr(cache.layers[i], "is_sliding", False): return
-    kept = Kept(offload(cache, i) if away else None)
+    kept = Kept(offload(cache, i) if away else None, decodes=decodes)
     if keeps_state(method):
         kept.layer = keep_state(cache, i, method)
         kept.state = kept.layer.state
@@ -641,8 +644,10 @@ def hooks_of(
     first = next(iter(plan.layers.values()))
     yield first, functools.partial(begin_pass, dispatch, list(inspect.signature(first.forward).parameters))
     for i, method in plan.decode.items():
-        if method is not None and (away or keeps_state(method)):
-            yield plan.layers[i], functools.partial(adopt_cache, dispatch, method, away)
+        decodes = keeps_state(method) or not getattr(plan.prefill[i], "reads_state", False)
+        keeper = method if decodes else plan.prefill[i]
+        if away and method is not None or keeps_state(keeper):
+            yield plan.layers[i], functools.partial(adopt_cache, dispatch, keeper, away and method is not None, decodes)
 
 # %% ../nbs/70_hf.ipynb #97ddfdfa
 def reads_of(
@@ -715,6 +720,7 @@ def register(
         if method is not None and not is_method(method):
             raise TypeError(f"{what} must be a method, got {type(method).__name__}")
         one = by_layer(what, method, [0], what)[0]
+        if isinstance(one, Exact): one = method  # which may leave its first layers exact
         if keeps_state(one) or walks_layers(one):
             raise ValueError(f"{what} must keep no index and take no steps (`sparsify` can), got {method!r}")
     reads, decodes = (None if isinstance(m, Exact) else m for m in (prefill, decode))

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['SIZES_OF_A_HEAD', 'AT_ONCE', 'BlockGrid', 'block_grid', 'rows_attention', 'BlockChooser', 'scaled', 'sums_read',
-           'pairs_read', 'mass_read', 'heaviest', 'fewest', 'last_weights', 'diagonal_sums', 'block_sums',
-           'any_between', 'covering_blocks', 'pooled_blocks', 'save_choices', 'choices_of', 'chosen_lines',
-           'VerticalSlash', 'search_choices', 'js_distance', 'pooled_scores', 'look_of_the_last', 'query_aware_blocks',
-           'FlexPrefill', 'chunk_scores', 'prune', 'HiP', 'marked', 'attention_of_blocks', 'drawn_numbers', 'up_to',
-           'OracleBlocks', 'RandomBlocks', 'with_counts_of']
+           'pairs_read', 'mass_read', 'check_share', 'heaviest', 'fewest', 'last_weights', 'diagonal_sums',
+           'block_sums', 'any_between', 'covering_blocks', 'pooled_blocks', 'save_choices', 'choices_of',
+           'chosen_lines', 'VerticalSlash', 'search_choices', 'js_distance', 'pooled_scores', 'look_of_the_last',
+           'query_aware_blocks', 'FlexPrefill', 'strips', 'antidiagonal_weights', 'XAttention', 'chunk_scores', 'prune',
+           'HiP', 'marked', 'attention_of_blocks', 'drawn_numbers', 'up_to', 'OracleBlocks', 'RandomBlocks',
+           'with_counts_of']
 
 # %% ../nbs/62_patterns.ipynb #7dabfe6d
 import json
@@ -22,8 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from .core.blocks import BlockPattern, block_attention, check_block, streaming_prefill
-from .core.checks import check_bounds, check_choice, check_count, check_inputs, check_level, check_number
-from .core.exact import masked_scores, no_autocast, promote, visible_range
+from .core.checks import (
+    check_bounds, check_choice, check_count, check_inputs, check_level, check_number, check_scores)
+from .core.exact import grouped, masked_scores, no_autocast, promote, visible_range
 from .core.methods import Method, PrefillByPattern, weights_id
 from .core.selection import take_rows
 from .core.streams import fold_in, head_seeds, new_seed, philox
@@ -165,6 +167,14 @@ def mass_read(
     return (sums_read(method, q, k, seed=seed, scale=scale) - sums_read(None, q, k, scale=scale)).exp()
 
 # %% ../nbs/62_patterns.ipynb #560ff574
+def check_share(
+    name: str, # of the setting, for the message
+    x,         # a share that may be the whole
+):
+    "Raise TypeError unless `x` is a number, ValueError unless it lies in (0, 1]."
+    check_number(name, x)
+    if not 0 < x <= 1: raise ValueError(f"{name} must lie in (0, 1], got {x}")
+
 def heaviest(
     mass: torch.Tensor,                  # [..., n]
     count,                               # how many, an int or a tensor [..., 1]
@@ -461,6 +471,70 @@ class FlexPrefill(BlockChooser):
         by_means = query_aware_blocks(q, k, grid, self.gamma, self.query_block, size)
         return pooled_blocks(*lines, grid, size) | by_means & aware[..., None]
 
+# %% ../nbs/62_patterns.ipynb #82c81569
+def strips(
+    x: torch.Tensor, # [B, H, n, D]
+    size: int,       # S
+    block: int,      # a multiple of S
+) -> torch.Tensor:   # [B, H, n', S, D] with n' S a multiple of the block, zeros at the end
+    "Positions that follow each other, side by side."
+    return F.pad(x, (0, 0, 0, -x.shape[2] % block)).unflatten(2, (-1, size))
+
+def antidiagonal_weights(
+    q: torch.Tensor,  # scaled queries [B, H, Q, D]
+    k: torch.Tensor,  # keys [B, G, N, D]
+    grid: BlockGrid,
+    query_block: int, # queries of a block
+    key_block: int,   # keys of a block
+    stride: int,      # S
+) -> torch.Tensor:    # [B, H, Mq, Mk]
+    "Weights of squares from the sums along their antidiagonals, summed to blocks. Raises as `check_scores`."
+    N, Q, start = k.shape[2], q.shape[2], grid.start[:, None]
+    row, key = torch.arange(N - Q, N, device=q.device), torch.arange(N, device=q.device)
+    q, k = (x.masked_fill((i < start)[:, None, :, None], 0) for x, i in ((q, row), (k, key)))
+    q, k = strips(q, stride, query_block).flip(3).flatten(3), strips(k, stride, key_block).flatten(3)
+    scores = (grouped(q, k.shape[1]) @ k.mT / stride).view(*q.shape[:3], -1)
+    check_scores(scores)
+    low, first = (torch.arange(x.shape[2], device=q.device) * stride for x in (k, q))
+    last = (first + N - Q + stride - 1).clamp(max=N - 1)
+    seen = (low <= last[:, None]) & (low + stride > start[..., None]) & (last[:, None] >= start[..., None])
+    seen = seen & (low < N) & (first < Q)[:, None]
+    weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1).nan_to_num(0)
+    return weights.unflatten(-1, (-1, key_block // stride)).sum(-1).unflatten(2, (-1, query_block // stride)).sum(3)
+
+# %% ../nbs/62_patterns.ipynb #2e3923dd
+@dataclass(frozen=True)
+class XAttention(BlockChooser):
+    """Blocks by the sums of scores along antidiagonals (XAttention, Xu et al. 2025).
+
+    Raises TypeError or ValueError for settings that can never work.
+    """
+    threshold: float = 0.9       # share of the estimated attention to read, in (0, 1)
+    density: float | None = None # or share of the visible blocks, in (0, 1]
+    stride: int = 16             # S: 4, 8, 16 or 32
+    query_block: int = 128       # queries of a block: 32, 64 or 128
+    key_block: int = 128         # keys of a block, likewise
+
+    def __post_init__(self):
+        check_level("threshold", self.threshold)
+        if self.density is not None: check_share("density", self.density)
+        check_count("stride", self.stride)
+        if self.stride not in (4, 8, 16, 32): raise ValueError(f"stride must be 4, 8, 16 or 32, got {self.stride}")
+        for name in ("query_block", "key_block"): check_block(name, getattr(self, name))
+
+    def blocks(self, q, k, grid, kv_start, seed):
+        "The first block, the queries' own, and the heaviest others, up to the threshold or the density."
+        mass = antidiagonal_weights(q, k, grid, self.query_block, self.key_block, self.stride)
+        begun = grid.start[:, None, None, None]
+        forced = grid.visible & (grid.own | (grid.key <= begun))
+        if self.density is not None:
+            count = (self.density * grid.visible.sum(-1, keepdim=True)).ceil()
+            return heaviest(mass, torch.maximum(count, forced.sum(-1, keepdim=True)), forced)
+        order = mass.masked_fill(forced, math.inf).sort(dim=-1, descending=True, stable=True).indices
+        found = mass.gather(-1, order)
+        short = found.cumsum(-1) - found < self.threshold * mass.sum(-1, keepdim=True)
+        return torch.zeros_like(short).scatter(-1, order, short) | forced
+
 # %% ../nbs/62_patterns.ipynb #38af1ca2
 def _check_stages(stages):
     "Raise unless these are sizes of chunks that divide each other, and counts of keys."
@@ -622,8 +696,7 @@ def up_to(
 # %% ../nbs/62_patterns.ipynb #1f4223fc
 def _check_density(method):
     "Raise unless the settings of a method with a density can work."
-    check_number("density", method.density)
-    if not 0 < method.density <= 1: raise ValueError(f"density must lie in (0, 1], got {method.density}")
+    check_share("density", method.density)
     for name in ("query_block", "key_block"): check_block(name, getattr(method, name))
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from .metrics import coverage_curve, keys_for_coverage
 # %% ../nbs/03_plots.ipynb #2ca17782
 _OTHERS = {  # name -> label, colour, marker
     "topk_uniform": ("top-k + uniform", "#00b050", "^"),
-    "sketch_walk": ("Sketch&Walk", "#cdaad7", "h"),
 }
 _LOOKS = {name: (row.label, row.colour, row.marker) for name, row in METHODS.items()} | _OTHERS
 METHOD_LABELS, METHOD_COLOURS, METHOD_MARKERS = ({name: look[i] for name, look in _LOOKS.items()} for i in range(3))

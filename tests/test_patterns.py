@@ -16,7 +16,7 @@ from sparse_nb.core.methods import Method
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hf import capture, sparsify
 from sparse_nb.patterns import (
-    FlexPrefill, HiP, OracleBlocks, RandomBlocks, VerticalSlash, js_distance, mass_read, pairs_read,
+    FlexPrefill, HiP, OracleBlocks, RandomBlocks, VerticalSlash, XAttention, js_distance, mass_read, pairs_read,
     save_choices, search_choices, with_counts_of)
 from sparse_nb.tasks import make
 
@@ -27,14 +27,15 @@ LEAKY = [VerticalSlash(**LINES), VerticalSlash(rounding="pool", **LINES), Vertic
          FlexPrefill(0.6, 0.1, 32, **SMALL), FlexPrefill(0.6, 1.0, 32, **SMALL)]
 CAUSAL = [HiP(**TREE), HiP(shared="group", **TREE), HiP(shared="head", rounding="none", **TREE),
           HiP(stages=((32, 64),), sinks=0, window=1, shared="head", query_block=64, key_block=32),
-          OracleBlocks(0.3, **SMALL), RandomBlocks(0.3, **SMALL)]
+          OracleBlocks(0.3, **SMALL), RandomBlocks(0.3, **SMALL), XAttention(0.5, stride=8, **SMALL),
+          XAttention(density=0.4, stride=4, query_block=64, key_block=32)]
 METHODS = LEAKY + CAUSAL
 ROWS = [m for m in METHODS if getattr(m, "rounding", "") == "none"]
 BLOCKS = [m for m in METHODS if m not in ROWS]
 EVERYTHING = [VerticalSlash(), VerticalSlash(vertical=0, slash=300), VerticalSlash(vertical=300, slash=0),
               VerticalSlash(rounding="pool"), VerticalSlash(rounding="none"), FlexPrefill(), FlexPrefill(tau=1.0),
               HiP(), HiP(rounding="none", sinks=0, window=1), HiP(stages=((256, 512),), sinks=0, window=1),
-              OracleBlocks(1.0), RandomBlocks(1.0)]
+              OracleBlocks(1.0), RandomBlocks(1.0), XAttention(density=1.0)]
 
 
 def problem(B=2, G=2, R=2, Q=150, N=230, D=16, dtype=torch.float64, seed=0):
@@ -300,6 +301,35 @@ def test_oracle_by_enumeration():
             mass = [float(weights[h, rows, j * 32:(j + 1) * 32].sum()) for j in range(last // 32 + 1)]
             want = top(mass, max(len(own), math.ceil(0.4 * len(mass))), own)
             assert {j for j in range(8) if found[h, m, j]} == want
+
+
+@pytest.mark.parametrize("Q, N", [(160, 224), (150, 230)])
+@pytest.mark.parametrize("density", [None, 0.4])
+def test_xattention_by_enumeration(Q, N, density):
+    q, k, _ = problem(B=1, Q=Q, N=N)
+    method, S, first = XAttention(0.6, density, 8, **SMALL), 8, N - Q
+    found = method.pattern(q, k).mask()[0]
+    take = lambda x, i: x[i] if i < len(x) else torch.zeros(16).double()
+    for h in range(4):
+        share = {}
+        for a in range(-(-Q // S)):
+            ends = min(first + a * S + S, N)
+            sums = [sum(take(q[0, h], a * S + S - 1 - i) @ take(k[0, h // 2], b * S + i) for i in range(S)) / S / 4
+                    for b in range(N) if b * S < ends]
+            for b, p in enumerate(torch.stack(sums).softmax(0)):
+                share[a // 4, b // 4] = share.get((a // 4, b // 4), 0) + float(p)
+        for m in range(5):
+            rows = range(first + m * 32, min(N, first + m * 32 + 32))
+            own = {r // 32 for r in rows} | {0}
+            mass = [share[m, j] for j in range(rows[-1] // 32 + 1)]
+            if density: want = top(mass, max(len(own), math.ceil(density * len(mass))), own)
+            else:
+                want, total = set(own), sum(mass[j] for j in own)
+                for j in sorted(set(range(len(mass))) - own, key=lambda j: -mass[j]):
+                    if total >= 0.6 * sum(mass): break
+                    want.add(j)
+                    total += mass[j]
+            assert {j for j in range(found.shape[-1]) if found[h, m, j]} == want
 
 
 def test_oracle_reads_the_most():

@@ -96,6 +96,8 @@ METHODS = {
                       "keys that collide with the query in random hash tables, weighted by their chance"),
     "saap": Entry("sparse_nb.saap:Saap", "SAAP", "#6d1d00", "d",
                   "clusters of keys that look heavy by their moments, and of the others their means"),
+    "sketch_walk": Entry("sparse_nb.sketch_walk:SketchWalk", "Sketch&Walk", "#cdaad7", "h",
+                         "blocks of keys that look heavy in a small index of their sub-blocks"),
     "delta": Entry("sparse_nb.delta:Delta", "Delta", "#bd2a77", "p",
                    "prompts alone: sinks and window, and for every 64th row all keys, from which the others learn"),
     "vertical_slash": Entry("sparse_nb.patterns:VerticalSlash", "vertical-slash", "#643c82", "P",
@@ -103,6 +105,8 @@ METHODS = {
     "flex_prefill": Entry("sparse_nb.patterns:FlexPrefill", "FlexPrefill", "#00ffaa", "D",
                           "of a prompt: blocks up to a share of an estimated attention, for each head by one of two "
                           "rules"),
+    "xattention": Entry("sparse_nb.patterns:XAttention", "XAttention", "#a78276", "<",
+                        "of a prompt: blocks whose antidiagonals have large sums, up to a share of their total"),
     "hip": Entry("sparse_nb.patterns:HiP", "HiP", "#aae664", "^",
                  "of a prompt: chunks of keys, halved and compared, in stages"),
     "oracle_blocks": Entry("sparse_nb.patterns:OracleBlocks", "oracle blocks", "#5a4650", "s",
@@ -113,6 +117,7 @@ METHODS = {
                   "the keys that one method selects, and of their values a few that are drawn"),
 }
 
+# %% ../../nbs/07_methods.ipynb #b7c832d9
 CLASSES = {row.path.partition(":")[2]: row.path for row in METHODS.values()}  # class name -> where it is
 
 def method_class(
@@ -193,6 +198,7 @@ class Method(Settings):
     """
     scores_all: ClassVar[bool] = False  # does choosing read every visible key?
     random: ClassVar[bool] = False      # does it draw random numbers?
+    reads_state: ClassVar[bool] = False # does `prefill` take the `state`, too, for prompts that come in parts?
 
     def new_state(self) -> "State | None":
         "What it keeps about the keys of one layer between steps; None: nothing. `decode` takes it as `state`."

@@ -112,6 +112,8 @@ RECORDS = {
                     "corrections of a sparse prefill on both models: prose and answers"),
     "delta_parts": Record(_HERE + "delta_parts:record", "{gpu}_delta_parts.json",
                           "several tangents an anchor on both models' prose", gpu=False),
+    "sketch_walk": Record(_HERE + "sketch_walk:record", "{gpu}_sketch_walk.json",
+                          "ways to choose blocks on both models: answers"),
     "pocket_model": Record(_HERE + "pocket_model:record", "runs/pocket",
                            "the pocket model and its scores"),
     "hash_networks": Record(_HERE + "hash_networks:record", "sparse_nb/pocket_model/hash_attention.safetensors",

@@ -1,0 +1,594 @@
+"""Sketch&Walk: attacks first, then Algorithms 1 and 2 transcribed by themselves, then what the method owes a caller,
+alone and inside a model."""
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparse_nb.attention import Method, assert_close, attention, fold_in
+from sparse_nb.hf import attention_layers, has_window, prefill, register, sparsify
+from sparse_nb.sketch_walk import (
+    FINE, INDEXES, Asked, SketchWalk, signed_hadamard, sketch_walk_decode, sketch_walk_prefill)
+
+SMALL = dict(block=32, density=0.4, sketch=16)
+PAPER = dict(index="sketch", walk="literal", heads="averaged")
+GUESSING = [SketchWalk(index=x, **SMALL) for x in ("fine4", "fine16", "mean", "sketch")]
+GUESSING += [SketchWalk(heads="all", **SMALL), SketchWalk(heads="averaged", index="mean", **SMALL),
+             SketchWalk(pool="max", **SMALL), SketchWalk(pool="max", index="mean", heads="all", **SMALL)]
+PLAIN = [*GUESSING, SketchWalk(index="oracle", **SMALL), SketchWalk(index="random", **SMALL)]
+WALKING = [SketchWalk(walk=x, **SMALL) for x in ("softmax", "renormalised", "literal")]
+WALKING += [SketchWalk(walk="softmax", power="matrix", degree=3, index="mean", **SMALL),
+            SketchWalk(**SMALL | PAPER), SketchWalk(**SMALL | PAPER, power="matrix", degree=2)]
+
+def problem(B=2, G=2, R=2, Q=150, N=230, D=16, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    new = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+    return 2 * new(B, G * R, Q, D), new(B, G, N, D), new(B, G, N, D)
+
+def seeds(q, seed=3): return fold_in(seed, torch.arange(q.shape[0])[:, None], torch.arange(q.shape[1]))
+
+def heard(method, q, k):
+    "An index that has heard all keys and queries"
+    state = method.new_state()
+    state.append(k, k, **({"q": q} if method.walk else {}))
+    return state
+
+def lists(method, q, k, **more): return method.pattern(q, k, **more).mask()
+
+# attacks
+
+@pytest.mark.parametrize("method", PLAIN + WALKING, ids=repr)
+def test_hidden_keys_have_no_say(method):
+    "Padding holds NaN and huge keys; each sequence is what it is alone, in prompts and in steps."
+    q, k, v = problem(B=3, Q=230)
+    start = torch.tensor([0, 70, 229])
+    for b, s in enumerate(start): k[b, :, :s] = v[b, :, :s] = q[b, :, :s] = math.nan
+    k[1, :, :70] = 1e30
+    more = dict(step={}) if method.walk else {}
+    out = method.prefill(torch.where(q.isnan(), 0, q), k, v, seed=3, kv_start=start, **more)
+    shown = torch.arange(230) >= start[:, None]
+    state = method.new_state()
+    for a in range(0, 230, 50):
+        told = {"q": q[:, :, a:a + 50]} if method.walk else {}
+        state.append(k[:, :, a:a + 50], v[:, :, a:a + 50], shown=shown[:, a:a + 50], **told)
+    steps = method.decode(q[:, :, -1:], k, v, kv_start=start, state=state, seed=seeds(q))
+    for b, s in enumerate(start.tolist()):
+        q_, k_, v_ = (x[b:b + 1, :, s:] for x in (q, k, v))
+        alone = method.prefill(q_, k_, v_, seed=seeds(q)[b:b + 1], **{"step": {}} if method.walk else {})
+        assert_close(out[b:b + 1, :, s:], alone, 1e-12)
+        assert not out[b, :, :s].any()
+        assert_close(steps[b:b + 1], method.decode(q_[:, :, -1:], k_, v_, state=heard(method, q_, k_),
+                                                   seed=seeds(q)[b:b + 1]), 1e-12)
+
+@pytest.mark.parametrize("method", PLAIN + WALKING, ids=repr)
+def test_a_block_does_not_know_later_blocks_but_its_own_queries(method):
+    q, k, v = problem(B=1, Q=256, N=256)
+    leaks = []
+    for border in (64, 200, 207, 210, 220):
+        others = [x.clone() for x in (q, k, v)]
+        for x in others: x[:, :, border:] = 5 * x[:, :, border:].flip(2)
+        got, want = (method.prefill(*x, seed=3, **{"step": {}} if method.walk else {}) for x in (others, (q, k, v)))
+        whole = border // 32 * 32
+        assert torch.equal(got[:, :, :whole], want[:, :, :whole])
+        leaks.append(bool((got - want)[:, :, whole:border].any()))
+    # of a matrix power of shares little but the order of the blocks is left
+    assert any(leaks) == (method.index != "random" and method.power == "element" or method in WALKING[5:])
+    assert not leaks[0]
+
+def test_without_a_mask_the_future_moves_the_past():
+    "Algorithm 1 as it is printed: an even power carries mass through blocks to come, and back."
+    q, k, v = problem(B=1, Q=512, N=512)
+    def moved(walk):
+        method, others = SketchWalk(walk=walk, index="sketch", block=32, density=0.5, sketch=16), [k.clone(), q.clone()]
+        for x in others: x[:, :, 300:] = 5 * x[:, :, 300:].flip(2)
+        found = []
+        for keys, queries in ((k, q), others):
+            step = {}
+            found.append([lists(method, queries, keys, step=step) for _ in range(2)][1])
+        return bool((found[0] != found[1])[:, :, :300 // 32].any())
+    assert moved("unmasked") and not moved("literal")
+
+@pytest.mark.parametrize("method", PLAIN, ids=repr)
+def test_a_query_does_not_know_later_keys(method):
+    "One call for several queries, whose index holds keys that most of them must not see."
+    q, k, v = problem(Q=5, N=230)
+    together = method.decode(q, k, v, causal=True, seed=seeds(q))
+    for j in range(5):
+        n = 226 + j
+        if method.random: continue
+        assert_close(together[:, :, [j]], method.decode(q[:, :, [j]], k[:, :, :n], v[:, :, :n], seed=seeds(q)), 1e-12)
+
+@pytest.mark.parametrize("method", PLAIN + WALKING, ids=repr)
+@pytest.mark.parametrize("Q, N", [(1, 1), (31, 31), (33, 33), (230, 230)])
+def test_odd_sizes(method, Q, N):
+    q, k, v = problem(Q=Q, N=N)
+    more = {"step": {}} if method.walk else {}
+    out = method.prefill(q, k, v, seed=0, **more)
+    assert out.isfinite().all() and out.any(-1).all()
+    one = method.decode(q[:, :, -1:], k, v, state=heard(method, q, k), seed=0)
+    assert one.isfinite().all()
+    if N <= 32:
+        assert_close(out, attention(q, k, v, causal=True), 1e-12)
+        assert_close(one, attention(q[:, :, -1:], k, v), 1e-12)
+
+@pytest.mark.parametrize("method", [replace(m, density=1.0) for m in PLAIN + WALKING], ids=repr)
+def test_a_density_of_one_is_exact(method):
+    q, k, v = problem(Q=230)
+    start = torch.tensor([0, 90])
+    more = {"step": {}} if method.walk else {}
+    exact = attention(q[:, :, 90:], k, v, causal=True, kv_start=start)
+    assert_close(method.prefill(q, k, v, seed=0, kv_start=start, **more)[:, :, 90:], exact, 1e-12)
+    assert_close(method.decode(q[:, :, -1:], k, v, state=heard(method, q, k), seed=0),
+                 attention(q[:, :, -1:], k, v), 1e-12)
+
+def test_shares_that_underflow_keep_their_order():
+    "Thirty layers of eighth powers of hundredths: float64 alone would hold 1e-480"
+    method, step = SketchWalk(walk="softmax", index="mean", **SMALL), {}
+    q, k, _ = problem(B=1, Q=640, N=640)
+    for _ in range(30): found = lists(method, q, k, step=step)
+    at = step[0]
+    assert at.isfinite().all() and (at.amax(-1) == 1).all() and (found.sum(-1)[..., -1] == 8).all()
+
+def test_scores_of_nothing_are_no_trouble():
+    q, k, v = (torch.zeros_like(x) for x in problem(Q=230))
+    for method in PLAIN + WALKING:
+        more = {"step": {}} if method.walk else {}
+        assert method.prefill(q, k, v + 1, seed=1, **more).isfinite().all()
+        assert (method.decode(q[:, :, :1], k, v + 1, state=heard(method, q, k), seed=1) == 1).all()
+
+@pytest.mark.parametrize("method", GUESSING + WALKING, ids=repr)
+def test_scores_that_are_no_numbers(method):
+    for which in (0, 1):
+        given = list(problem(Q=230))
+        given[which][0, 0, 100] = math.nan
+        with pytest.raises(ValueError, match="scores of q and k must be finite"):
+            method.prefill(*given, **{"step": {}} if method.walk else {})
+
+# Algorithms 1 and 2, transcribed
+
+def algorithm_1(Q, K, H, r, B, s, tau, R, mask):
+    "One layer, by loops as printed, but for the mask and the forced blocks: Q, K [h, n, d]; lists, and R"
+    q_avg, k_avg = Q.mean(0), K.mean(0)
+    b = math.ceil(len(q_avg) / B)
+    q_bar = torch.stack([q_avg[i * B:(i + 1) * B].mean(0) for i in range(b)])
+    k_bar = torch.stack([k_avg[i * B:(i + 1) * B].mean(0) for i in range(b)])
+    A = (q_bar @ H) @ (k_bar @ H).T / r**0.5
+    W = A**s
+    if mask: W = W * torch.ones(b, b).tril()
+    R = W if R is None else R @ W
+    chosen = []
+    for i in range(b):
+        forced = {0, i}
+        order = sorted(set(range(i + 1)) - forced, key=lambda j: -float(R[i, j]))
+        count = max(math.ceil(tau * (i + 1) - 1e-9), len(forced))
+        chosen.append(forced | set(order[:count - len(forced)]))
+    return chosen, R
+
+def algorithm_2(q, K, q_bar, k_avg, H, r, B, s, tau, u, mask):
+    "A token's row of one layer: q [h, d]; k_avg [t, d]; q_bar of the finished blocks; u: its row of the layer below"
+    b = math.ceil(len(k_avg) / B)
+    k_bar = torch.stack([k_avg[i * B:(i + 1) * B].mean(0) for i in range(b)])
+    A = torch.zeros(b, b, dtype=torch.float64)
+    for i in range(b - 1):
+        for j in range(b): A[i, j] = (q_bar[i] @ H) @ (k_bar[j] @ H) / r**0.5
+    A[b - 1] = (q.mean(0) @ H) @ (k_bar @ H).T / r**0.5
+    W = A**s
+    if mask: W = W * torch.ones(b, b).tril()
+    u = W[b - 1] if u is None else u @ W
+    forced = {0, b - 1}
+    order = sorted(set(range(b)) - forced, key=lambda j: -float(u[j]))
+    count = max(math.ceil(tau * b - 1e-9), len(forced))
+    return forced | set(order[:count - len(forced)]), u
+
+@pytest.mark.parametrize("walk", ["literal", "unmasked"])
+@pytest.mark.parametrize("size, sketch", [(16, 16), (16, 8), (12, 16)])
+def test_the_papers_algorithms(walk, size, sketch):
+    method = SketchWalk(**SMALL | dict(index="sketch", sketch=sketch, heads="averaged", walk=walk))
+    H, step, R, u = signed_hadamard(size, sketch), {}, None, None
+    token = {}
+    for layer in range(4):
+        q, k, _ = problem(B=1, G=2, R=2, Q=230, N=230, D=size, seed=layer)
+        chosen, R = algorithm_1(q[0], k[0].repeat_interleave(2, 0), H, sketch, 32, 8, 0.4, R, walk == "literal")
+        found = lists(method, q, k, step=step)[0, 0]
+        assert [{j for j in range(8) if row[j]} for row in found] == chosen
+        assert_close(step[0][0, 0] / step[0][0, 0].amax(-1, keepdim=True), R / R.amax(-1, keepdim=True), 1e-10)
+        q_bar = q[0].mean(0)[:224].unflatten(0, (7, 32)).mean(1)
+        one, u = algorithm_2(q[0, :, -1], k[0], q_bar, k[0].mean(0), H, sketch, 32, 8, 0.4, u, walk == "literal")
+        read = method.select(q[:, :, -1:], k, state=heard(method, q, k), step=token).dense(230)[0, 0, 0].nonzero()[:, 0]
+        assert {int(i) // 32 for i in read} == one
+        assert_close(token["query"][0, 0, 0] / token["query"].max(), u / u.max(), 1e-10)
+    assert step[0].dtype == torch.float64
+
+def scores_by_hand(method, q, k, size=32):
+    "The guess for one query [D] and the keys [N, D] of one head: of each block, in float64"
+    fine, D = FINE.get(method.index, size), len(q)
+    found = []
+    for block in k.split(size):
+        parts = []
+        for x in block.split(fine):
+            mean, H = x.mean(0), torch.eye(D, dtype=torch.float64)
+            if method.index == "sketch": H = signed_hadamard(D, method.sketch)
+            kept = mean @ H
+            if method.index in FINE:
+                H = signed_hadamard(D, None)
+                turned = mean @ H
+                step = float((turned.abs().max() / 7).bfloat16())
+                kept = (turned / step).round().clamp(-7, 7) * step
+            score = float((q @ H) @ kept) / D**0.5
+            if method.index == "fine16": score += 0.5 * float(q.norm()) / D**0.5 * float((x - mean).norm(dim=1).max())
+            parts.append((score, len(x)))
+        if method.index == "fine4": found.append(math.log(sum(n * math.exp(x) for x, n in parts)))
+        else: found.append(max(x for x, _ in parts))
+    return torch.tensor(found, dtype=torch.float64)
+
+@pytest.mark.parametrize("index", ["fine4", "fine16", "mean", "sketch"])
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_lists_of_a_group_by_hand(index, pool):
+    method = SketchWalk(index=index, pool=pool, **SMALL)
+    q, k, _ = problem(B=1, Q=230)
+    mask, fine = lists(method, q, k)[0], FINE.get(index, 32) if pool == "max" else 32
+    read = method.select(q[:, :, -1:], k).dense(230)[0, :, 0]
+    for g in range(2):
+        def best(p, i):
+            order = sorted(range(1, i), key=lambda j: -float(p[j]))
+            return {0, i} | set(order[:max(math.ceil(0.4 * (i + 1) - 1e-9), 2) - 2])
+        for i in range(2, 8):
+            p = []
+            for h in (2 * g, 2 * g + 1):
+                for rows in q[0, h, i * 32:(i + 1) * 32].split(fine):
+                    p.append(scores_by_hand(method, rows.mean(0), k[0, g, :(i + 1) * 32]).softmax(0))
+            p = torch.stack(p).amax(0) if pool == "max" else torch.stack(p).mean(0)
+            assert {j for j in range(8) if mask[g, i, j]} == best(p, i)
+        p = torch.stack([scores_by_hand(method, q[0, h, -1], k[0, g]).softmax(0) for h in (2 * g, 2 * g + 1)])
+        want = best(p.amax(0) if pool == "max" else p.mean(0), 7)
+        for h in (2 * g, 2 * g + 1): assert {int(i) // 32 for i in read[h].nonzero()[:, 0]} == want
+
+# the index
+
+@pytest.mark.parametrize("size", [16, 12, 5, 80, 96])
+def test_a_rotation_keeps_products_and_a_sketch_keeps_them_on_average(size):
+    whole = 1 << (size - 1).bit_length()
+    H = signed_hadamard(size, None)
+    assert H.shape == (size, whole)
+    assert_close(H @ H.T, torch.eye(size).double(), 1e-12)
+    mean = sum(signed_hadamard(size, whole // 4, seed) @ signed_hadamard(size, whole // 4, seed).T
+               for seed in range(400)) / 400
+    assert (mean - torch.eye(size).double()).abs().max() < 0.4 and abs(mean.diagonal().mean() - 1) < 1e-9
+    with pytest.raises(ValueError, match=f"sketch must be at most the head size up to a power of two, {whole}"):
+        signed_hadamard(size, whole + 1)
+
+@pytest.mark.parametrize("index", ["fine4", "fine16", "mean", "sketch"])
+@pytest.mark.parametrize("walk", [None, "softmax"])
+def test_an_index_in_steps_is_the_whole_one(index, walk):
+    method = SketchWalk(index=index, walk=walk, **SMALL)
+    q, k, _ = problem(Q=230)
+    grown, i = method.new_state(), 0
+    for n in (1, 40, 0, 3, 120, 66):
+        grown.append(k[:, :, i:i + n], k[:, :, i:i + n], **({"q": q[:, :, i:i + n]} if walk else {}))
+        i += n
+    def same(n):
+        whole = heard(method, q[:, :, :n], k[:, :, :n])
+        assert_close(grown.rows, whole.rows, 1e-12)
+        if walk: assert_close(grown.asked.rows, whole.asked.rows, 1e-12)
+    same(230)
+    again = copy.deepcopy(grown)
+    again.pick_rows(torch.tensor([1, 0, 1]))
+    assert_close(again.rows, grown.rows[[1, 0, 1]], 1e-12)
+    grown.crop(180)
+    same(180)
+    for n in (7, 43): grown.append(k[:, :, len(grown):len(grown) + n], k[:, :, len(grown):len(grown) + n],
+                                   **({"q": q[:, :, len(grown):len(grown) + n]} if walk else {}))
+    same(230)
+    grown.reset()
+    assert not len(grown)
+
+def test_a_deep_cut_keeps_what_it_can():
+    "Blocks before the cut stay, the one that is cut is made of old and new keys, later ones are exact again."
+    method = SketchWalk(index="fine4", block=32)
+    _, k, _ = problem(N=230)
+    state = heard(method, None, k)
+    state.crop(50)
+    other = problem(N=100, seed=5)[1]
+    state.append(other, other)
+    whole = heard(method, None, torch.cat([k[:, :, :50], other], 2))
+    assert_close(state.rows[:, :, 0], whole.rows[:, :, 0], 1e-12)
+    assert_close(state.rows[:, :, 2:], whole.rows[:, :, 2:], 1e-12)
+    assert_close(state.rows[:, :, 1, :4], whole.rows[:, :, 1, :4], 1e-12)   # sub-blocks that were not touched
+    assert_close(state.rows[:, :, 1, 5:], whole.rows[:, :, 1, 5:], 1e-12)   # and those that are new
+
+def test_bytes():
+    want = dict(fine4=8.5, fine16=2.25, mean=2, sketch=1, oracle=0, random=0)
+    for index in INDEXES: assert SketchWalk(index=index, sketch=32).index_bytes(64) == want[index]
+    assert SketchWalk(index="mean", walk="softmax").index_bytes(64) == 4
+    assert SketchWalk().index_bytes(80) == (64 + 2) / 4
+    q, k, v = problem(B=1, Q=1)
+    stats = sketch_walk_decode(q, k, v, block=32, density=0.4, return_stats=True)[1]
+    assert (stats.index_bytes == 230 * 2.5).all() and (stats.keys_scored == stats.values_read).all()
+    assert (stats.values_read == 3 * 32 + 6).all()
+    assert (SketchWalk(index="oracle").decode(q, k, v, return_stats=True)[1].keys_scored == 230).all()
+
+# what it owes a caller
+
+@pytest.mark.parametrize("method", PLAIN + [m for m in WALKING if m.index != "oracle"], ids=repr)
+@pytest.mark.parametrize("size", [32, 96])
+def test_chunks_of_whole_blocks_change_nothing(method, size):
+    q, k, v = problem(Q=230)
+    layers, step, got, states = 2, {}, [], [method.new_state() for _ in range(2)]
+    want = [method.prefill(q, k * (1 + layer), v, seed=3, **{"step": step} if method.walk else {})
+            for layer in range(layers)]
+    for a in range(0, 230, size):
+        step, outs = {}, []
+        for layer in range(layers):
+            part, keys = slice(a, min(a + size, 230)), k * (1 + layer)
+            if method.walk: states[layer].append(keys[:, :, part], v[:, :, part], q=q[:, :, part])
+            more = {"step": step, "state": states[layer]} if method.walk else {}
+            outs.append(method.prefill(q[:, :, part], keys[:, :, :part.stop], v[:, :, :part.stop], seed=3, **more))
+        got.append(outs)
+    for layer in range(layers): assert_close(torch.cat([x[layer] for x in got], 2), want[layer], 1e-12)
+
+def test_a_row_of_the_walk_is_the_row_of_the_whole_walk():
+    "Decoding follows one row; a prompt, which follows all, has the same where its block is full."
+    method = SketchWalk(walk="softmax", index="mean", **SMALL)
+    whole, row = {}, {}
+    for layer in range(4):
+        q, k, _ = problem(B=1, Q=256, N=256, seed=layer)
+        lists(method, q, k, step=whole)
+        mean = q[:, :, 224:].mean(2, keepdim=True)
+        method.select(mean, k, state=heard(method, q, k), step=row)
+        assert_close(row["query"][0, :, 0], whole[0][0, :, -1], 1e-12)
+
+def flipped(q, k):
+    "The same products in another basis: signs of one group's queries and keys"
+    sign = torch.where(torch.arange(q.shape[3]) % 3 == 0, -1.0, 1.0).double()
+    q, k = q.clone(), k.clone()
+    q[:, 2:], k[:, 1:] = q[:, 2:] * sign, k[:, 1:] * sign
+    return q, k
+
+@pytest.mark.parametrize("heads", ["group", "all", "averaged"])
+def test_another_basis_of_one_group_changes_no_list(heads):
+    "But for heads that are averaged before they are asked."
+    method = SketchWalk(index="mean", heads=heads, block=32, density=0.25)
+    q, k, v = problem(B=1, Q=512, N=512)
+    there = flipped(q, k)
+    assert torch.equal(attention(q, k, v, causal=True), attention(*there, v, causal=True))
+    same = torch.equal(lists(method, q, k), lists(method, *there))
+    assert same == (heads != "averaged")
+
+def test_functions_are_the_method():
+    q, k, v = problem(Q=230)
+    settings = dict(block=32, density=0.3, index="mean", heads="all", pool="max")
+    method = SketchWalk(**settings)
+    assert torch.equal(sketch_walk_prefill(q, k, v, **settings), method.prefill(q, k, v))
+    assert torch.equal(sketch_walk_decode(q[:, :, -1:], k, v, **settings), method.decode(q[:, :, -1:], k, v))
+    for method in PLAIN + WALKING: assert Method.from_json(method.to_json()) == method
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision(dtype):
+    q, k, v = problem(Q=230, dtype=dtype)
+    for method in (SketchWalk(**SMALL), WALKING[0]):
+        out = method.prefill(q, k, v, **{"step": {}} if method.walk else {})
+        one = method.decode(q[:, :, -1:], k, v, state=heard(method, q, k))
+        assert out.dtype == one.dtype == dtype and out.isfinite().all() and one.isfinite().all()
+        assert heard(method, q, k).rows.dtype == torch.float32
+
+@pytest.mark.parametrize("size", [5, 12, 80])
+def test_head_sizes_that_are_no_powers_of_two(size):
+    q, k, v = problem(Q=100, N=100, D=size)
+    for index in INDEXES:
+        method = SketchWalk(index=index, block=32, density=0.5, sketch=4)
+        assert method.prefill(q, k, v, seed=0).isfinite().all()
+        assert method.decode(q[:, :, -1:], k, v, seed=0).isfinite().all()
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(block=16), "block must be 32, 64 or 128, got 16"),
+    (dict(density=0.0), r"density must lie in \(0, 1\], got 0"),
+    (dict(density=1.5), "density must lie in"), (dict(index="box"), "index must be one of fine4"),
+    (dict(sketch=0), "sketch must be at least 1"), (dict(degree=0), "degree must be at least 1"),
+    (dict(walk="far"), "walk must be one of softmax"), (dict(power="all"), "power must be one of element, matrix"),
+    (dict(heads="none"), "heads must be one of"), (dict(pool="sum"), "pool must be one of mean, max"),
+    (dict(dense_layers=-1), "dense_layers must be at least 0"),
+    (dict(walk="softmax", pool="max"), "pool must be 'mean' with a walk"),
+    (dict(walk="softmax", index="random"), "walk must be None with an index that draws"),
+    (dict(walk="literal", index="oracle"), "walk must be 'softmax' or None with the true weights"),
+    (dict(walk="renormalised", power="matrix"), "power must be 'element' where softmax")])
+def test_settings_that_cannot_work(settings, message):
+    with pytest.raises(ValueError, match=message): SketchWalk(**settings)
+
+def test_kinds_that_cannot_work():
+    for settings in (dict(density="all"), dict(block=64.0), dict(walk=3), dict(degree=2.0), dict(dense_layers=True)):
+        with pytest.raises(TypeError, match=f"{next(iter(settings))} must be"): SketchWalk(**settings)
+
+def test_calls_that_cannot_work():
+    q, k, v = problem(Q=100)
+    walk, plain = SketchWalk(walk="softmax", **SMALL), SketchWalk(**SMALL)
+    other = heard(replace(walk, index="mean"), problem(Q=230)[0], k)
+    calls = [
+        (lambda: walk.prefill(q, k, v), "state must be the index of this walk, .* got NoneType"),
+        (lambda: walk.prefill(q, k, v, state=other), "state must be the index of this walk"),
+        (lambda: walk.decode(q[:, :, -1:], k, v), "state must know the queries of all keys for a walk, got None"),
+        (lambda: walk.new_state().append(k, v), "q must be the queries of these keys for a walk, got None"),
+        (lambda: plain.decode(q[:, :, -1:], k, v, state=SketchWalk().new_state()), "state must have size"),
+        (lambda: SketchWalk(index="sketch", sketch=64).prefill(q, k, v), "sketch must be at most .* 16, got 64"),
+        (lambda: replace(walk, walk="unmasked").decode(q, k, v, state=heard(walk, problem(Q=230)[0], k)),
+         "q must be one query for a walk without a mask, got 100"),
+        (lambda: SketchWalk(walk="softmax", index="oracle").prefill(q, k, v), "q must be a whole prompt")]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message): call()
+    step = {}
+    walk.prefill(q, k[:, :, :100], v[:, :, :100], step=step)
+    with pytest.raises(ValueError, match="step must come from a layer with lists of the shape"):
+        replace(walk, heads="all").prefill(q, k[:, :, :100], v[:, :, :100], step=step)
+
+# inside a model
+
+transformers = pytest.importorskip("transformers")
+from test_hf import FAMILIES, REFUSED, build
+
+def has_holes(model):
+    "Do layers with a window stand between others?"
+    whole = [not has_window(layer) for layer in attention_layers(model).values()]
+    return False in whole[whole.index(True):len(whole) - whole[::-1].index(True)] if any(whole) else True
+
+def model_of(**kwargs):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | kwargs)).eval()
+
+@pytest.fixture(scope="module")
+def llama(): return model_of()
+
+TOKENS = torch.randint(1, 64, (1, 200), generator=torch.Generator().manual_seed(1))
+GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
+DENSE = dict(block=32, density=0.4, dense_layers=1)
+WITHIN = [SketchWalk(**DENSE), SketchWalk(index="mean", heads="all", **DENSE), SketchWalk(index="random", **DENSE),
+          SketchWalk(index="oracle", pool="max", **DENSE), SketchWalk(walk="softmax", **DENSE),
+          SketchWalk(sketch=8, **DENSE | PAPER)]
+
+def ids_of(model, ids=TOKENS, **kwargs):
+    return model.generate(ids, **GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs)[:, ids.shape[1]:]
+
+def forward(model, ids, **kwargs):
+    with torch.no_grad(): return model(ids, **kwargs).logits
+
+def step_by_step(model, method, new=6, seed=0):
+    "Greedy tokens of a prompt that is read exactly, with indexes made anew from everything that was heard"
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from sparse_nb.hf import attention_override
+    cache, asked, steps = transformers.DynamicCache(config=model.config), {}, []
+    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+        i = module.layer_idx
+        asked[i] = torch.cat([asked[i], query], 2) if i in asked else query
+        if query.shape[2] > 1 or i < 1:
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
+        if i == 1: steps.append({})
+        own = fold_in(fold_in(seed, 0), i, torch.arange(query.shape[1]), key.shape[2] - 1)[None]
+        out = method.decode(query, key, value, scale=scaling, seed=own if method.random else None,
+                            state=heard(method, asked[i], key), **{"step": steps[-1]} if method.walk else {})
+        return out.transpose(1, 2), None
+    with torch.no_grad(), attention_override(model, attend, mask="sdpa"):
+        likeliest = lambda ids: model(ids, past_key_values=cache).logits[:, -1, 1:].argmax(-1) + 1
+        found = [likeliest(TOKENS)]
+        for _ in range(new - 1): found.append(likeliest(found[-1][:, None]))
+    return torch.stack(found, 1)
+
+@pytest.mark.parametrize("method", WITHIN, ids=repr)
+def test_every_way_to_generate(llama, method):
+    with sparsify(llama, decode=method, audit=True) as session:
+        want = ids_of(llama)
+        error = session.stats().error.groupby("layer").mean()
+    assert (error[1:] > 1e-3).all() and error[0] < 1e-5
+    assert torch.equal(want, step_by_step(llama, method))
+    draft = model_of(num_hidden_layers=1)
+    with sparsify(llama, decode=method):
+        for way in (dict(cache_implementation="static"), dict(prefill_chunk_size=48), dict(prompt_lookup_num_tokens=3),
+                    dict(assistant_model=draft)):
+            assert torch.equal(ids_of(llama, **way), want), way
+        beams = ids_of(llama, num_beams=3)
+        cache = transformers.DynamicCache(config=llama.config)
+        first = llama.generate(TOKENS[:, :70], past_key_values=cache, **GREEDY)
+        second = llama.generate(torch.cat([first, TOKENS[:, 70:]], 1), past_key_values=cache, **GREEDY)
+    with sparsify(llama, decode=method, offload=True):
+        assert torch.equal(ids_of(llama), want) and torch.equal(ids_of(llama, num_beams=3), beams)
+    with sparsify(llama, decode=method):
+        cache = transformers.DynamicCache(config=llama.config)
+        forward(llama, first[:, :70], past_key_values=cache)
+        for i in range(70, 75): forward(llama, first[:, [i]], past_key_values=cache)
+        token = forward(llama, torch.cat([first, TOKENS[:, 70:]], 1)[:, 75:], past_key_values=cache)[:, -1].argmax(-1)
+    assert token == second[0, -6]
+
+@pytest.mark.parametrize("method", WITHIN, ids=repr)
+def test_prompts_in_chunks_and_batches(llama, method):
+    with sparsify(llama, prefill=method, decode=method): want = ids_of(llama)
+    with sparsify(llama, prefill=method): alone, exact = ids_of(llama), forward(llama, TOKENS)
+    assert (exact - forward(llama, TOKENS)).abs().max() > 1e-3
+    for size in (32, 96):
+        with sparsify(llama, prefill=method, decode=method):
+            assert torch.equal(ids_of(llama, prefill_chunk_size=size), want)
+        with sparsify(llama, prefill=method): assert torch.equal(ids_of(llama, prefill_chunk_size=size), alone)
+    pads = torch.tensor([0, 41])
+    both = torch.stack([TOKENS[0], torch.cat([TOKENS.new_zeros(41), TOKENS[0, :159]])])
+    mask = (torch.arange(200) >= pads[:, None]).long()
+    for reads in (dict(prefill=method), {}):
+        with sparsify(llama, decode=method, **reads):
+            together = ids_of(llama, both, attention_mask=mask)
+            chunks = ids_of(llama, both, attention_mask=mask, prefill_chunk_size=96)
+        if not reads: assert torch.equal(chunks, together)
+        for b, pad in enumerate(pads):
+            with sparsify(llama, decode=method, seed=[fold_in(0, b)], **reads):
+                assert torch.equal(ids_of(llama, TOKENS[:, :200 - pad])[0], together[b])
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
+@pytest.mark.filterwarnings("ignore:every layer of .* has a sliding window:UserWarning")
+def test_every_family(family):
+    model, method = build(family), SketchWalk(walk="softmax", **DENSE | dict(dense_layers=0))
+    if has_holes(model): method = replace(method, walk=None)
+    pads = torch.tensor([0, 41])
+    both = torch.stack([TOKENS[0, :140], torch.cat([TOKENS.new_zeros(41), TOKENS[0, :99]])])
+    with sparsify(model, prefill=method, decode=method):
+        together = ids_of(model, both, attention_mask=(torch.arange(140) >= pads[:, None]).long())
+    for b, pad in enumerate(pads):
+        with sparsify(model, prefill=method, decode=method):
+            assert torch.equal(ids_of(model, TOKENS[:, :140 - pad])[0], together[b])
+
+def test_a_walk_goes_through_layers(llama):
+    "Its lists differ from those of each layer alone, and a pass begins anew."
+    walk = SketchWalk(walk="softmax", index="mean", **DENSE)
+    found = {}
+    for name, method in (("walk", walk), ("alone", replace(walk, walk=None))):
+        with sparsify(llama, prefill=method):
+            found[name] = forward(llama, TOKENS)
+            assert torch.equal(forward(llama, TOKENS), found[name])
+    assert (found["walk"] - found["alone"]).abs().max() > 1e-3
+
+def test_what_a_session_refuses(llama):
+    walk = SketchWalk(walk="softmax", **DENSE)
+    assert [type(walk.at_layer(i)).__name__ for i in range(2)] == ["Exact", "SketchWalk"]
+    for way in ("prefill", "decode"):
+        with pytest.raises(ValueError, match="must be SketchWalk in every layer from 1 to 3, .* got layer 2"):
+            sparsify(llama, **{way: walk}, dense_layers=[2])
+        sparsify(llama, **{way: SketchWalk(**DENSE)}, dense_layers=[2]).restore()
+    for method in (walk, SketchWalk(), SketchWalk(dense_layers=0), replace(walk, dense_layers=0)):
+        with pytest.raises(ValueError, match="decode must keep no index and take no steps"):
+            register("test_sketch_walk", method)
+    cache = prefill(llama, TOKENS[:, :150])
+    with sparsify(llama, decode=walk, setup="B"), pytest.raises(
+            ValueError, match="q must be the queries of these keys .* read outside the session, .*index of layer 1"):
+        forward(llama, TOKENS[:, 150:], past_key_values=cache)
+    with sparsify(llama, decode=walk, setup="B"):
+        cache = prefill(llama, TOKENS[:, :150])
+        assert forward(llama, TOKENS[:, 150:], past_key_values=cache).isfinite().all()
+        assert isinstance(cache.layers[1].state, Asked) and type(cache.layers[0]).__name__ == "DynamicLayer"
+    cut = model_of()
+    cut.model.layers[2].to("meta")
+    with pytest.raises(ValueError, match="model must have the layers of SketchWalk on one device, got cpu, meta"):
+        sparsify(cut, prefill=walk)
+
+def test_signs_of_one_group_leave_a_model_and_our_lists_alone(llama):
+    "The model's weights in another basis: its logits stay bit for bit, ours too, those of averaged heads do not."
+    other = copy.deepcopy(llama)
+    D = 16
+    for layer in other.model.layers:
+        layer.self_attn.q_proj.weight.data[2 * D:] *= -1
+        layer.self_attn.k_proj.weight.data[D:] *= -1
+    assert torch.equal(forward(llama, TOKENS), forward(other, TOKENS))
+    for heads in ("group", "all", "averaged"):
+        method = SketchWalk(index="mean", heads=heads, **DENSE)
+        with sparsify(llama, prefill=method): want = forward(llama, TOKENS)
+        with sparsify(other, prefill=method): got = forward(other, TOKENS)
+        assert torch.equal(want, got) == (heads != "averaged")
+
+def test_a_walk_is_compared_with_other_methods():
+    "Its contexts are read again, within its session."
+    from sparse_nb import pocket
+    from sparse_nb.evaluate import accuracy
+    model, tokenizer = pocket.load()
+    walk = SketchWalk(walk="softmax", index="mean", density=0.5)
+    methods = {"exact": None, "mean": replace(walk, walk=None), "walk": walk}
+    found = accuracy(model, tokenizer, "needle", 400, methods, prompts=2, setup="B", watch=True).set_index("method")
+    assert (found.loc["exact"].error < 1e-5).all() and (found.error[["mean", "walk"]] > 1e-3).all()
+    walk, mean = (found.loc[name].reset_index() for name in ("walk", "mean"))
+    assert (walk.density == mean.density).all() and not (walk.error == mean.error).any()
