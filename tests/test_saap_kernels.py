@@ -175,4 +175,4 @@ def test_cases(case):
     given = {"moments": {}, "centroid": dict(centroids=fit), "before": dict(centroids=fit, ask=ask)}[case["route"]]
     how = dict(probes=int(case["how"]), budget=None) if isinstance(case["how"], str) else dict(budget=case["how"])
     check(p, tail=case["tail"], density=case["density"], **how, **given,
-          tiles=Tiles((16, 4), (2, 4), (16, 4, 2, 8), 16, (16, 4)) if case["small"] else None)
+          tiles=Tiles((16, 4), (2, 4), (16, 4, 2, 8, None), 16, (16, 4)) if case["small"] else None)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['assign', 'lists_of', 'cluster_sums', 'Index', 'build_index', 'Tiles', 'Settings', 'launch', 'decode']
 
-# %% ../../kernels/saap.ipynb #58ea47c6
+# %% ../../kernels/saap.ipynb #3540bc80
 import functools
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import LOG2E, device_limits, dot, in_keys, refusal, share_in_units, visible
+from .common import (
+    LOG2E, device_limits, dot, in_keys, launch_limits, refusal, share_in_units, visible)
 
 # %% ../../kernels/saap.ipynb #e270dd8a
 @triton.jit
@@ -468,14 +469,14 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, fac
     p_out = out_ptr + i_b * out_b + i_h * out_h + o_v * out_d
     tl.store(p_out, (b_o / total).to(out_ptr.dtype.element_ty), mask=m_v)
 
-# %% ../../kernels/saap.ipynb #1851210d
+# %% ../../kernels/saap.ipynb #517f9750
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
-    route: tuple = (32, 4)         # clusters of a program, warps
-    select: tuple = (4, 4)         # bits of the threshold at once, warps
-    read: tuple = (64, 4, 3, 3)    # rows at once, warps, stages, programs a multiprocessor
-    means: int = 128               # clusters of a program, at most
-    merge: tuple = (32, 4)         # numbers of a program, warps
+    route: tuple = (32, 4)            # clusters of a program, warps
+    select: tuple = (4, 4)            # bits of the threshold at once, warps
+    read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
+    means: int = 128                  # clusters of a program, at most
+    merge: tuple = (32, 4)            # numbers of a program, warps
 
 class Settings(NamedTuple):
     "What the kernels know of a `Saap`."
@@ -490,7 +491,7 @@ def _parts(BG, N, PT, sms, programs):
     "Parts of the rows of a group: all programs of a launch at once, each with 16 rows or more"
     return max(1, min(512 - PT, programs * sms // BG - PT, triton.cdiv(N, 16)))
 
-# %% ../../kernels/saap.ipynb #09c758fd
+# %% ../../kernels/saap.ipynb #dc0e5f03
 def launch(
     q, k, v,                                # as for `decode`, which checks them
     index: Index,
@@ -505,7 +506,7 @@ def launch(
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     tail, second, CUT = s.tail != "drop", s.tail == "second_order", s.tail != "drop" and s.probes is None
     BD, BR = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(LR + 1))
-    BN, warps, stages, programs = tiles.read
+    BN, warps, stages, programs, registers = tiles.read
     BN = max(16, min(BN, 2**15 // (BD * q.element_size())))
     BT = min(BN, max(16, triton.next_power_of_2(C)))
     TILES = triton.cdiv(min(tiles.means, triton.next_power_of_2(C)), BT) if tail else 0
@@ -538,8 +539,8 @@ def launch(
         _read_kernel[P + PT, B * G](
             q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, end, base,
             *bounds, rows, m, l, o, sum_s, sum_x, scale, *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G,
-            C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN, BC=256 if N > 2**16 else 64, BL=64, BT=BT, TILES=TILES,
-            STAGES=stages, num_warps=warps, **same, **more)
+            C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN, BC=128 if N > 2**14 else 64, BL=32, BT=BT, TILES=TILES,
+            STAGES=stages, **launch_limits(warps, registers), **same, **more)
     if launches > 3:
         BW = min(BD, tiles.merge[0])
         _merge_kernel[B * H, triton.cdiv(D, BW)](
