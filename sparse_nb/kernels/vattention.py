@@ -583,7 +583,8 @@ def launch(
     seeds = dict(SEEDS=seed_ptr is not None and seed_ptr.ndim == 2)
     drawn = seed_ptr, seed, (D**-0.5 if scale is None else scale) * LOG2E
     strides = q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride()
-    middle, base = (*share_in_units(s.sinks), *share_in_units(s.window), *share_in_units(s.topk)), share_in_units(s.base)
+    middle = (*share_in_units(s.sinks), *share_in_units(s.window), *share_in_units(s.topk))
+    base = share_in_units(s.base)
     more = dict(launch_pdl=True) if PDL else {}
     if launches > 4:
         _look_kernel[B * L, CP](

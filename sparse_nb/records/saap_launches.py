@@ -19,7 +19,7 @@ from ..bench import SHAPES, Case, Protocol, Refused, Shape
 from ..kernels.saap import Index, Settings, assign, build_index, cluster_sums, launch, lists_of
 from .recorder import Recorder, measure_copy, measure_dense, to_host
 
-# %% ../../kernels/records/saap_launches.ipynb #7b7ecdc4
+# %% ../../kernels/records/saap_launches.ipynb #9e268e05
 LENGTHS, DENSITY, CLUSTERS, SINKS, WINDOW = (171008, 524288, 1048576), 0.044, 1024, 1, 2047
 LAUNCHES, ONE_HEAD = ("route", "select", "read", "merge"), Shape(4, 1, 128)  # a key/value head of Llama 3
 
@@ -41,7 +41,8 @@ def parted(
     generator = torch.Generator(device).manual_seed(1)
     centroids = torch.randn(1, G, clusters, D, device=device, generator=generator, dtype=torch.float32).to(case.dtype)
     ids, bound = assign(case.k, centroids), partial(torch.full, (1,), device=device)
-    return Parted(case, centroids, ids, build_index(case.k, case.v, ids, bound(sinks), bound(case.n - window), clusters))
+    bounds = bound(sinks), bound(case.n - window)
+    return Parted(case, centroids, ids, build_index(case.k, case.v, ids, *bounds, clusters))
 
 # %% ../../kernels/records/saap_launches.ipynb #30b6165d
 def _rows_read(x, found, g):
@@ -149,7 +150,7 @@ def _measure_host(recorder, x, s):
                          memory="host", nbytes=read_bytes(x, read)["read"])
     measure_copy(recorder, [case.k, case.v], far, H=case.shape.H, memory="host")
 
-# %% ../../kernels/records/saap_launches.ipynb #54e8ba3e
+# %% ../../kernels/records/saap_launches.ipynb #2ad8b731
 @torch.no_grad()
 def record(
     out,                   # file ending in .json
@@ -157,7 +158,7 @@ def record(
     quick: bool = False,   # few keys and runs; on a CPU small heads and one part of the launches
     say: Callable = print, # told what happens, line by line
 ) -> Path:                 # the file
-    "Time a step launch by launch, and its index, and write the record. ValueError without a GPU, but for the quick form."
+    "Time a step launch by launch, and its index; write the record. ValueError without a GPU, but for the quick form."
     recorder = Recorder("saap_launches", quick=quick, say=say)
     gpu = recorder.device == "cuda"
     lengths = LENGTHS if not quick else (16384,) if gpu else (200,)
