@@ -390,7 +390,8 @@ if not INTERPRETED:
         tiles, size, BD = Tiles(), 4 if kind == "fp32" else 2, triton.next_power_of_2(D)
         _, warps, stages, _, registers = tiles.read
         BN = read_tile(tiles, BD, size)
-        read = dict(BN=BN, BC=128, BL=32, BT=BN, TILES=0 if tail == "drop" else triton.cdiv(tiles.means, BN), STAGES=stages)
+        read = dict(BN=BN, BC=128, BL=32, BT=BN, STAGES=stages)
+        read["TILES"] = 0 if tail == "drop" else triton.cdiv(tiles.means, BN)
         if tail != "second_order": read |= dict(variance_ptr=None)
         found = {"read": usage("read", capability, kind, D, tail=tail, warps=warps, registers=registers, **read)}
         routed = dict(BN=tiles.route[0], fit_ptr=None, ask_ptr=None, guess_ptr=None)
@@ -407,7 +408,8 @@ if not INTERPRETED:
         pytest.importorskip("triton")
         from sparse_nb.kernels import saap
         BM, BN, warps, stages = saap.assign_tile(128, 4 if kind == "fp32" else 2)
-        found = {"assign": usage("assign", capability, kind, D, warps=warps, BM=BM, BN=BN, STAGES=stages, shift_ptr=None),
+        tile = dict(BM=BM, BN=BN, STAGES=stages, shift_ptr=None)
+        found = {"assign": usage("assign", capability, kind, D, warps=warps, **tile),
                  "sums": usage("sums", capability, kind, D, UNIT=False, BN=32, STAGES=3)}
         for name, used in found.items():
             print(name, used)
