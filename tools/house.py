@@ -41,6 +41,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "grid": ["evaluate", "text"],
     "rivals": ["bench"],
     "records.first_token": ["records.generate"],
+    "records.saap": ["records.saap_partition"],
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
 }
