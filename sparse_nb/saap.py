@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'TAILS', 'ROUTERS', 'RANKS', 'BUDGET', 'CONTEXT', 'nearest_cluster',
-           'cluster_sums', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows', 'moments_of',
-           'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition', 'partition_parts',
-           'router_scores', 'Clusters', 'Partition', 'rank_clusters', 'keys_to_read', 'newest_of_each', 'tail_state',
-           'Partitioned', 'Routed', 'Saap', 'saap_decode']
+           'cluster_sums', 'sums_of_nearest', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows',
+           'moments_of', 'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition',
+           'partition_parts', 'router_scores', 'Clusters', 'Partition', 'rank_clusters', 'keys_to_read',
+           'newest_of_each', 'tail_state', 'Partitioned', 'Routed', 'Saap', 'saap_decode']
 
 # %% ../nbs/40_saap.ipynb #3c143375
 import math
@@ -26,7 +26,7 @@ from .core.exact import (
     SoftmaxState, exponentials, grouped, merge_states, no_autocast, promote, to_device_of, visible_range)
 from .core.methods import Predictor, State, check_heard, check_state, stats_of, visible_keys, weights_id
 from .core.selection import (
-    Selection, budget_counts, make_selection, take_rows, weighted_attention, weighted_state)
+    Selection, budget_counts, has_kernels, make_selection, take_rows, weighted_attention, weighted_state)
 from .core.streams import fold_in, tickets
 
 # %% ../nbs/40_saap.ipynb #6c9604de
@@ -38,7 +38,11 @@ def nearest_cluster(
     centroids: torch.Tensor, # [B, G, C, D]; of length one where spherical
     kmeans: str,             # one of `KMEANS`: largest product, or smallest distance
 ) -> torch.Tensor:           # [B, G, n], int64; the first of several
-    "The cluster of each key."
+    "The cluster of each key; on a GPU, centroids are compared in the dtype of the keys."
+    if has_kernels(x[:, :, :1]):
+        from sparse_nb.kernels.saap import assign
+        lengths = centroids.to(x.dtype).float().square().sum(-1) / 2 if kmeans == "plain" else None
+        return assign(x, centroids, lengths, dtype=torch.int64)
     centroids = centroids.to(promote(x[..., :0, :]).dtype)
     shift = centroids.square().sum(-1)[..., None, :] / 2 if kmeans == "plain" else 0
     with no_autocast(x):
@@ -58,6 +62,18 @@ def cluster_sums(
         member = ((ids_[..., None] == number) & counted_[..., None]).to(x.dtype)
         with no_autocast(x): sums = sums + member.transpose(-1, -2) @ x_.masked_fill(~counted_[..., None], 0)
     return sums
+
+def sums_of_nearest(k, x, centroids, shown, kmeans):
+    "Number and sum of the shown keys nearest to each centroid [B, G, C, 1 and D]; `x`: keys as they count, or None."
+    clusters = centroids.shape[2]
+    if x is None:
+        from sparse_nb.kernels.saap import cluster_sums as sums_on_gpu
+        ids = nearest_cluster(k, centroids, kmeans)
+        sums = sums_on_gpu(k, None, ids, shown[:, None], clusters, unit=kmeans == "spherical")
+        return sums[..., :1], sums[..., 2:]
+    rows = torch.cat([torch.ones_like(x[..., :1]), x], -1)
+    sums = cluster_sums(rows, nearest_cluster(x, centroids, kmeans), shown[:, None], clusters)
+    return sums[..., :1], sums[..., 1:]
 
 # %% ../nbs/40_saap.ipynb #8149437c
 def check_keys(
@@ -94,19 +110,21 @@ def fit_partition(
     check_heard(dict(shown=shown), ("shown",), k)
     if shown is None: shown = k.new_ones(k.shape[::2], dtype=torch.bool)
     check_keys(k, shown)
-    x = promote(k).masked_fill(~shown[:, None, :, None], 0)
-    if kmeans == "spherical": x = F.normalize(x, dim=-1)
+    def ready(x, shown):
+        x = promote(x).masked_fill(~shown[..., None], 0)
+        return F.normalize(x, dim=-1) if kmeans == "spherical" else x
     groups, n = k.shape[1:3]
     number = (shown.cumsum(-1) - 1).clamp(min=0)[:, None].expand(-1, groups, -1)  # of each shown key, from 0
     ticket = tickets(fold_in(seed, torch.arange(groups, device=k.device)), n).expand_as(number).gather(2, number)
     drawn = ticket.masked_fill(~shown[:, None], 2**63 - 1).topk(min(clusters, n), largest=False).indices
     turn = torch.arange(clusters, device=k.device) % shown.sum(-1, keepdim=True).clamp(1, drawn.shape[2])
     drawn = drawn.gather(2, turn[:, None].expand(-1, groups, -1))
-    centroids = x.gather(2, drawn[..., None].expand(-1, -1, -1, x.shape[3]))
-    ones = torch.ones_like(x[..., :1])
+    centroids = ready(k.gather(2, drawn[..., None].expand(-1, -1, -1, k.shape[3])),
+                      shown[:, None].expand(-1, groups, -1).gather(2, drawn))
+    x = None if has_kernels(k[:, :, :1]) else ready(k, shown[:, None])
     for _ in range(iterations):
-        sums = cluster_sums(torch.cat([ones, x], -1), nearest_cluster(x, centroids, kmeans), shown[:, None], clusters)
-        count, mean = sums[..., :1], sums[..., 1:] / sums[..., :1].clamp(min=1)
+        count, total = sums_of_nearest(k, x, centroids, shown, kmeans)
+        mean = total / count.clamp(min=1)
         if kmeans == "spherical": mean = F.normalize(mean, dim=-1)
         centroids = torch.where(count > 0, mean, centroids)
     return centroids
@@ -251,8 +269,8 @@ def router_scores(
 # %% ../nbs/40_saap.ipynb #a7deda3d
 class Clusters(State):
     "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
-    # held [B, G, n, D]: keys that wait, the last ones of `rows`; asked: a step's queries before RoPE, for `priorities`
-    __slots__ = "fit", "waits", "held", "asks", "asked"
+    # held [B, G, n, D]: keys that wait, the last ones of `rows`; asked: a step's queries before RoPE; kept: `Kept`
+    __slots__ = "fit", "waits", "held", "asks", "asked", "kept"
 
     def __init__(
         self,
@@ -268,7 +286,7 @@ class Clusters(State):
         super().__init__()
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
         self.before_rope, self.offline, self.source = before_rope, centroids is not None, source
-        self.fit, self.waits, self.held, self.asks, self.asked = centroids, None, None, asks, None
+        self.fit, self.waits, self.held, self.asks, self.asked, self.kept = centroids, None, None, asks, None, None
 
     @property
     def hears(self):
@@ -354,6 +372,7 @@ class Partition(Clusters):
     def pick_rows(self, rows):
         "As `State.pick_rows`."
         super().pick_rows(rows)
+        self.kept = None
         for name in ("fit", "waits", "held", *Partition.__slots__):
             x = getattr(self, name)
             if x is not None and self.rows is not None: setattr(self, name, x[rows.to(x.device)])
@@ -364,13 +383,14 @@ class Partition(Clusters):
         super().crop(length)
         if self.held is not None: self.held = self.held[:, :, :max(0, self.held.shape[2] - known + length)]
         if self.upto is not None and (self.upto > length).any(): self.sums = None
+        if self.kept is not None and length < self.kept.keys: self.kept = None
         self.latest = None
 
     def reset(self):
         "Forget all keys, and centroids that were learnt from them."
         self.fit = None if not self.offline else self.fit if self.rows is None else self.fit[0]
         super().reset()
-        self.waits = self.held = self.sums = self.since = self.upto = self.latest = None
+        self.waits = self.held = self.kept = self.sums = self.since = self.upto = self.latest = None
 
 # %% ../nbs/40_saap.ipynb #3f799c99
 def rank_clusters(
@@ -459,21 +479,30 @@ def learnt(state, what, device):
     if what not in parts: raise ValueError(f"partition must be a file with {what}, got {state.source or 'no file'}")
     return parts
 
+def asked_queries(s, q, state, q_before):
+    "The queries that the router of `s` asks with. ValueError for queries before RoPE that are not there."
+    if not state.before_rope: return q
+    if q_before is None or q_before.shape != q.shape:
+        got = None if q_before is None else list(q_before.shape)
+        raise ValueError(f"q_before must be the queries before RoPE, {list(q.shape)}, for router={s.router!r} and keys "
+                         f"before RoPE, got {got}")
+    return q_before
+
+def networks_guess(s, asked, state, count):
+    "log a_c of clusters of `count` keys [B, G, C], but for a number that is the same for all clusters."
+    scores = router_scores(asked, learnt(state, f"{s.router}_{NETWORKS[s.router][0]}", asked.device), s.router)
+    check_scores(scores)
+    log_n = count.clamp(min=1).log().repeat_interleave(asked.shape[1] // count.shape[1], 1)
+    return scores.log_softmax(-1) - log_n[:, :, None]
+
 def guess(s, q, state, scale, q_before=None):
     "log a_c [B, H, Q, C]: the guess of the router of `s` at the mean weight e^score of each cluster's far keys."
     if s.router == "moments":
         moments = moments_of(state.latest, q.shape[3])
         return log_weights(q, moments.keys, scale, moments.variance)
-    if not state.before_rope: q_before = q
-    elif q_before is None or q_before.shape != q.shape:
-        got = None if q_before is None else list(q_before.shape)
-        raise ValueError(f"q_before must be the queries before RoPE, {list(q.shape)}, for router={s.router!r} and keys "
-                         f"before RoPE, got {got}")
-    if s.router == "centroid": return log_weights(q_before, state.fit, scale)
-    scores = router_scores(q_before, learnt(state, f"{s.router}_{NETWORKS[s.router][0]}", q.device), s.router)
-    check_scores(scores)
-    share, count = scores.log_softmax(-1), state.latest[..., 0].clamp(min=1)
-    return share - count.log().repeat_interleave(q.shape[1] // count.shape[1], 1)[:, :, None]
+    asked = asked_queries(s, q, state, q_before)
+    if s.router == "centroid": return log_weights(asked, state.fit, scale)
+    return networks_guess(s, asked, state, state.latest[..., 0])
 
 # %% ../nbs/40_saap.ipynb #ea35be5a
 def step(s, q, k, v, state, first, far, scale, q_before):
@@ -544,8 +573,64 @@ def bytes_of_index(s, state, q, far):
     if s.tail != "drop": numbers += size if s.router == "moments" else 2 * size + 1
     return 4 * (state.clusters * numbers + far) + 2 * networks
 
-def run(s, q, k, v, state, masks, scale, return_stats, q_before=None):
+# %% ../nbs/40_saap.ipynb #5c9f12ae
+EVERY = 512  # keys that leave the window before the lists are made anew
+
+class Kept(NamedTuple):
+    "Lists of a `Partition` on a GPU."
+    index: object # `sparse_nb.kernels.saap.Index`
+    keys: int     # how many keys there were
+    ends: tuple   # sinks and window
+
+def lists_of(s, k, v, state, far, masked):
+    "The index of the kernels, made anew where it is of other keys. A GPU is waited for then, and for `masked` keys."
+    from sparse_nb.kernels.saap import build_index
+    (begin, last, end), old, n = far, state.kept, k.shape[2]
+    fits = old is not None and old.ends == (s.sinks, s.window) and 0 <= n - old.keys < EVERY
+    if fits and masked:
+        late = last - old.index.built
+        fits = bool(((old.index.since == begin) & (late >= 0) & (late < EVERY)).all())
+    if not fits:
+        state.place(begin, last, end)
+        index = build_index(k, v, state.rows[..., 0], begin, last, state.clusters)
+        state.kept = Kept(index, n, (s.sinks, s.window))
+    return state.kept.index
+
+def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_before):
+    "`run` for one query on a GPU."
+    from sparse_nb.kernels import saap as kernels
+    first, end = visible_range(q, k, **masks)
+    repeats, far = q.shape[1] // k.shape[1], far_range(s, first, end, 0)
+    index = lists_of(s, k, v, state, far, any(masks[x] is not None for x in ("kv_start", "kv_len")))
+    given = {}
+    if s.tail == "fitted": given["factor"] = learnt(state, "factor", q.device)["factor"]
+    if s.router != "moments":
+        asked = asked_queries(s, q, state, q_before)
+        if s.router == "centroid": given |= dict(centroids=state.fit, ask=asked)
+        else: given["guess"] = networks_guess(s, asked, state, index.sums[..., 0])[:, :, 0]
+    settings = kernels.Settings(s.budget, s.probes, s.rank == "density", s.tail)
+    found = kernels.decode(q, k, v, index, settings, **given, scale=scale, kv_start=masks["kv_start"],
+                           kv_len=masks["kv_len"])
+    if not return_stats: return found.out
+    chosen, near = found.facts[..., 1], (end - first)[:, :, 0] - (index.built - index.since)[:, None]
+    of_heads = lambda x: x.long().repeat_interleave(repeats, 1)[..., None]
+    return found.out, stats_of(visible_keys(q, k, **masks), of_heads(near + chosen),
+                               index_bytes=bytes_of_index(s, state, q, of_heads(chosen)))
+
+# %% ../nbs/40_saap.ipynb #e83b40d1
+def served(s, q, k, v, backend):
+    "Do the kernels take this step? Raise TypeError or ValueError where they are asked for and cannot."
+    check_choice("backend", backend, ("auto", "torch", "triton"))
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if backend != "triton": return backend == "auto" and not learns and has_kernels(q)
+    from sparse_nb.kernels.common import refusal
+    if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
+    if error := refusal(q): raise error
+    return True
+
+def run(s, q, k, v, state, masks, scale, return_stats, q_before=None, backend="auto"):
     "What `decode` does with an index of these keys."
+    if served(s, q, k, v, backend): return by_kernels(s, q, k, v, state, masks, scale, return_stats, q_before)
     found = list(steps(s, q, k, v, state, masks, scale, q_before))
     out = torch.cat([x.out for x in found], 2)
     if not return_stats: return out
@@ -630,11 +715,12 @@ class Routed(Partitioned):
         return joined([x.selection for x in steps(self, q, k, None, state, masks, scale, q_before)])
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
-               state=None, q_before=None):
+               state=None, q_before=None, backend="auto"):
         "`saap_decode` with these settings."
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
         check_inputs(q, k, v, scale=scale, seed=seed, **masks)
-        return run(self, q, k, v, indexed(self, q, k, v, state), masks, scale, return_stats, q_before)
+        return run(self, q, k, v, indexed(self, q, k, v, state), masks, scale, return_stats, q_before,
+                   backend)
 
 # %% ../nbs/40_saap.ipynb #266bf2f8
 ROUTERS, RANKS = ("moments", "centroid", *NETWORKS), ("density", "mass")
@@ -714,6 +800,7 @@ def saap_decode(
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     return_stats: bool = False,           # also `Stats`
+    backend: str = "auto",                # "torch", "triton" (one query on a GPU, no gradient) or "auto"
     **context,                            # what makes a partition of the context: as `CONTEXT`
 ):
     """Attention to sinks, window and the clusters that the router chooses, and to the mean of each other cluster.
@@ -726,7 +813,7 @@ def saap_decode(
     if isinstance(partition, Partition):
         check_index(partition, partition, k)
         if partition.source is not None: settings |= dict(zip(("partition", "layer"), partition.source))
-        return run(Saap(**settings, **context), q, k, v, partition, masks, scale, return_stats, q_before)
+        return run(Saap(**settings, **context), q, k, v, partition, masks, scale, return_stats, q_before, backend)
     centroids = partition if isinstance(partition, torch.Tensor) else None
     if centroids is None: s = Saap(**settings, partition=partition, layer=layer, **context)
     else:
@@ -737,4 +824,4 @@ def saap_decode(
         s.clusters, s.kmeans, s.iterations, s.seed, s.before_rope, centroids)
     heard = dict(k_before=to_device_of(k_before, q)) if state.before_rope and k_before is not None else {}
     state.append(to_device_of(k, q), to_device_of(v, q), **heard)
-    return run(s, q, k, v, state, masks, scale, return_stats, q_before)
+    return run(s, q, k, v, state, masks, scale, return_stats, q_before, backend)

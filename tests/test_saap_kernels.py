@@ -76,7 +76,7 @@ def chosen(log_a, n, budget, probes, density):
     return taken
 
 
-def oracle(p, s, centroids=None, ask=None, factor=None, scale=None):
+def oracle(p, s, centroids=None, ask=None, guess=None, factor=None, scale=None):
     "Output [B, H, 1, D] and keys read of each cluster [B, G, C], in float64."
     (B, H, _, D), (G, N) = p.q.shape, p.k.shape[1:3]
     R, scale, out, taken = H // G, D**-0.5 if scale is None else scale, torch.zeros(B, H, 1, D).double(), []
@@ -96,7 +96,8 @@ def oracle(p, s, centroids=None, ask=None, factor=None, scale=None):
             spread = lambda x: (k[x].square().sum(-1).mean() - k[x].mean(0).square().sum()).clamp(min=0) / D
             variance = torch.stack([spread(x) if len(x) else torch.zeros(()).double() for x in lists])
             length = (scale * q).square().sum(-1, keepdim=True) / 2
-            if centroids is None: log_a = scale * q @ rounded(torch.stack(mean)).T + length * variance
+            if guess is not None: log_a = guess[b, heads].double().cpu()
+            elif centroids is None: log_a = scale * q @ rounded(torch.stack(mean)).T + length * variance
             else:
                 asked = (p.q if ask is None else ask)[b, heads, 0]
                 log_a = scale * asked.double().cpu() @ centroids[b, g].to(asked.dtype).double().cpu().T
@@ -137,9 +138,10 @@ def index_of(p, **kw):
     return build_index(p.k, p.v, p.ids, p.since, p.built, p.C, **kw)
 
 
-def check(p, *, tiles=None, rtol=0, centroids=None, ask=None, factor=None, scale=None, **settings):
+def check(p, *, tiles=None, rtol=0, centroids=None, ask=None, guess=None, factor=None, scale=None, **settings):
     from sparse_nb.kernels import saap
-    s, given = saap.Settings(**settings), dict(centroids=centroids, ask=ask, factor=factor, scale=scale)
+    s = saap.Settings(**settings)
+    given = dict(centroids=centroids, ask=ask, guess=guess, factor=factor, scale=scale)
     index = poisoned(lambda: index_of(p))
     more = {} if tiles is None else dict(tiles=tiles)
     out, *lists = poisoned(lambda: saap.launch(p.q, p.k, p.v, index, s, **given, **p.masks, **more))
@@ -156,7 +158,7 @@ def drawn(factors, seed=0):
     return [cases[i] for i in covering(cases)]
 
 
-CASES = drawn(dict(tail=TAILS, density=(True, False), route=("moments", "centroid", "before"),
+CASES = drawn(dict(tail=TAILS, density=(True, False), route=("moments", "centroid", "before", "given"),
                    how=(0, 7, 40, 10**6, 0.1, "0", "3", "99"), dtype=(BF16, FP16, FP32),
                    D=(64, 80, 96, 128, 256), R=(1, 3, 4, 8), C=(1, 5, 16, 40), layout=tuple(LAYOUTS),
                    ragged=(False, True), near=(1, 30, 10**6), sinks=(0, 3), small=(False, True)))
@@ -172,7 +174,9 @@ def test_cases(case):
     generator = torch.Generator(DEVICE).manual_seed(1)
     fit = torch.randn(B, p.k.shape[1], p.C, case["D"], device=DEVICE, generator=generator)
     ask = torch.randn(p.q.shape, device=DEVICE, generator=generator).to(p.q.dtype)
-    given = {"moments": {}, "centroid": dict(centroids=fit), "before": dict(centroids=fit, ask=ask)}[case["route"]]
+    guess = torch.randn(*p.q.shape[:2], p.C, device=DEVICE, generator=generator)
+    given = {"moments": {}, "centroid": dict(centroids=fit), "before": dict(centroids=fit, ask=ask),
+             "given": dict(guess=guess)}[case["route"]]
     how = dict(probes=int(case["how"]), budget=None) if isinstance(case["how"], str) else dict(budget=case["how"])
     check(p, tail=case["tail"], density=case["density"], **how, **given,
           tiles=Tiles((16, 4), (2, 4), (16, 4, 2, 8, None), 16, (16, 4)) if case["small"] else None)
@@ -301,6 +305,63 @@ def test_an_index_that_grew_is_that_of_a_rebuild():
         build_index(*(torch.cat([x, x], 2) for x in (p.k, p.v, p.ids)), p.since, p.built, p.C, index)
 
 
+# the method
+
+@kernel
+@pytest.mark.parametrize("ragged, settings", [
+    (True, dict(budget=30)), (False, dict(probes=3, rank="mass")), (True, dict(budget=0.2, tail="second_order")),
+    (False, dict(budget=9, tail="drop")), (False, dict(budget=25, router="centroid"))], ids=str)
+def test_the_method_by_kernels_is_the_reference(ragged, settings):
+    "After appending: as with a longer window, until the lists are made anew. After crop and reorder: as from scratch."
+    from sparse_nb.saap import EVERY, Partition, saap_decode
+    p = problem(2, 2, 2, 190, 16, FP32, ragged=ragged)
+    k, v, fit = p.k.nan_to_num(), p.v.nan_to_num(), torch.randn(2, 8, 16, device=DEVICE)
+    masks = lambda n: dict(p.masks, kv_len=None if p.stop is None else (p.stop - 190 + n).clamp(max=n))
+    def both(window, n, row=slice(None), **kw):
+        fresh = Partition(8, "spherical", 0, 0, False, fit)
+        fresh.append(k[row, :, :n], v[row, :, :n])
+        given = dict({x: None if y is None else y[row] for x, y in masks(n).items()}, return_stats=True)
+        by = lambda backend, window, state: saap_decode(
+            p.q, k[row, :, :n], v[row, :, :n], state, sinks=2, window=window, backend=backend, **given, **settings)
+        got, want = by("triton", 20, state), by("torch", window, fresh)
+        assert_close(got[0], want[0], rtol=1e-5)
+        for name in "keys_scored", "values_read", "index_bytes", "density", "budget":
+            assert torch.equal(*(torch.as_tensor(getattr(x[1], name)) for x in (got, want))), name
+    state = Partition(8, "spherical", 0, 0, False, fit)
+    state.append(k[:, :, :150], v[:, :, :150])
+    both(20, 150)
+    kept = state.kept
+    for n in (151, 170):
+        state.append(k[:, :, len(state):n], v[:, :, len(state):n])
+        both(20 + n - 150, n)
+        assert state.kept is kept
+    state.crop(160)
+    both(30, 160)
+    assert state.kept is kept
+    state.crop(149)
+    both(20, 149)
+    back = torch.tensor([1, 0], device=DEVICE)
+    state.pick_rows(back)
+    both(20, 149, back)
+    state.append(k[back][:, :, 149:], v[back][:, :, 149:])
+    state.kept = state.kept._replace(keys=190 - EVERY)
+    both(20, 190, back)
+
+
+@kernel
+def test_which_backend():
+    from sparse_nb.saap import saap_decode
+    p = problem(1, 1, 2, 60, 16, FP32)
+    settings = dict(clusters=4, window=10, budget=12)
+    by = lambda q, **kw: saap_decode(q, p.k, p.v, **settings, **kw)
+    assert_close(by(p.q, backend="triton"), by(p.q, backend="torch"), rtol=1e-5)
+    with pytest.raises(ValueError, match="backend must be one of"): by(p.q, backend="cuda")
+    with pytest.raises(ValueError, match="q must have one query"): by(p.q.repeat(1, 1, 2, 1), backend="triton")
+    learns = p.q.clone().requires_grad_()
+    with pytest.raises(ValueError, match="where a gradient is wanted"): by(learns, backend="triton")
+    assert by(learns).requires_grad
+
+
 # what the launcher refuses, and PyTorch's compiler
 
 @kernel
@@ -323,8 +384,8 @@ def test_compiles_into_one_graph():
     p = problem(2, 1, 2, 70, 16, BF16, ragged=True)
     index, fit = index_of(p), torch.randn(2, 1, p.C, 16, device=DEVICE)
     def step(q, k, v, fit):
-        return [decode(q, k, v, index, Settings(0.3), **p.masks),
-                decode(q, k, v, index, Settings(probes=2, tail="drop"), centroids=fit, **p.masks)]
+        return [decode(q, k, v, index, Settings(0.3), **p.masks).out,
+                decode(q, k, v, index, Settings(probes=2, tail="drop"), centroids=fit, **p.masks).out]
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
     for a, b in zip(compiled(*p[:3], fit), step(*p[:3], fit)): assert torch.equal(a, b)
@@ -333,7 +394,7 @@ def test_compiles_into_one_graph():
 @kernel
 def test_operator():
     p = problem(1, 1, 2, 40, 16, FP32)
-    given = (*p[:3], list(index_of(p)), 9.0, True, None, True, "first_order", None, None, None, None, None, None)
+    given = (*p[:3], list(index_of(p)), 9.0, True, None, True, "first_order", *[None] * 7)
     torch.library.opcheck(torch.ops.sparse_nb.saap_decode, given, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -348,7 +409,7 @@ if GPU:
         stop = torch.full((2,), 4000, dtype=torch.int32, device=DEVICE)
         def call():
             build_index(p.k, p.v, p.ids, p.since, stop - 300, p.C, index)
-            return decode(p.q, p.k, p.v, index, s, kv_len=stop)
+            return decode(p.q, p.k, p.v, index, s, kv_len=stop).out
         call()
         torch.cuda.set_sync_debug_mode("error")
         try: call()
@@ -374,7 +435,8 @@ if not INTERPRETED:
         BD = max(16, triton.next_power_of_2(D))
         types = dict.fromkeys(("order_ptr", "list_ptr", "end_ptr", "base_ptr", "fact_ptr", "since_ptr", "built_ptr",
                                "len_ptr", "row_ptr"), "i32") | dict(start_ptr="i64", id_ptr="i16", share="i64")
-        types |= dict.fromkeys(("q_ptr", "ask_ptr", "k_ptr", "v_ptr", "mean_ptr", "fit_ptr", "value_ptr", "out_ptr"), kind)
+        halves = "q_ptr", "ask_ptr", "k_ptr", "v_ptr", "mean_ptr", "fit_ptr", "value_ptr", "out_ptr"
+        types |= dict.fromkeys(halves, kind)
         known = dict(LR=4, D=D, BR=16, BD=BD, PDL=capability >= 90, CUT=tail != "drop", SECOND=tail == "second_order")
         if tail != "second_order": known |= dict(factor_ptr=None)
         if tail == "drop": known |= dict.fromkeys(("sum_s_ptr", "sum_x_ptr", "rest_ptr"))
