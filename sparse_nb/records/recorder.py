@@ -96,6 +96,8 @@ RECORDS = {
     "santa_steps": Record(_HERE + "santa_steps:record", "{gpu}_santa_steps.json", "SANTA's kernels, step by step"),
     "vattention_launches": Record(_HERE + "vattention_launches:record", "{gpu}_vattention.json",
                                   "vAttention's kernels, launch by launch"),
+    "saap_launches": Record(_HERE + "saap_launches:record", "{gpu}_saap_launches.json",
+                            "SAAP's kernels, launch by launch, and its index"),
     "gather": Record(_HERE + "gather:record", "{gpu}_gather.json", "attention over chosen rows"),
     "host": Record(_HERE + "host:record", "{gpu}_host.json", "rows from host memory"),
     "blocks": Record(_HERE + "blocks:record", "{gpu}_blocks.json", "attention over chosen blocks"),
