@@ -114,6 +114,8 @@ RECORDS = {
                           "several tangents an anchor on both models' prose", gpu=False),
     "saap": Record(_HERE + "saap:record", "{gpu}_saap.json",
                    "SAAP's partitions, ranks, tails and routers on both models"),
+    "saap_heads": Record(_HERE + "saap_heads:record", "{gpu}_saap_heads.json",
+                         "what clusters catch of the attention of the pocket model's heads", gpu=False),
     "saap_partition": Record(_HERE + "saap_partition:record", "sparse_nb/pocket_model/saap.safetensors",
                              "the partition of the pocket model's keys, its router and its factors", gpu=False),
     "pocket_model": Record(_HERE + "pocket_model:record", "runs/pocket",
