@@ -269,8 +269,7 @@ def router_scores(
 # %% ../nbs/40_saap.ipynb #a7deda3d
 class Clusters(State):
     "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
-    # held [B, G, n, D]: keys that wait, the last ones of `rows`; asked: a step's queries before RoPE; kept: `Kept`
-    __slots__ = "fit", "waits", "held", "asks", "asked", "kept"
+    __slots__ = "fit", "waits", "held", "asks", "asked", "kept"  # held [B, G, n, D]: waiting keys; kept: `Kept`
 
     def __init__(
         self,
@@ -281,7 +280,7 @@ class Clusters(State):
         before_rope: bool, # are clusters made of keys before RoPE?
         centroids = None,  # [G, C, D], made before; None: of the context
         asks: bool = False, # does the method ask for queries before RoPE?
-        source = None,      # file and layer of the centroids; None: of no file
+        source = None,      # file and layer of the centroids; None: of none
     ):
         super().__init__()
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
@@ -302,8 +301,7 @@ class Clusters(State):
             fit = self.fit.to(k.device) if self.offline else promote(k[:, :, :0]).new_zeros(shape)
             if fit.shape != shape:
                 raise ValueError(f"partition must have shape [G, C, D] = {list(shape)}, got {list(fit.shape)}")
-            self.fit = fit.expand(len(k), *shape)
-            self.waits = None if self.offline else k.new_ones(len(k), dtype=torch.bool)
+            self.fit, self.waits = fit.expand(len(k), *shape), None if self.offline else k.new_ones(len(k)).bool()
         new = torch.full((*k.shape[:3], 1), -1, dtype=torch.int16, device=k.device)
         self.rows = new if self.rows is None else torch.cat([self.rows, new], 2)
         self.held = x if self.held is None else torch.cat([self.held, x], 2)
@@ -675,10 +673,10 @@ class Partitioned(Predictor):
         if got != about.model:
             raise ValueError(f"model must have the weights that the partition {self.partition!r} was made from, "
                              f"{about.model[:12]}, got {got[:12]}: make one for this model (`train_partition`)")
-        layers = range(model.config.get_text_config().num_hidden_layers)
-        if self.layer is None and sorted(about.parts) != [*layers]:
-            raise ValueError(f"partition must be of all {len(layers)} layers of the model, got {self.partition!r} of "
-                             f"layers {sorted(about.parts)}")
+        layers = model.config.get_text_config().num_hidden_layers
+        if max(about.parts, default=layers) >= layers:
+            raise ValueError(f"partition must be of the {layers} layers of the model, got {self.partition!r} of layers "
+                             f"{sorted(about.parts)}")
         self.check_parts(about)
 
 # %% ../nbs/40_saap.ipynb #3d88c76e

@@ -42,6 +42,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "rivals": ["bench"],
     "records.first_token": ["records.generate"],
     "records.saap": ["records.saap_partition"],
+    "records.saap_heads": ["records.saap_partition"],
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
 }

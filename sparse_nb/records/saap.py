@@ -6,7 +6,7 @@
 __all__ = ['PAGE', 'DENSITIES', 'MIDDLE', 'SINKS', 'FREE', 'PROMPTS', 'LENGTH', 'ASKED', 'ROWS', 'PageNumbers', 'Pages', 'arms',
            'kind_of', 'grids', 'quick_grids', 'partitions_of', 'make', 'record']
 
-# %% ../../kernels/records/saap.ipynb #55a97fd4
+# %% ../../kernels/records/saap.ipynb #50a5273b
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from .saap_partition import KINDS, make_partition, partition_path
 from ..saap import Partition, Saap
 from ..tasks import TASKS
 
-# %% ../../kernels/records/saap.ipynb #9d5f5460
+# %% ../../kernels/records/saap.ipynb #7148cdc2
 PAGE = 64  # keys
 
 class PageNumbers(Partition):
@@ -41,7 +41,7 @@ class Pages(Saap):
         "`PageNumbers`."
         return PageNumbers(self.clusters, self.kmeans, self.iterations, self.seed, self.before_rope)
 
-# %% ../../kernels/records/saap.ipynb #83906990
+# %% ../../kernels/records/saap.ipynb #d91e5871
 DENSITIES = 0.02, 0.04, 0.1
 MIDDLE = 0.04  # where all arms are asked
 SINKS = 4
@@ -78,11 +78,11 @@ def arms(
 
 FREE = dict(clusters=None, kmeans=None, iterations=None, seed=None, before_rope=None)  # what a file says itself
 
-# %% ../../kernels/records/saap.ipynb #d32ed2f2
+# %% ../../kernels/records/saap.ipynb #a59e59da
 PROMPTS = 200
 LENGTH = {"pocket": 8192, "witness": 4096}  # tokens
 ASKED = {"pocket": tuple(TASKS), "witness": ("needle", "multikey:keys=2", "multikey:keys=4", "kv")}
-ROWS = 400_000  # tokens of the prompts decoded at once
+ROWS = {"pocket": 820_000, "witness": 205_000}  # tokens of the prompts decoded at once
 
 def kind_of(
     task: str, # as of `grid.task_of`
@@ -99,7 +99,7 @@ def grids() -> dict: # name -> `Grid`
             methods = {}
             for density in DENSITIES: methods |= arms(model, kind_of(task), length, density, density == MIDDLE)
             found[f"{model}.{task.replace(':', '.')}.{length}"] = Grid(
-                model, [task], [length], methods, prompts=PROMPTS, batch=ROWS)
+                model, [task], [length], methods, prompts=PROMPTS, batch=ROWS[model])
     return found
 
 def quick_grids() -> dict: # name -> `Grid`
@@ -109,7 +109,7 @@ def quick_grids() -> dict: # name -> `Grid`
                for name, x in methods.items()}
     return {"pocket.multikey.700": Grid("pocket", ["multikey"], [700], methods, prompts=3)}
 
-# %% ../../kernels/records/saap.ipynb #081ec6ad
+# %% ../../kernels/records/saap.ipynb #096e57b5
 def partitions_of(
     grid: Grid,
 ) -> set: # of (model, kind that it has seen)

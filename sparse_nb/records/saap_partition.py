@@ -7,7 +7,7 @@ __all__ = ['QUERIES_AT_ONCE', 'MOMENTUM', 'EPS', 'FACTORS', 'BUDGETS', 'POINTS',
            'cluster_shares', 'normed', 'folded', 'or_all', 'new_router', 'fit_router', 'factor_errors', 'Lessons',
            'model_centroids', 'train_partition', 'lesson_texts', 'partition_path', 'make_partition', 'record']
 
-# %% ../../kernels/records/saap_partition.ipynb #e14585a0
+# %% ../../kernels/records/saap_partition.ipynb #8161e47e
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from ..saap import (
 from ..tasks import TASKS, make, prompt_tokens
 from ..text import speeches, windows
 
-# %% ../../kernels/records/saap_partition.ipynb #577de87f
+# %% ../../kernels/records/saap_partition.ipynb #b9826250
 QUERIES_AT_ONCE = 64
 
 def cluster_shares(
@@ -57,7 +57,7 @@ def cluster_shares(
         found.append(((mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)).flatten(0, 1), counts.flatten(0, 1)))
     return tuple(torch.cat(x, 1) for x in zip(*found))
 
-# %% ../../kernels/records/saap_partition.ipynb #3550e5ec
+# %% ../../kernels/records/saap_partition.ipynb #1bcd09a6
 MOMENTUM, EPS = 0.1, 1e-5  # of the norm, as in PyTorch
 
 def normed(
@@ -92,7 +92,7 @@ def new_router(heads, size, hidden, clusters, kind, g):
     if kind == "linear": return [draw(size, clusters), torch.zeros(heads, clusters)]
     return [draw(size, hidden), torch.zeros(heads, hidden), draw(hidden, clusters), torch.zeros(heads, clusters)]
 
-# %% ../../kernels/records/saap_partition.ipynb #7229f6d3
+# %% ../../kernels/records/saap_partition.ipynb #efff7921
 def fit_router(
     examples: list,        # one a prompt: queries x [H, n, D], shares [H, n, C] and which count [H, n]
     *,
@@ -138,7 +138,7 @@ def fit_router(
     if kind == "mlp": w[:2] = folded(w[0], w[1], norm)
     return {f"{kind}_{part}": x.detach() for part, x in zip(NETWORKS[kind], w)}
 
-# %% ../../kernels/records/saap_partition.ipynb #86cc81d5
+# %% ../../kernels/records/saap_partition.ipynb #1e535b34
 FACTORS = tuple(i / 20 for i in range(21))
 BUDGETS = 0.02, 0.1  # at which a factor is judged
 
@@ -147,7 +147,7 @@ def factor_errors(
     centroids,           # [G, C, D]
     kmeans: str,         # one of `KMEANS`
     before_rope: bool,   # are they of keys before RoPE?
-    queries: int = 8,    # the last ones captured
+    queries: int = 4,    # the last ones captured
 ) -> torch.Tensor:       # relative error of the outputs [factors, H], mean over queries and budgets
     "How far the tail of each of `FACTORS` is from exact attention."
     errors, factors = [], torch.tensor(FACTORS, device=x.k.device, dtype=torch.float64)[:, None, None]
@@ -170,7 +170,7 @@ def factor_errors(
             errors.append((out - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30))
     return torch.stack(errors).mean(0)
 
-# %% ../../kernels/records/saap_partition.ipynb #3045256b
+# %% ../../kernels/records/saap_partition.ipynb #e0aed562
 POINTS = 256  # keys a centroid that k-means learns from
 
 class Lessons(NamedTuple):
@@ -210,7 +210,7 @@ def model_centroids(
     return {layer: fit_partition(torch.cat(keys, 2), clusters, kmeans=kmeans, seed=seed)[0]
             for layer, keys in held.items()}
 
-# %% ../../kernels/records/saap_partition.ipynb #7e617705
+# %% ../../kernels/records/saap_partition.ipynb #eb8837e1
 def train_partition(
     model,                      # a transformers decoder
     prompts: list,              # token ids of each text, tensors [N]
@@ -252,11 +252,11 @@ def train_partition(
             say(f"layer {layer}, {kind}: loss {sum(losses[:n]) / n:.3f}, at last {sum(losses[-n:]) / n:.3f}")
     return {f"{i}.{part}": x.half().contiguous().cpu() for i, own in parts.items() for part, x in own.items()}
 
-# %% ../../kernels/records/saap_partition.ipynb #11f1147e
+# %% ../../kernels/records/saap_partition.ipynb #af2473d0
 KINDS = {"retrieval": ("needle", "multikey", "multivalue", "multiquery"),
          "lists": ("kv", "variable_tracking", "frequent_words")}  # what a partition of the name has seen, beside prose
 FIRST_SEED = 200_000  # of prompts that no record asks
-LENGTHS = {"pocket": (1024, 2048, 4096, 8192, 16384), "witness": (1024, 2048, 4096)}  # tokens, in turn
+LENGTHS = {"pocket": (1024, 2048, 4096, 8192), "witness": (1024, 2048, 4096)}  # tokens, in turn
 
 def lesson_texts(
     name: str,     # "pocket" or "witness"
@@ -277,7 +277,7 @@ def lesson_texts(
         if count: found += [x.ids for x in windows(tokenizer, speeches(1950)[:12], length, count)]
     return found
 
-# %% ../../kernels/records/saap_partition.ipynb #ad0a3af7
+# %% ../../kernels/records/saap_partition.ipynb #3a597744
 FOLDER = "~/.cache/sparse_nb/saap"
 
 def partition_path(
