@@ -219,7 +219,7 @@ def _rank(score_ptr, log_n, more, bg, o_c, there, q_ptr, q_h, q_d, scale, C, MOM
           LR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     "log2 of each cluster's share, summed over the heads of a group"
     total, o_d = tl.full(log_n.shape, -float("inf"), tl.float32), tl.arange(0, BD)
-    for r in tl.static_range(LR):
+    for r in range(LR):
         b_x = tl.load(score_ptr + (bg * LR + r) * C + o_c, mask=there, other=-float("inf")) + log_n
         if MOMENTS:
             b_q = tl.load(q_ptr + r * q_h + o_d * q_d, mask=o_d < D, other=0.).to(tl.float32) * scale
@@ -232,61 +232,64 @@ def _rank(score_ptr, log_n, more, bg, o_c, there, q_ptr, q_h, q_d, scale, C, MOM
         total = tl.where(b_x == b_x, total, b_x)
     return total
 
-@triton.jit
-def _threshold(key, cost, want, BITS: tl.constexpr):
-    "The largest number that the costs of the keys that are not smaller, together, reach `want`"
-    o_j = tl.arange(0, 2**BITS)
-    least = tl.full([], -2**31, tl.int64)
-    for i in tl.static_range(32 // BITS):
-        step = 2**(32 - BITS - BITS * i)
-        least_j = (least + o_j.to(tl.int64) * step).to(tl.int32)
-        reached = tl.sum(tl.where(key[None, :] >= least_j[:, None], cost[None, :], 0), 1)
-        least += tl.max(tl.where(reached >= want, o_j, 0), 0).to(tl.int64) * step
-    return least.to(tl.int32)
-
 # %% ../../kernels/saap.ipynb #d3530da9
 @triton.jit
-def _select_kernel(q_ptr, score_ptr, log_ptr, variance_ptr, list_ptr, end_ptr, base_ptr, rest_ptr, fact_ptr,
+def _select_kernel(q_ptr, score_ptr, log_ptr, variance_ptr, list_ptr, key_ptr, end_ptr, base_ptr, rest_ptr, fact_ptr,
                    start_ptr, len_ptr, q_b, q_h, q_d, scale, N, G, C, probes, budget, share,
                    MOMENTS: tl.constexpr, DENSITY: tl.constexpr, PROBES: tl.constexpr, LR: tl.constexpr,
-                   D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr):
+                   D: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
+                   PDL: tl.constexpr):
     "How many of the newest keys of each cluster are read, and where their lists lie"
     if PDL: gdc_launch_dependents()
-    bg, o_c = tl.program_id(0).to(tl.int64), tl.arange(0, BC)
-    i_b, m_c = bg // G, o_c < C
+    bg, o_c, o_j = tl.program_id(1).to(tl.int64), tl.arange(0, BC), tl.arange(0, BJ)
+    i_b, m_c, i_c = bg // G, o_c < C, tl.program_id(0) * BM + tl.arange(0, BM)
+    p_list, p_log = list_ptr + bg * (C + 1), log_ptr + bg * C
     _, seen = visible(start_ptr, len_ptr, i_b, N)
-    end_c = tl.load(list_ptr + bg * (C + 1) + 1 + o_c, mask=m_c, other=0)
-    n = end_c - tl.load(list_ptr + bg * (C + 1) + o_c, mask=m_c, other=0)
-    there, log_n = n > 0, tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))
+    there = tl.load(p_list + 1 + o_c, mask=m_c, other=0) > tl.load(p_list + o_c, mask=m_c, other=0)
+    log_n = tl.load(p_log + o_c, mask=m_c, other=-float("inf"))
     more = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) * 0.34657359027997264 if MOMENTS else log_n
+    m_i, total = i_c < C, tl.load(p_list + C)
+    end_i = tl.load(p_list + 1 + i_c, mask=m_i, other=0)
+    n, log_i = end_i - tl.load(p_list + i_c, mask=m_i, other=0), tl.load(p_log + i_c, mask=m_i, other=-float("inf"))
     if PDL: gdc_wait()
     rank = _rank(score_ptr, log_n, more, bg, o_c, there, q_ptr + i_b * q_b + bg % G * LR * q_h, q_h, q_d, scale, C,
                  MOMENTS, LR, D, BD)
     if DENSITY: rank -= log_n
-    rank = tl.where(there, tl.where(rank == rank, rank + 0., float("inf")), -float("inf"))
-    bits = rank.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)                                        # the order of the ranks
-    cost, want = n, tl.full([], 0, tl.int32)
-    if PROBES: cost, want = m_c.to(tl.int32), want + tl.minimum(probes, C)
-    else: want = in_keys(budget, share, want + seen)
-    least = _threshold(key, cost, want, BITS)
-    before = tl.sum(tl.where(key > least, cost, 0), 0)
-    ties = tl.where(key == least, cost, 0)
-    rest = tl.maximum(want - before - tl.cumsum(ties, 0) + ties, 0)
-    taken = tl.where(key > least, cost, tl.minimum(rest, ties))
-    if PROBES: taken = tl.where(taken > 0, n, 0)
-    many = tl.cumsum(taken.to(tl.int64) + ((taken > 0).to(tl.int64) << 32), 0)               # keys, and lists above
-    end, place = (many & 0xFFFFFFFF).to(tl.int32), (many >> 32).to(tl.int32) - 1
-    tl.store(end_ptr + bg * C + place, end, mask=taken > 0)
-    tl.store(base_ptr + bg * C + place, end_c - end, mask=taken > 0)
+    bits = tl.where(rank == rank, rank + 0., float("inf")).to(tl.int32, bitcast=True)
+    key = tl.where(there, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2**31)               # the order of the ranks
+    tl.store(key_ptr + bg * C + o_c, key, mask=m_c)
+    tl.debug_barrier()
+    own, ahead = tl.load(key_ptr + bg * C + i_c, mask=m_i, other=-2**31), tl.zeros([BM], tl.int64)
+    for j in range(0, C, BJ):
+        i_j = j + o_j
+        m_j = i_j < C
+        other = tl.load(key_ptr + bg * C + i_j, mask=m_j, other=-2**31)
+        n_j = tl.load(p_list + 1 + i_j, mask=m_j, other=0) - tl.load(p_list + i_j, mask=m_j, other=0)
+        first = (other[None, :] > own[:, None]) | (other[None, :] == own[:, None]) & (i_j[None, :] < i_c[:, None])
+        ahead += tl.sum(tl.where(first, (n_j.to(tl.int64) + 2**32)[None, :], 0), 1)          # keys, and lists above
+    keys, place = (ahead & 0xFFFFFFFF).to(tl.int32), (ahead >> 32).to(tl.int32)
+    want, zero = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    if PROBES:
+        taken = tl.where(place < probes, n, 0)
+        last = (taken > 0) & ((place + 1 >= probes) | (keys + n >= total))
+    else:
+        want = in_keys(budget, share, want + seen)
+        taken = tl.maximum(tl.minimum(want - keys, n), 0)
+        last = (taken > 0) & (keys + n >= tl.minimum(want, total))
+    end = keys + taken
+    tl.store(end_ptr + bg * C + place, end, mask=m_i & (taken > 0))
+    tl.store(base_ptr + bg * C + place, end_i - end, mask=m_i & (taken > 0))
     if rest_ptr is not None:
-        tl.store(rest_ptr + bg * C + o_c, tl.where(there & (taken == 0), log_n, -float("inf")), mask=m_c)
-    cut, p_fact = (taken > 0) & (taken < n), fact_ptr + bg * 8
-    tl.store(p_fact, tl.max(place, 0) + 1)                                                   # lists
-    tl.store(p_fact + 1, tl.max(end, 0))                                                     # their keys
-    tl.store(p_fact + 2, tl.max(tl.where(cut, o_c, -1), 0))                                  # the cluster that is cut
-    tl.store(p_fact + 3, tl.max(tl.where(cut, end - taken, 0), 0))                           # its first slot
-    tl.store(p_fact + 4, tl.max(tl.where(cut, taken, 0), 0))                                 # its slots
+        tl.store(rest_ptr + bg * C + i_c, tl.where((n > 0) & (taken == 0), log_i, -float("inf")), mask=m_i)
+    cut, p_fact = last & (taken < n), fact_ptr + bg * 8 + i_c * 0
+    tl.store(p_fact, place + 1, mask=last)                                                   # lists
+    tl.store(p_fact + 1, end, mask=last)                                                     # their keys
+    tl.store(p_fact + 2, tl.where(cut, i_c, -1), mask=last)                                  # the cluster that is cut
+    tl.store(p_fact + 3, tl.where(cut, end - taken, 0), mask=last)                           # its first slot
+    tl.store(p_fact + 4, tl.where(cut, taken, 0), mask=last)                                 # its slots
+    if (total == 0) | ((probes if PROBES else want) <= 0):                                   # no list at all
+        o_f = tl.arange(0, 8)
+        tl.store(fact_ptr + bg * 8 + o_f, tl.where(o_f == 2, -1, zero))
 
 # %% ../../kernels/saap.ipynb #98a03dc0
 @triton.jit
@@ -480,10 +483,11 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, fac
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
     route: tuple = (32, 4)            # clusters of a program, warps
-    select: tuple = (4, 4)            # bits of the threshold at once, warps
+    select: tuple = (32, 4)           # clusters of a program, warps
     read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     means: int = 128                  # clusters of a program, at most
     merge: tuple = (32, 4)            # numbers of a program, warps
+    rows: int = 256                   # of slots that a program writes down at once
 
 class Settings(NamedTuple):
     "What the kernels know of a `Saap`."
@@ -535,7 +539,7 @@ def launch(
     scores = floats(B, H, C) if tail or moments else None
     if guess is None: guess = scores if moments else floats(B, H, C)
     else: guess = (guess * LOG2E).float().contiguous()
-    (end, base), rest, facts = integers(2, B, G, C), floats(B, G, C) if tail else None, integers(B, G, 8)
+    (end, base, ranks), rest, facts = integers(3, B, G, C), floats(B, G, C) if tail else None, integers(B, G, 8)
     (m, l), o, rows = floats(2, B * H, P + PT), floats(B * H, P + PT, D), integers(B, G, N)
     sum_s, sum_x = (floats(B, H, P), floats(B, G, P, 2 * D + 1)) if CUT else (None, None)
     out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
@@ -549,18 +553,19 @@ def launch(
             q, ask, None if scores is None else index.mean, centroids, scores, guess, scale, *of_q, *of_a, *of_fit,
             G, C, BR=BR, BN=tiles.route[0], num_warps=tiles.route[1], **same)
     if launches > 1:
-        _select_kernel[B * G,](
-            q, guess, index.log, index.variance if moments else None, index.start, end, base, rest, facts, kv_start,
-            kv_len, *of_q, scale, N, G, C,
+        BM, BC = min(tiles.select[0], triton.next_power_of_2(C)), triton.next_power_of_2(C)
+        _select_kernel[triton.cdiv(C, BM), B * G](
+            q, guess, index.log, index.variance if moments else None, index.start, ranks, end, base, rest, facts,
+            kv_start, kv_len, *of_q, scale, N, G, C,
             s.probes or 0, *share_in_units(s.budget or 0), MOMENTS=moments, DENSITY=s.density,
-            PROBES=s.probes is not None, BC=triton.next_power_of_2(C), BITS=tiles.select[0], num_warps=tiles.select[1],
+            PROBES=s.probes is not None, BC=BC, BM=BM, BJ=min(BC, 128), num_warps=tiles.select[1],
             **same, **more)
     bounds = facts, index.since, index.built, kv_start, kv_len
     if launches > 2:
         _read_kernel[P + PT, B * G](
             q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, end, base,
             *bounds, rows, m, l, o, sum_s, sum_x, scale, *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G,
-            C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN, BC=128 if N > 2**14 else 64, BL=32, BT=BT, TILES=TILES,
+            C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN, BC=tiles.rows if N > 2**14 else 64, BL=32, BT=BT, TILES=TILES,
             STAGES=stages, **launch_limits(warps, registers), **same, **more)
     if launches > 3:
         BW = min(BD, tiles.merge[0])
