@@ -220,6 +220,7 @@ def train_partition(
     before_rope: bool = True,   # of keys before RoPE?
     routers: tuple = ("mlp",),  # of `NETWORKS`, to be trained on these centroids
     queries: int = 256,         # of each text to learn from
+    fitted: int = 1,            # factors are fitted on every one, second, ... text
     window: int = 255,          # last keys of a query, which no router need find
     reach: int = 255,           # a query is learnt from if its heaviest key is at least so far back
     seed: int = 0,              # of everything drawn
@@ -238,7 +239,8 @@ def train_partition(
             found = cluster_shares(x.q[0], x.k[0], ids, x.positions, clusters, window=window, reach=reach,
                                    scale=x.scale)
             examples.setdefault(x.layer, []).append(((x.q_before if before_rope else x.q)[0], *found))
-            errors.setdefault(x.layer, []).append(factor_errors(x, fit, kmeans, before_rope))
+            if number % fitted == 0:
+                errors.setdefault(x.layer, []).append(factor_errors(x, fit, kmeans, before_rope))
         say(f"text {number + 1} of {len(prompts)}: queries")
     parts = {}
     for layer, fit in fits.items():
@@ -303,6 +305,7 @@ def make_partition(
     tasks = tuple(TASKS) if seen == "all" else KINDS[seen]
     texts = lesson_texts(name, tokenizer, tasks, *((1, (600,)) if quick else ()))
     few = dict(queries=128, window=64, reach=64, steps=20) if quick else dict(queries=512, steps=2000)
+    if name != "pocket": few["fitted"] = 4  # as many layers take their time
     parts = train_partition(model, texts, progress=say, **few)
     out.parent.mkdir(parents=True, exist_ok=True)
     whole = out.with_name(f".{out.name}.{torch.randint(10**9, ()).item()}")  # several processes may make it at once
