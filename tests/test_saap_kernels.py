@@ -433,9 +433,8 @@ if not INTERPRETED:
         from sparse_nb.kernels import saap
         from sparse_nb.kernels.common import compiled_usage
         BD = max(16, triton.next_power_of_2(D))
-        types = dict.fromkeys(("order_ptr", "list_ptr", "key_ptr", "end_ptr", "base_ptr", "fact_ptr", "since_ptr",
-                               "built_ptr", "len_ptr", "row_ptr"), "i32")
-        types |= dict(start_ptr="i64", id_ptr="i16", share="i64")
+        types = dict.fromkeys(("order_ptr", "list_ptr", "end_ptr", "base_ptr", "fact_ptr", "since_ptr", "built_ptr",
+                               "len_ptr", "row_ptr"), "i32") | dict(start_ptr="i64", id_ptr="i16", share="i64")
         halves = "q_ptr", "ask_ptr", "k_ptr", "v_ptr", "mean_ptr", "fit_ptr", "value_ptr", "out_ptr"
         types |= dict.fromkeys(halves, kind)
         known = dict(LR=4, D=D, BR=16, BD=BD, PDL=capability >= 90, CUT=tail != "drop", SECOND=tail == "second_order")
@@ -459,7 +458,7 @@ if not INTERPRETED:
         found = {"read": usage("read", capability, kind, D, tail=tail, warps=warps, registers=registers, **read)}
         routed = dict(BN=tiles.route[0], fit_ptr=None, ask_ptr=None, guess_ptr=None)
         found["route"] = usage("route", capability, kind, D, warps=tiles.route[1], **routed)
-        chosen = dict(BC=1024, BM=tiles.select[0], BJ=128, MOMENTS=True, DENSITY=True, PROBES=False)
+        chosen = dict(BC=1024, BITS=tiles.select[0], LP=4, MOMENTS=True, DENSITY=True, PROBES=False)
         found["select"] = usage("select", capability, kind, D, tail=tail, warps=tiles.select[1], **chosen)
         found["merge"] = usage("merge", capability, kind, D, tail=tail, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
         for name, used in found.items():

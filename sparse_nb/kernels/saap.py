@@ -216,107 +216,107 @@ def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, score_ptr, guess_ptr, scale
 # %% ../../kernels/saap.ipynb #080f820c
 @triton.jit
 def _rank(score_ptr, log_n, more, bg, o_c, there, q_ptr, q_h, q_d, scale, C, MOMENTS: tl.constexpr,
-          LR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+          LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     "log2 of each cluster's share, summed over the heads of a group"
-    total, o_d = tl.full(log_n.shape, -float("inf"), tl.float32), tl.arange(0, BD)
-    for r in range(LR):
-        b_x = tl.load(score_ptr + (bg * LR + r) * C + o_c, mask=there, other=-float("inf")) + log_n
-        if MOMENTS:
-            b_q = tl.load(q_ptr + r * q_h + o_d * q_d, mask=o_d < D, other=0.).to(tl.float32) * scale
-            b_x += tl.sum(b_q * b_q, 0) * more
-        b_x = tl.where(there, b_x, -float("inf"))
-        top = tl.max(b_x, 0)
-        b_x = b_x - top - tl.log2(tl.sum(tl.exp2(b_x - top), 0))                             # log2 of the share
-        high, apart = tl.maximum(total, b_x), tl.abs(total - b_x)
-        total = tl.where(high == -float("inf"), high, high + tl.log2(1 + tl.exp2(-apart)))
-        total = tl.where(b_x == b_x, total, b_x)
-    return total
+    o_r, o_d = tl.arange(0, LP), tl.arange(0, BD)
+    m_r = o_r < LR
+    m_x = m_r[:, None] & there[None, :]
+    b_x = tl.load(score_ptr + (bg * LR + o_r)[:, None] * C + o_c[None, :], mask=m_x, other=-float("inf"))
+    b_x += log_n[None, :]
+    if MOMENTS:
+        b_q = tl.load(q_ptr + o_r[:, None] * q_h + o_d[None, :] * q_d, mask=m_r[:, None] & (o_d < D)[None, :], other=0.)
+        b_q = b_q.to(tl.float32) * scale
+        b_x += tl.sum(b_q * b_q, 1)[:, None] * more[None, :]
+    b_x = tl.where(m_x, b_x, -float("inf"))
+    top = tl.max(b_x, 1)
+    top = tl.where(top == -float("inf"), 0., top)[:, None]
+    b_x = b_x - top - tl.log2(tl.sum(tl.exp2(b_x - top), 1))[:, None]                        # log2 of the share
+    b_x = tl.where(m_r[:, None], b_x, -float("inf"))
+    high = tl.max(b_x, 0)
+    seen = tl.where(high == -float("inf"), 0., high)
+    total = seen + tl.log2(tl.sum(tl.exp2(b_x - seen[None, :]), 0))
+    bad = tl.max((b_x != b_x).to(tl.int32), 0) > 0
+    return tl.where(bad, float("nan"), total)
+
+@triton.jit
+def _threshold(key, cost, want, BITS: tl.constexpr):
+    "The largest number that the costs of the keys that are not smaller, together, reach `want`"
+    o_j = tl.arange(0, 2**BITS)
+    least = tl.full([], -2**31, tl.int64)
+    for i in range(32 // BITS):
+        step = tl.full([], 1, tl.int64) << (32 - BITS - BITS * i)
+        least_j = (least + o_j.to(tl.int64) * step).to(tl.int32)
+        reached = tl.sum(tl.where(key[None, :] >= least_j[:, None], cost[None, :], 0), 1)
+        least += tl.max(tl.where(reached >= want, o_j, 0), 0).to(tl.int64) * step
+    return least.to(tl.int32)
 
 # %% ../../kernels/saap.ipynb #d3530da9
 @triton.jit
-def _select_kernel(q_ptr, score_ptr, log_ptr, variance_ptr, list_ptr, key_ptr, end_ptr, base_ptr, rest_ptr, fact_ptr,
+def _select_kernel(q_ptr, score_ptr, log_ptr, variance_ptr, list_ptr, end_ptr, base_ptr, rest_ptr, fact_ptr,
                    start_ptr, len_ptr, q_b, q_h, q_d, scale, N, G, C, probes, budget, share,
                    MOMENTS: tl.constexpr, DENSITY: tl.constexpr, PROBES: tl.constexpr, LR: tl.constexpr,
-                   D: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
+                   LP: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr,
                    PDL: tl.constexpr):
     "How many of the newest keys of each cluster are read, and where their lists lie"
     if PDL: gdc_launch_dependents()
-    bg, o_c, o_j = tl.program_id(1).to(tl.int64), tl.arange(0, BC), tl.arange(0, BJ)
-    i_b, m_c, i_c = bg // G, o_c < C, tl.program_id(0) * BM + tl.arange(0, BM)
-    p_list, p_log = list_ptr + bg * (C + 1), log_ptr + bg * C
+    bg, o_c = tl.program_id(0).to(tl.int64), tl.arange(0, BC)
+    i_b, m_c = bg // G, o_c < C
     _, seen = visible(start_ptr, len_ptr, i_b, N)
-    there = tl.load(p_list + 1 + o_c, mask=m_c, other=0) > tl.load(p_list + o_c, mask=m_c, other=0)
-    log_n = tl.load(p_log + o_c, mask=m_c, other=-float("inf"))
+    end_c = tl.load(list_ptr + bg * (C + 1) + 1 + o_c, mask=m_c, other=0)
+    n = end_c - tl.load(list_ptr + bg * (C + 1) + o_c, mask=m_c, other=0)
+    there, log_n = n > 0, tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))
     more = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) * 0.34657359027997264 if MOMENTS else log_n
-    m_i, total = i_c < C, tl.load(p_list + C)
-    end_i = tl.load(p_list + 1 + i_c, mask=m_i, other=0)
-    n, log_i = end_i - tl.load(p_list + i_c, mask=m_i, other=0), tl.load(p_log + i_c, mask=m_i, other=-float("inf"))
     if PDL: gdc_wait()
     rank = _rank(score_ptr, log_n, more, bg, o_c, there, q_ptr + i_b * q_b + bg % G * LR * q_h, q_h, q_d, scale, C,
-                 MOMENTS, LR, D, BD)
+                 MOMENTS, LR, LP, D, BD)
     if DENSITY: rank -= log_n
-    bits = tl.where(rank == rank, rank + 0., float("inf")).to(tl.int32, bitcast=True)
-    key = tl.where(there, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2**31)               # the order of the ranks
-    tl.store(key_ptr + bg * C + o_c, key, mask=m_c)
-    tl.debug_barrier()
-    own, ahead = tl.load(key_ptr + bg * C + i_c, mask=m_i, other=-2**31), tl.zeros([BM], tl.int64)
-    for j in range(0, C, BJ):
-        i_j = j + o_j
-        m_j = i_j < C
-        other = tl.load(key_ptr + bg * C + i_j, mask=m_j, other=-2**31)
-        n_j = tl.load(p_list + 1 + i_j, mask=m_j, other=0) - tl.load(p_list + i_j, mask=m_j, other=0)
-        first = (other[None, :] > own[:, None]) | (other[None, :] == own[:, None]) & (i_j[None, :] < i_c[:, None])
-        ahead += tl.sum(tl.where(first, (n_j.to(tl.int64) + 2**32)[None, :], 0), 1)          # keys, and lists above
-    keys, place = (ahead & 0xFFFFFFFF).to(tl.int32), (ahead >> 32).to(tl.int32)
-    want, zero = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    if PROBES:
-        taken = tl.where(place < probes, n, 0)
-        last = (taken > 0) & ((place + 1 >= probes) | (keys + n >= total))
-    else:
-        want = in_keys(budget, share, want + seen)
-        taken = tl.maximum(tl.minimum(want - keys, n), 0)
-        last = (taken > 0) & (keys + n >= tl.minimum(want, total))
-    end = keys + taken
-    tl.store(end_ptr + bg * C + place, end, mask=m_i & (taken > 0))
-    tl.store(base_ptr + bg * C + place, end_i - end, mask=m_i & (taken > 0))
+    rank = tl.where(there, tl.where(rank == rank, rank + 0., float("inf")), -float("inf"))
+    bits = rank.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)                                        # the order of the ranks
+    cost, want = n, tl.full([], 0, tl.int32)
+    if PROBES: cost, want = m_c.to(tl.int32), want + tl.minimum(probes, C)
+    else: want = in_keys(budget, share, want + seen)
+    least = _threshold(key, cost, want, BITS)
+    before = tl.sum(tl.where(key > least, cost, 0), 0)
+    ties = tl.where(key == least, cost, 0)
+    rest = tl.maximum(want - before - tl.cumsum(ties, 0) + ties, 0)
+    taken = tl.where(key > least, cost, tl.minimum(rest, ties))
+    if PROBES: taken = tl.where(taken > 0, n, 0)
+    many = tl.cumsum(taken.to(tl.int64) + ((taken > 0).to(tl.int64) << 32), 0)               # keys, and lists above
+    end, place = (many & 0xFFFFFFFF).to(tl.int32), (many >> 32).to(tl.int32) - 1
+    tl.store(end_ptr + bg * C + place, end, mask=taken > 0)
+    tl.store(base_ptr + bg * C + place, end_c - end, mask=taken > 0)
     if rest_ptr is not None:
-        tl.store(rest_ptr + bg * C + i_c, tl.where((n > 0) & (taken == 0), log_i, -float("inf")), mask=m_i)
-    cut, p_fact = last & (taken < n), fact_ptr + bg * 8 + i_c * 0
-    tl.store(p_fact, place + 1, mask=last)                                                   # lists
-    tl.store(p_fact + 1, end, mask=last)                                                     # their keys
-    tl.store(p_fact + 2, tl.where(cut, i_c, -1), mask=last)                                  # the cluster that is cut
-    tl.store(p_fact + 3, tl.where(cut, end - taken, 0), mask=last)                           # its first slot
-    tl.store(p_fact + 4, tl.where(cut, taken, 0), mask=last)                                 # its slots
-    if (total == 0) | ((probes if PROBES else want) <= 0):                                   # no list at all
-        o_f = tl.arange(0, 8)
-        tl.store(fact_ptr + bg * 8 + o_f, tl.where(o_f == 2, -1, zero))
+        tl.store(rest_ptr + bg * C + o_c, tl.where(there & (taken == 0), log_n, -float("inf")), mask=m_c)
+    cut, p_fact = (taken > 0) & (taken < n), fact_ptr + bg * 8
+    tl.store(p_fact, tl.max(place, 0) + 1)                                                   # lists
+    tl.store(p_fact + 1, tl.max(end, 0))                                                     # their keys
+    tl.store(p_fact + 2, tl.max(tl.where(cut, o_c, -1), 0))                                  # the cluster that is cut
+    tl.store(p_fact + 3, tl.max(tl.where(cut, end - taken, 0), 0))                           # its first slot
+    tl.store(p_fact + 4, tl.max(tl.where(cut, taken, 0), 0))                                 # its slots
 
 # %% ../../kernels/saap.ipynb #98a03dc0
 @triton.jit
-def _room(start_ptr, len_ptr, since_ptr, built_ptr, fact_ptr, bg, G, N):
-    "First visible key, sinks, first key behind the lists, slots before them, all slots"
+def _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N):
+    "First visible key, sinks, first key behind the lists, and how many keys are in no list"
     first, n = visible(start_ptr, len_ptr, bg // G, N)
     first = tl.full([], 0, tl.int32) + first
     since, built = tl.load(since_ptr + bg // G), tl.load(built_ptr + bg // G)
-    sinks, near = since - first, tl.maximum(first + n - built, 0)
-    return first, sinks, built, sinks + near, sinks + near + tl.load(fact_ptr + bg * 8 + 1)
+    sinks = since - first
+    return first, sinks, built, sinks + tl.maximum(first + n - built, 0)
 
 @triton.jit
-def _write_rows(row_ptr, order_ptr, end_ptr, base_ptr, lists, low, high, first, sinks, built, near,
-                BC: tl.constexpr, BL: tl.constexpr):
+def _write_rows(row_ptr, order_ptr, end_ptr, base_ptr, lists, low, high, BC: tl.constexpr, BL: tl.constexpr):
     "The rows of the slots from `low` on and before `high`"
     o_l = tl.arange(0, BL)
     for at in range(low, high, BC):
         o_s = at + tl.arange(0, BC)
-        u, passed = o_s - near, tl.zeros([BC], tl.int32)
+        passed = tl.zeros([BC], tl.int32)
         for i_l in range(0, lists, BL):
             end = tl.load(end_ptr + i_l + o_l, mask=i_l + o_l < lists, other=2**31 - 1)
-            passed += tl.sum((end[None, :] <= u[:, None]).to(tl.int32), 1)
-        listed = (u >= 0) & (o_s < high)
-        place = tl.load(base_ptr + passed, mask=listed, other=0) + u
-        row = tl.load(order_ptr + place, mask=listed, other=0)
-        row = tl.where(u >= 0, row, tl.where(o_s < sinks, first + o_s, built + o_s - sinks))
-        tl.store(row_ptr + o_s, row, mask=o_s < high)
+            passed += tl.sum((end[None, :] <= o_s[:, None]).to(tl.int32), 1)
+        place = tl.load(base_ptr + passed, mask=o_s < high, other=0) + o_s
+        tl.store(row_ptr + o_s, tl.load(order_ptr + place, mask=o_s < high, other=0), mask=o_s < high)
     tl.debug_barrier()
 
 # %% ../../kernels/saap.ipynb #0b2a0339
@@ -329,14 +329,32 @@ def _next(m, l, b_s):
     return new, l * old + tl.sum(b_p, 1), b_p, old
 
 @triton.jit
-def _read_rows(b_q, k_ptr, v_ptr, row_ptr, low, high, cut, end_cut, scale, k_n, k_d, v_n, v_d, CUT: tl.constexpr,
-               SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-               BD: tl.constexpr, STAGES: tl.constexpr):
-    "Partial softmax of slots, and sums over those from `cut` on and before `end_cut`: scores, lengths, keys, values"
+def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_d, v_n, v_d, LR: tl.constexpr,
+               D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    "Partial softmax of sinks and of what is behind the lists: their numbers `low` to `high`; nothing in row LR"
+    o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
+    m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
+    for at in tl.range(low, high, BN, num_stages=1):
+        o_s = at + o_n
+        m_n = o_s < high
+        row = tl.where(o_s < sinks, first + o_s, built + o_s - sinks).to(tl.int64)
+        m_k = m_n[:, None] if BD == D else m_n[:, None] & (o_d < D)[None, :]
+        b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
+        b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))         # [BR, BN]
+        m, l, b_p, old = _next(m, l, b_s)
+        b_p = tl.where((o_r < LR)[:, None], b_p, 0.)
+        b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
+        acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
+    return m, l, acc
+
+@triton.jit
+def _read_rows(m, l, acc, b_q, k_ptr, v_ptr, row_ptr, low, high, cut, end_cut, scale, k_n, k_d, v_n, v_d,
+               CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
+               BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
+    "Slots joined to a partial softmax, and sums over those from `cut` to `end_cut`: scores, lengths, keys, values"
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_d, is_sum = o_d < D, o_r == LR
-    m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
-    scores, squares, keys = l, tl.zeros([BN], tl.float32), tl.zeros([BD], tl.float32)
+    scores, squares, keys = tl.zeros([BR], tl.float32), tl.zeros([BN], tl.float32), tl.zeros([BD], tl.float32)
     for at in tl.range(low, high, BN, num_stages=STAGES):
         o_s = at + o_n
         m_n = o_s < high
@@ -398,18 +416,21 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
     p_q = q_ptr + i_b * q_b + (i_g * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
     b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
+    p_k, p_v, part = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g, p.to(tl.int64)
+    if p < P:                                                                                # needs no choice
+        first, sinks, built, near = _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N)
+        m, l, acc = _read_near(b_q, p_k, p_v, (part * near // P).to(tl.int32), ((part + 1) * near // P).to(tl.int32),
+                               first, sinks, built, scale, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD)
     if PDL: gdc_wait()
     if p < P:
-        first, sinks, built, near, slots = _room(start_ptr, len_ptr, since_ptr, built_ptr, fact_ptr, bg, G, N)
-        low = (p.to(tl.int64) * slots // P).to(tl.int32)
-        high = ((p + 1).to(tl.int64) * slots // P).to(tl.int32)
-        lists, cut = tl.load(fact_ptr + bg * 8), near + tl.load(fact_ptr + bg * 8 + 3)
+        slots, cut = tl.load(fact_ptr + bg * 8 + 1), tl.load(fact_ptr + bg * 8 + 3)
+        low, high = (part * slots // P).to(tl.int32), ((part + 1) * slots // P).to(tl.int32)
         end_cut = cut + tl.load(fact_ptr + bg * 8 + 4)
-        _write_rows(row_ptr + bg * N, order_ptr + bg * S, end_ptr + bg * C, base_ptr + bg * C, lists, low, high,
-                    first, sinks, built, near, BC, BL)
+        _write_rows(row_ptr + bg * N, order_ptr + bg * S, end_ptr + bg * C, base_ptr + bg * C,
+                    tl.load(fact_ptr + bg * 8), low, high, BC, BL)
         m, l, acc, scores, squares, keys = _read_rows(
-            b_q, k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g, row_ptr + bg * N, low, high, cut,
-            end_cut, scale, k_n, k_d, v_n, v_d, CUT, SECOND, LR, D, BR, BN, BD, STAGES)
+            m, l, acc, b_q, p_k, p_v, row_ptr + bg * N, low, high, cut, end_cut, scale, k_n, k_d, v_n, v_d, CUT,
+            SECOND, LR, D, BR, BN, BD, STAGES)
         if CUT:
             if (low < end_cut) & (high > cut):
                 tl.store(sum_s_ptr + (bg * LR + o_r) * P + p, scores, mask=m_r)
@@ -449,8 +470,8 @@ def _rest_of_cut(q_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, factor_ptr, bh, bg, i_h, 
     return x, (tl.load(p_sum + 2 + D + o_v, mask=o_v < D, other=0.) - tl.sum(b_v, 0)) / left
 
 @triton.jit
-def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, factor_ptr, fact_ptr, since_ptr,
-                  built_ptr, start_ptr, len_ptr, out_ptr, scale, q_b, q_h, q_d, out_b, out_h, out_d, N, G, C, P, A,
+def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, factor_ptr, fact_ptr, out_ptr,
+                  scale, q_b, q_h, q_d, out_b, out_h, out_d, G, C, P, A,
                   CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BP: tl.constexpr,
                   BW: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
     "Join the parts of a head, and what was left of the cluster that was cut"
@@ -467,8 +488,8 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, fac
     if CUT:
         cut = tl.load(fact_ptr + bg * 8 + 2)
         if cut >= 0:
-            _, _, _, near, slots = _room(start_ptr, len_ptr, since_ptr, built_ptr, fact_ptr, bg, G, N)
-            low, taken = near + tl.load(fact_ptr + bg * 8 + 3), tl.load(fact_ptr + bg * 8 + 4)
+            slots, low = tl.load(fact_ptr + bg * 8 + 1), tl.load(fact_ptr + bg * 8 + 3)
+            taken = tl.load(fact_ptr + bg * 8 + 4)
             p_low = ((low + 1).to(tl.int64) * P - 1) // slots                                # the part of a slot
             p_high = ((low + taken).to(tl.int64) * P - 1) // slots
             x, b_v = _rest_of_cut(q_ptr + i_b * q_b + i_h * q_h, sum_ptr, sum_s_ptr, sum_x_ptr, factor_ptr, bh, bg,
@@ -483,11 +504,11 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, fac
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
     route: tuple = (32, 4)            # clusters of a program, warps
-    select: tuple = (32, 4)           # clusters of a program, warps
+    select: tuple = (2, 8)            # bits of the threshold at once, warps
     read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     means: int = 128                  # clusters of a program, at most
     merge: tuple = (32, 4)            # numbers of a program, warps
-    rows: int = 256                   # of slots that a program writes down at once
+    rows: int = 128                   # of slots that a program writes down at once
 
 class Settings(NamedTuple):
     "What the kernels know of a `Saap`."
@@ -539,7 +560,7 @@ def launch(
     scores = floats(B, H, C) if tail or moments else None
     if guess is None: guess = scores if moments else floats(B, H, C)
     else: guess = (guess * LOG2E).float().contiguous()
-    (end, base, ranks), rest, facts = integers(3, B, G, C), floats(B, G, C) if tail else None, integers(B, G, 8)
+    (end, base), rest, facts = integers(2, B, G, C), floats(B, G, C) if tail else None, integers(B, G, 8)
     (m, l), o, rows = floats(2, B * H, P + PT), floats(B * H, P + PT, D), integers(B, G, N)
     sum_s, sum_x = (floats(B, H, P), floats(B, G, P, 2 * D + 1)) if CUT else (None, None)
     out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
@@ -553,12 +574,12 @@ def launch(
             q, ask, None if scores is None else index.mean, centroids, scores, guess, scale, *of_q, *of_a, *of_fit,
             G, C, BR=BR, BN=tiles.route[0], num_warps=tiles.route[1], **same)
     if launches > 1:
-        BM, BC = min(tiles.select[0], triton.next_power_of_2(C)), triton.next_power_of_2(C)
-        _select_kernel[triton.cdiv(C, BM), B * G](
-            q, guess, index.log, index.variance if moments else None, index.start, ranks, end, base, rest, facts,
-            kv_start, kv_len, *of_q, scale, N, G, C,
+        _select_kernel[B * G,](
+            q, guess, index.log, index.variance if moments else None, index.start, end, base, rest, facts, kv_start,
+            kv_len, *of_q, scale, N, G, C,
             s.probes or 0, *share_in_units(s.budget or 0), MOMENTS=moments, DENSITY=s.density,
-            PROBES=s.probes is not None, BC=BC, BM=BM, BJ=min(BC, 128), num_warps=tiles.select[1],
+            PROBES=s.probes is not None, LP=triton.next_power_of_2(LR), BC=triton.next_power_of_2(C),
+            BITS=tiles.select[0], num_warps=tiles.select[1],
             **same, **more)
     bounds = facts, index.since, index.built, kv_start, kv_len
     if launches > 2:
@@ -570,7 +591,7 @@ def launch(
     if launches > 3:
         BW = min(BD, tiles.merge[0])
         _merge_kernel[B * H, triton.cdiv(D, BW)](
-            q, m, l, o, index.sums, sum_s, sum_x, factor, *bounds, out, scale, *of_q, *of_out, N, G, C, P, P + PT,
+            q, m, l, o, index.sums, sum_s, sum_x, factor, facts, out, scale, *of_q, *of_out, G, C, P, P + PT,
             CUT=CUT, SECOND=second, BP=triton.next_power_of_2(P + PT), BW=BW, num_warps=tiles.merge[1], **same, **more)
     return Found(out, end, base, facts)
 

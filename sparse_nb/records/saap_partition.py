@@ -305,7 +305,7 @@ def make_partition(
     tasks = tuple(TASKS) if seen == "all" else KINDS[seen]
     texts = lesson_texts(name, tokenizer, tasks, *((1, (600,)) if quick else ()))
     few = dict(queries=128, window=64, reach=64, steps=20) if quick else dict(queries=512, steps=2000)
-    if name != "pocket": few["fitted"] = 4  # as many layers take their time
+    if name != "pocket" and not quick: few |= dict(fitted=4, steps=600)  # its many layers take their time
     parts = train_partition(model, texts, progress=say, **few)
     out.parent.mkdir(parents=True, exist_ok=True)
     whole = out.with_name(f".{out.name}.{torch.randint(10**9, ()).item()}")  # several processes may make it at once
