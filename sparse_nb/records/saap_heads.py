@@ -8,7 +8,7 @@ __all__ = ['QUERIES', 'SINKS', 'WINDOW', 'LEAST', 'ASKED', 'BUDGETS', 'RULES', '
            'outputs_of', 'oracles', 'rules_row', 'figure_rows', 'over_layers', 'batched_rows', 'selectivity_rows',
            'size_rows', 'length_rows', 'centroids_for', 'condensed_rows', 'record']
 
-# %% ../../kernels/records/saap_heads.ipynb #0c8c7d4c
+# %% ../../kernels/records/saap_heads.ipynb #3e4a8664
 import math
 import time
 from functools import cache
@@ -29,7 +29,7 @@ from sparse_nb.saap import (
     tail_state)
 from ..tasks import make, prompt_tokens
 
-# %% ../../kernels/records/saap_heads.ipynb #a8f146e7
+# %% ../../kernels/records/saap_heads.ipynb #0543decb
 QUERIES, SINKS, WINDOW, LEAST = 8, 1, 127, 0.05
 ASKED = "multikey", "multivalue", "kv", "frequent_words"
 BUDGETS = 0.01, 0.02, 0.04, 0.08  # far keys that are read, of all keys
@@ -57,7 +57,7 @@ def far_mask(n, device="cpu"):
     i = torch.arange(n, device=device)
     return (i >= SINKS) & (i < n - WINDOW)
 
-# %% ../../kernels/records/saap_heads.ipynb #997618bb
+# %% ../../kernels/records/saap_heads.ipynb #57abc919
 RULES = {  # partition, router, rank
     "paper": ("other", "mlp", "mass"), "mlp, density": ("other", "mlp", "density"),
     "centroid, mass": ("other", "centroid", "mass"), "moments, mass": ("other", "moments", "mass"),
@@ -90,7 +90,7 @@ def outputs_of(x, i, found, settings):
     return outs
 
 def oracles(x, i, weight, ids, budget):
-    "rule -> which keys [1, G, n] the oracles read, by the attention `weight` [1, G, n] of the groups and cluster `ids`."
+    "rule -> keys [1, G, n] that oracles read, by the attention `weight` [1, G, n] of the groups and cluster `ids`."
     n = weight.shape[-1]
     far = far_mask(n)
     top = weight.masked_fill(~far, -1).topk(budget).indices
@@ -101,12 +101,13 @@ def oracles(x, i, weight, ids, budget):
     return {"top keys": ~far | torch.zeros_like(weight).bool().scatter(-1, top, True),
             "clusters by true density": ~far | newest_of_each(ids, far[None], taken)}
 
-# %% ../../kernels/records/saap_heads.ipynb #2162e371
+# %% ../../kernels/records/saap_heads.ipynb #242c472f
 def rules_row(
     task: str,    # in `ASKED`
     length: int,  # tokens
     seed: int,    # of the prompt
     files: dict,  # kind or "all" -> file of a partition
+    rules=tuple(RULES),  # some of `RULES`
 ) -> list:        # of dicts: rule, budget, tail; recall and error, means over layers, heads and queries that count
     "Every rule at every budget on one prompt."
     sums = {}
@@ -123,7 +124,7 @@ def rules_row(
             mass = weight[:, far].sum(-1)
             counts = mass >= LEAST
             recall = lambda dense: (weight * dense)[:, far].sum(-1) / mass.clamp(min=1e-30)
-            for rule in RULES:
+            for rule in rules:
                 s, name = rule_settings(rule, task, x.layer, files), RULES[rule][0]
                 for budget in BUDGETS:
                     method = Saap(round(budget * length), **s)
@@ -136,7 +137,7 @@ def rules_row(
                     caught = recall(found.selection.dense(x.k.shape[2])[0, :, 0, :n] > 0)
                     for tail, out in outputs_of(x, i, found, s).items():
                         add((rule, budget, tail), caught, relative(out, want), counts)
-            for budget in BUDGETS:
+            for budget in BUDGETS if "other" in states else ():
                 of_groups = weight.view(1, -1, repeats, n).sum(2)
                 read = oracles(x, i, of_groups, states["other"].rows[:, :, :n, 0].long(), round(budget * length))
                 for rule, dense in read.items():
@@ -147,7 +148,7 @@ def rules_row(
     return [dict(rule=rule, budget=budget, tail=tail, recall=float(a / n), error=float(b / n), queries=int(n))
             for (rule, budget, tail), (a, b, n) in sums.items() if n]
 
-# %% ../../kernels/records/saap_heads.ipynb #d6c3b9ad
+# %% ../../kernels/records/saap_heads.ipynb #7b5ec9cf
 STRETCH = 512  # keys of a range of time
 
 def figure_rows(
@@ -194,6 +195,7 @@ def over_layers(rows):
     return [dict(key) | {x: sum(row[x] for row in own) / len(own) for x in own[0] if x in means}
             for key, own in found.items()]
 
+# %% ../../kernels/records/saap_heads.ipynb #de6a0f4a
 def batched_rows(x, ids, parts):
     "Fig. 9 for the last query of a layer: a list a head, or one a group."
     q, k, _ = x.seen(QUERIES - 1)
@@ -228,7 +230,7 @@ def selectivity_rows(x, task, files):
             rows.append(dict(figure="selectivity", partition=name, probes=probes, read=float(read.mean())))
     return rows
 
-# %% ../../kernels/records/saap_heads.ipynb #d57cb426
+# %% ../../kernels/records/saap_heads.ipynb #c5c463cd
 SIZES = 32, 128, 512
 TRAINED = 1024, 4096  # tokens of the texts of centroids in the table of lengths
 
@@ -274,7 +276,7 @@ def length_rows(task, length, seed, fits):
     return [dict(figure="lengths", trained=trained, tested=length, rope=rope, router=router, heads=heads)
             for (trained, rope, router), heads in found.items()]
 
-# %% ../../kernels/records/saap_heads.ipynb #b4ba270c
+# %% ../../kernels/records/saap_heads.ipynb #f60d866c
 PROMPTS, LENGTH = 6, 4096
 
 def centroids_for(tokenizer, model, kinds, lengths, each, **settings):
