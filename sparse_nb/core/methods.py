@@ -94,6 +94,10 @@ METHODS = {
                     "keys near the query after a rotation, two bits a number"),
     "magicpig": Entry("sparse_nb.baselines:MagicPIG", "MagicPIG", "#ff40ea", "o",
                       "keys that collide with the query in random hash tables, weighted by their chance"),
+    "reformer": Entry("sparse_nb.lsh:Reformer", "Reformer", "#3c8400", "h",
+                      "keys in the query's chunk of a row sorted by the nearest of random directions"),
+    "kdeformer": Entry("sparse_nb.lsh:KDEformer", "KDEformer", "#4878c0", "<",
+                       "keys whose signs stand near the query's in Gray code, in bins of equal size"),
     "saap": Entry("sparse_nb.saap:Saap", "SAAP", "#6d1d00", "d",
                   "clusters of keys that look heavy by their moments, and of the others their means"),
     "delta": Entry("sparse_nb.delta:Delta", "Delta", "#bd2a77", "p",
@@ -113,6 +117,7 @@ METHODS = {
                   "the keys that one method selects, and of their values a few that are drawn"),
 }
 
+# %% ../../nbs/07_methods.ipynb #b7c832d9
 CLASSES = {row.path.partition(":")[2]: row.path for row in METHODS.values()}  # class name -> where it is
 
 def method_class(
