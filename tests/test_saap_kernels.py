@@ -270,22 +270,6 @@ def test_of_equal_centroids_the_first_wins():
 
 
 @kernel
-@pytest.mark.parametrize("N, C", [(1, 1), (255, 7), (256, 3), (700, 90), (513, 1)] + [(100003, 1024)] * GPU)
-def test_lists_are_a_stable_sort(N, C):
-    "Over several tiles; hidden keys come last, and room behind the keys stays as it is."
-    from sparse_nb.kernels.saap import lists_of
-    generator = torch.Generator(DEVICE).manual_seed(N)
-    ids = (torch.rand(2, 2, N, device=DEVICE, generator=generator) ** 3 * C).to(torch.int16)
-    shown = torch.rand(2, 1, N, device=DEVICE, generator=generator) > 0.2
-    room = torch.full((2, 2, N + 5), -7, dtype=torch.int32, device=DEVICE)
-    order, start = poisoned(lambda: lists_of(ids, shown, C, room))
-    cluster, want = torch.where(shown, ids, C).sort(dim=-1, stable=True)
-    assert order is room and torch.equal(order[..., :N].long(), want) and (order[..., N:] == -7).all()
-    assert torch.equal(start.long(), (cluster[..., None] < torch.arange(C + 1, device=DEVICE)).sum(2))
-    assert start.dtype == torch.int32 and torch.equal(poisoned(lambda: lists_of(ids, shown, C))[0].long(), want)
-
-
-@kernel
 @pytest.mark.parametrize("unit", [False, True])
 @pytest.mark.parametrize("dtype, layout", [(BF16, "plain"), (FP32, "feature-major"), (FP16, "by position")], ids=str)
 def test_sums_of_clusters(dtype, layout, unit):
@@ -451,7 +435,6 @@ if not INTERPRETED:
         BD = max(16, triton.next_power_of_2(D))
         types = dict.fromkeys(("order_ptr", "list_ptr", "end_ptr", "base_ptr", "fact_ptr", "since_ptr", "built_ptr",
                                "len_ptr", "row_ptr"), "i32") | dict(start_ptr="i64", id_ptr="i16", share="i64")
-        types |= dict(rank_ptr="i16", count_ptr="i32", upto_ptr="i32")
         halves = "q_ptr", "ask_ptr", "k_ptr", "v_ptr", "mean_ptr", "fit_ptr", "value_ptr", "out_ptr"
         types |= dict.fromkeys(halves, kind)
         known = dict(LR=4, D=D, BR=16, BD=BD, PDL=capability >= 90, CUT=tail != "drop", SECOND=tail == "second_order")
@@ -489,9 +472,7 @@ if not INTERPRETED:
         BM, BN, warps, stages = saap.assign_tile(128, 4 if kind == "fp32" else 2)
         tile = dict(BM=BM, BN=BN, STAGES=stages, shift_ptr=None)
         found = {"assign": usage("assign", capability, kind, D, warps=warps, **tile),
-                 "sums": usage("sums", capability, kind, D, UNIT=False, BN=32, STAGES=3),
-                 "count": usage("count", capability, kind, D, BT=256, BJ=32),
-                 "place": usage("place", capability, kind, D, BT=256)}
+                 "sums": usage("sums", capability, kind, D, UNIT=False, BN=32, STAGES=3)}
         for name, used in found.items():
             print(name, used)
             assert used["spills"] == 0 and used["shared"] <= (227 if capability == 90 else 163) * 1024, (name, used)

@@ -68,34 +68,6 @@ def assign(
             k, fit, shift, ids, *k.stride(), N, G, C, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages, num_warps=warps)
     return ids
 
-# %% ../../kernels/saap.ipynb #ffc0dc99
-@triton.jit
-def _count_kernel(id_ptr, rank_ptr, count_ptr, N, C, BT: tl.constexpr, BJ: tl.constexpr):
-    "Keys of each cluster in a tile of BT, and of each key how many before it in the tile are of its cluster"
-    t, bg, o_t = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, BT)
-    m_t = t * BT + o_t < N
-    p_id = id_ptr + bg * N + t * BT
-    own, rank = tl.load(p_id + o_t, mask=m_t, other=-1), tl.zeros([BT], tl.int32)
-    for j in tl.static_range(0, BT, BJ):
-        o_j = j + tl.arange(0, BJ)
-        other = tl.load(p_id + o_j, mask=t * BT + o_j < N, other=-2)
-        rank += tl.sum(((other[None, :] == own[:, None]) & (o_j[None, :] < o_t[:, None])).to(tl.int32), 1)
-    tl.store(rank_ptr + bg * N + t * BT + o_t, rank.to(rank_ptr.dtype.element_ty), mask=m_t)
-    p_count = count_ptr + (bg * tl.num_programs(0) + t) * (C + 1) + own.to(tl.int64)
-    tl.atomic_add(p_count, 1, mask=m_t, sem="relaxed")
-
-@triton.jit
-def _place_kernel(id_ptr, rank_ptr, upto_ptr, start_ptr, order_ptr, N, C, S, BT: tl.constexpr):
-    "Write each key of a tile to its place"
-    t, bg, o_t = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, BT)
-    i_n = t * BT + o_t
-    m_t = i_n < N
-    own = tl.load(id_ptr + bg * N + i_n, mask=m_t, other=0).to(tl.int64)
-    before = tl.load(upto_ptr + (bg * tl.num_programs(0) + t - 1) * (C + 1) + own, mask=m_t & (t > 0), other=0)
-    rank = tl.load(rank_ptr + bg * N + i_n, mask=m_t, other=0).to(tl.int32)
-    place = tl.load(start_ptr + bg * (C + 1) + own, mask=m_t, other=0) + before + rank
-    tl.store(order_ptr + bg * S + place, i_n.to(tl.int32), mask=m_t)
-
 # %% ../../kernels/saap.ipynb #fb9173e0
 @triton.jit
 def _sums_kernel(k_ptr, v_ptr, order_ptr, start_ptr, sum_ptr, mean_ptr, value_ptr, log_ptr, variance_ptr,
@@ -132,27 +104,18 @@ def _sums_kernel(k_ptr, v_ptr, order_ptr, start_ptr, sum_ptr, mean_ptr, value_pt
         tl.store(log_ptr + bg * C + c, tl.log2(n.to(tl.float32)))
         tl.store(variance_ptr + bg * C + c, tl.maximum(square * each - tl.sum(b_m * b_m, 0), 0.) / D)
 
-# %% ../../kernels/saap.ipynb #27718111
-_COUNT, _SUMS = 256, (32, 4, 3)  # keys of a tile; rows at once, warps, stages
+# %% ../../kernels/saap.ipynb #f59fb0ed
+_SUMS = 32, 4, 3  # rows at once, warps, stages
 
 def lists_of(
-    ids: torch.Tensor,                 # cluster of each key [B, G, N]
-    shown: torch.Tensor,               # does it belong to a list? bool, broadcasts to [B, G, N]
-    clusters: int,                     # C
-    order: torch.Tensor | None = None, # to fill: room for N key numbers or more [B, G, room], int32
-) -> tuple:                            # order [B, G, N], start [B, G, C + 1], both int32
+    ids: torch.Tensor,    # cluster of each key [B, G, N]
+    shown: torch.Tensor,  # does it belong to a list? bool, broadcasts to [B, G, N]
+    clusters: int,        # C
+) -> tuple:               # order [B, G, N], start [B, G, C + 1], both int32
     "Keys by cluster, each list with the lowest key first, and where the lists begin; keys of no list come last."
-    (B, G, N), device, BT = ids.shape, ids.device, _COUNT
-    order = torch.empty(B, G, N, dtype=torch.int32, device=device) if order is None else order
-    T, ids = triton.cdiv(N, BT), torch.where(shown, ids, clusters).to(torch.int16).contiguous()
-    rank = torch.empty(B, G, N, dtype=torch.int16, device=device)
-    count = torch.zeros(B, G, max(T, 1), clusters + 1, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(ids):
-        if N: _count_kernel[T, B * G](ids, rank, count, N, clusters, BT=BT, BJ=32, num_warps=4)
-        upto = count.cumsum(2, dtype=torch.int32)
-        start = torch.nn.functional.pad(upto[:, :, -1, :-1].cumsum(-1, dtype=torch.int32), (1, 0))
-        if N: _place_kernel[T, B * G](ids, rank, upto, start, order, N, clusters, order.shape[2], BT=BT, num_warps=4)
-    return order, start
+    cluster, order = torch.where(shown, ids, clusters).sort(dim=-1, stable=True)
+    edges = torch.arange(clusters + 1, dtype=cluster.dtype, device=ids.device).expand(*ids.shape[:2], -1)
+    return order.int(), torch.searchsorted(cluster, edges.contiguous(), out_int32=True)
 
 def _sum_up(k, v, order, start, sums, parts=(None,) * 4, unit=False, tiles=_SUMS):
     "Launch the sums of all lists"
@@ -178,7 +141,7 @@ def cluster_sums(
     sums = torch.empty(*k.shape[:2], clusters, 2 + D * (1 if v is None else 2), device=ids.device)
     return _sum_up(k, v, *lists_of(ids, shown, clusters), sums, unit=unit)
 
-# %% ../../kernels/saap.ipynb #0d3a6de0
+# %% ../../kernels/saap.ipynb #00aaabc7
 class Index(NamedTuple):
     "What a step knows of the far keys of each sequence: those from `since` on and before `built`."
     order: torch.Tensor    # key numbers by cluster, the lowest first [B, G, room], int32
@@ -209,14 +172,16 @@ def build_index(
     (B, G, N, D), device = k.shape, ids.device
     i = torch.arange(N, device=device)
     shown = ((i >= since[:, None]) & (i < built[:, None]))[:, None]
+    order, start = lists_of(ids, shown, clusters)
     if index is None:
         floats, own = (functools.partial(torch.empty, device=device, dtype=x) for x in (torch.float32, k.dtype))
-        whole = functools.partial(torch.empty, device=device, dtype=torch.int32)
-        index = Index(whole(B, G, N), whole(B, G, clusters + 1), floats(B, G, clusters, 2 + 2 * D),
+        bound = functools.partial(torch.empty, B, dtype=torch.int32, device=device)
+        index = Index(torch.empty_like(order), torch.empty_like(start), floats(B, G, clusters, 2 + 2 * D),
                       own(B, G, clusters, D), own(B, G, clusters, D), floats(B, G, clusters), floats(B, G, clusters),
-                      whole(B), whole(B))
+                      bound(), bound())
     if index.order.shape[2] < N: raise ValueError(f"index must have room for {N} keys, got {index.order.shape[2]}")
-    index.start.copy_(lists_of(ids, shown, clusters, index.order)[1])
+    index.order[..., :N].copy_(order)
+    index.start.copy_(start)
     index.since.copy_(since)
     index.built.copy_(torch.maximum(built, since))
     _sum_up(k, v, index.order, index.start, index.sums, (index.mean, index.value, index.log, index.variance))
