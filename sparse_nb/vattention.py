@@ -133,9 +133,10 @@ class VAttention(Method):
         return select_and_promise(q, k, None, self, state, seed=seed, scale=scale, **masks)[0]
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
-               backend="auto", state=None):
-        "`vattention_decode` with these settings."
+               backend="auto", state=None, q_before=None):
+        "`vattention_decode` with these settings; `q_before` is heard by a `state` that asks for queries before RoPE."
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        if q_before is not None: state.asked = q_before
         return _decode(self, q, k, v, masks, seed, scale, return_stats, backend, state)
 
 # %% ../nbs/20_vattention.ipynb #032a46ca

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
           "README.md",
-          "scores.json", "hash_attention.safetensors"]
+          "scores.json", "hash_attention.safetensors", "saap.safetensors"]
 
 
 @pytest.fixture(scope="module")

@@ -267,6 +267,7 @@ def test_files_agree():
         "scores.json",
         "README.md",
         "hash_attention.safetensors",
+        "saap.safetensors",
     }
     shape, stored = pocket.config().to_dict(), json.loads((pocket.path() / "config.json").read_text())
     assert all(

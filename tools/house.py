@@ -14,7 +14,7 @@ METHODS = ["santa", "vattention", "delta", "saap", "sketch_walk", "baselines", "
            "eviction"]
 HOUSE = [  # floor by floor, from the ground
     ["kernels.common", "kernels.gather", "kernels.host", "kernels.santa", "kernels.vattention", "kernels.blocks",
-     "kernels.delta"],
+     "kernels.delta", "kernels.saap"],
     ["core.checks", "core.streams", "tasks"],
     ["core.exact", "core.bounds"],
     ["core.selection", "core.blocks"],
@@ -41,6 +41,8 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "grid": ["evaluate", "text"],
     "rivals": ["bench"],
     "records.first_token": ["records.generate"],
+    "records.saap": ["records.saap_partition"],
+    "records.saap_heads": ["records.saap_partition"],
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
 }

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import INTERPRETED, LOG2E, device_limits, dot, refusal, stream, visible
+from .common import (
+    INTERPRETED, LOG2E, device_limits, dot, in_keys, refusal, share_in_units, stream, visible)
 
 # %% ../../kernels/vattention.ipynb #d6d2cf67
 @triton.jit
@@ -30,20 +31,13 @@ def _bits_set(x):
     else: return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
 
 @triton.jit
-def _many(count, share, n):
-    "A setting in keys: a count, or a share of n in units of 2^-38, rounded up"
-    if share > 0: found = ((n.to(tl.int64) * share + ((1 << 38) - 1)) >> 38).to(tl.int32)
-    else: found = n * 0 + count
-    return tl.minimum(found, n)
-
-@triton.jit
 def _parts(start_ptr, len_ptr, b, N, sinks, sinks_share, window, window_share, top, top_share):
     "First visible key, visible keys n, and among them: where the middle begins and ends, and how many of it are kept"
     first, n = visible(start_ptr, len_ptr, b, N)
     first, n = tl.full([], 0, tl.int32) + first, tl.full([], 0, tl.int32) + n
-    left = _many(sinks, sinks_share, n)
-    right = tl.maximum(n - _many(window, window_share, n), left)
-    return first, n, left, right, tl.minimum(_many(top, top_share, n), right - left)
+    left = in_keys(sinks, sinks_share, n)
+    right = tl.maximum(n - in_keys(window, window_share, n), left)
+    return first, n, left, right, tl.minimum(in_keys(top, top_share, n), right - left)
 
 # %% ../../kernels/vattention.ipynb #f36047ab
 @triton.jit
@@ -241,7 +235,7 @@ def _places(asked, n, rest):
 @triton.jit
 def _base_places(n, rest, count, share, LEAST: tl.constexpr):
     "Places of the random order that hold the base sample: `count` keys, or a `share` of the residual, give or take"
-    asked = _many(count, share, rest)
+    asked = in_keys(count, share, rest)
     if share > 0: asked = tl.minimum(tl.maximum(asked, LEAST), rest)
     return _places(asked.to(tl.float32), n, rest)
 
@@ -515,8 +509,6 @@ class Found(NamedTuple):
 # %% ../../kernels/vattention.ipynb #85cea163
 _BINS, GUESS = 8, 1024  # of the histogram; keys that the guess is made from
 
-def _pair(x): return (x, 0) if isinstance(x, int) else (0, math.floor(x * (1 - 1e-12) * 2**38))
-
 def _most(x, n): return min(x, n) if isinstance(x, int) else min(n, math.ceil(n * x * (1 - 1e-12)))
 
 def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches):
@@ -530,7 +522,7 @@ def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches):
     new = functools.partial(torch.empty, device=device, dtype=torch.int32)
     code, planes, bins = new(B, H), new(B * L, PLANES + 1), new(B * L, T * BN // 4)
     hist, tails = new(B * L, _BINS), new(B * L, _BINS, T)
-    keys, middle = codes.stride()[:3], (*_pair(s.sinks), *_pair(s.window), *_pair(s.topk))
+    keys, middle = codes.stride()[:3], (*share_in_units(s.sinks), *share_in_units(s.window), *share_in_units(s.topk))
     same = dict(PDL=PDL, num_warps=4, **(dict(launch_pdl=True) if PDL else {}))
     _code_kernel[B * H,](
         q, *maps, code, q.stride(0), q.stride(1), q.stride(3), H,
@@ -591,7 +583,8 @@ def launch(
     seeds = dict(SEEDS=seed_ptr is not None and seed_ptr.ndim == 2)
     drawn = seed_ptr, seed, (D**-0.5 if scale is None else scale) * LOG2E
     strides = q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride()
-    middle, base = (*_pair(s.sinks), *_pair(s.window), *_pair(s.topk)), _pair(s.base)
+    middle = (*share_in_units(s.sinks), *share_in_units(s.window), *share_in_units(s.topk))
+    base = share_in_units(s.base)
     more = dict(launch_pdl=True) if PDL else {}
     if launches > 4:
         _look_kernel[B * L, CP](

@@ -1,0 +1,488 @@
+"""The Triton kernels of SAAP against the rule in float64, cluster by cluster.
+
+`pytest -m gpu tests/test_saap_kernels.py` runs the sweep on a GPU. Without one, a covering design of small problems
+runs in Triton's interpreter, in processes of their own.
+"""
+import math
+import random
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from covering import covering
+from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from sparse_nb.core.exact import assert_close, attention
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 0.01, FP16: 2**-10, FP32: 4e-6}
+TAILS = "first_order", "second_order", "drop"
+
+
+class Problem(NamedTuple):
+    "Queries, keys, values, clusters of the keys, and what is far: keys from `since` on and before `built`."
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    ids: torch.Tensor
+    start: torch.Tensor | None
+    stop: torch.Tensor | None
+    since: torch.Tensor
+    built: torch.Tensor
+    C: int
+
+    @property
+    def masks(self): return dict(kv_start=self.start, kv_len=self.stop)
+
+
+def problem(B, G, R, N, D, dtype, *, C=8, layout="plain", ragged=False, sinks=2, near=20, spread=1.0, seed=0):
+    "Keys around centres of their clusters, of very different sizes, and some of none; NaN in what is hidden."
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    new = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator).to(dtype)
+    q = spread * torch.randn(B, G * R, 1, D, device=DEVICE, generator=generator)
+    k, v = (LAYOUTS[layout](B, G, N, D, new) for _ in range(2))
+    ids = (torch.rand(B, G, N, device=DEVICE, generator=generator) ** 2 * C * 0.9).to(torch.int16)
+    centre = torch.randn(B, G, C, D, device=DEVICE, generator=generator)
+    k.copy_((k + centre.gather(2, ids.long()[..., None].expand(-1, -1, -1, D))).to(dtype))
+    end = torch.full((B,), N, device=DEVICE)
+    start = torch.zeros_like(end)
+    if ragged:
+        start = torch.tensor([b * N // 5 for b in range(B)], device=DEVICE)
+        end = torch.tensor([N - b * N // 7 for b in range(B)], device=DEVICE)
+        for x in (k, v):
+            for b in range(B): x[b, :, :start[b]] = x[b, :, end[b]:] = math.nan
+    since = torch.minimum(start + sinks, end)
+    built = torch.maximum(end - near, since)
+    masks = (start, end.int()) if ragged else (None, None)
+    return Problem(q.to(dtype), k, v, ids, *masks, since, built, C)
+
+
+# the rule, one group at a time
+
+def chosen(log_a, n, budget, probes, density):
+    "Keys to read of each cluster: log_a [R, C] float64, sizes n [C]."
+    x = log_a + n.log()
+    share = (x - x.logsumexp(-1, keepdim=True)).logsumexp(0)
+    rank = (share - n.log() if density else share).tolist()
+    rank = [r if size else -math.inf for r, size in zip(rank, n.tolist())]
+    taken = [0] * len(rank)
+    for place, c in enumerate(sorted(range(len(rank)), key=lambda c: (-rank[c], c))):
+        size = int(n[c])
+        if probes is not None: taken[c] = size if place < probes else 0
+        else:
+            taken[c] = min(size, budget)
+            budget -= taken[c]
+    return taken
+
+
+def oracle(p, s, centroids=None, ask=None, guess=None, factor=None, scale=None):
+    "Output [B, H, 1, D] and keys read of each cluster [B, G, C], in float64."
+    (B, H, _, D), (G, N) = p.q.shape, p.k.shape[1:3]
+    R, scale, out, taken = H // G, D**-0.5 if scale is None else scale, torch.zeros(B, H, 1, D).double(), []
+    for b in range(B):
+        first, end = (0, N) if p.start is None else (int(p.start[b]), int(p.stop[b]))
+        since, built = int(p.since[b]), int(p.built[b])
+        share = s.budget if s.budget is not None else 0
+        budget = min(share, end - first) if isinstance(share, int) else math.ceil((end - first) * share * (1 - 1e-12))
+        for g in range(G):
+            heads = slice(g * R, g * R + R)
+            q, k, v = p.q[b, heads, 0].double().cpu(), p.k[b, g].double().cpu(), p.v[b, g].double().cpu()
+            far = torch.arange(since, built)
+            lists = [far[p.ids[b, g, since:built].cpu() == c] for c in range(p.C)]
+            n = torch.tensor([len(x) for x in lists]).double()
+            rounded = lambda x: x.to(p.k.dtype).double()  # as the index keeps means
+            mean = [k[x].mean(0) if len(x) else torch.zeros(D).double() for x in lists]
+            spread = lambda x: (k[x].square().sum(-1).mean() - k[x].mean(0).square().sum()).clamp(min=0) / D
+            variance = torch.stack([spread(x) if len(x) else torch.zeros(()).double() for x in lists])
+            length = (scale * q).square().sum(-1, keepdim=True) / 2
+            if guess is not None: log_a = guess[b, heads].double().cpu()
+            elif centroids is None: log_a = scale * q @ rounded(torch.stack(mean)).T + length * variance
+            else:
+                asked = (p.q if ask is None else ask)[b, heads, 0]
+                log_a = scale * asked.double().cpu() @ centroids[b, g].to(asked.dtype).double().cpu().T
+            taken.append(chosen(log_a, n, budget, s.probes, s.density))
+            read = [x[len(x) - t:] for x, t in zip(lists, taken[-1])]
+            rows = torch.cat([torch.arange(first, since), *read, torch.arange(built, end)])
+            scores, values = scale * q @ k[rows].T, v[rows]
+            if s.tail != "drop":
+                lam = torch.ones(H) if factor is None else factor.cpu()
+                for x, t in zip(lists, taken[-1]):
+                    if t == len(x): continue
+                    rest = x[:len(x) - t]
+                    more = lam[heads, None].double() * length * spread(rest) if s.tail == "second_order" else 0
+                    score = scale * q @ k[rest].mean(0)[:, None] + more + math.log(len(rest))
+                    scores, values = torch.cat([scores, score], 1), torch.cat([values, v[rest].mean(0)[None]])
+            out[b, heads, 0] = scores.softmax(-1) @ values
+    return out.to(DEVICE), torch.tensor(taken).view(B, G, -1)
+
+
+def read_of(index, end, base, facts):
+    "Keys read of each cluster [B, G, C], from the lists that the kernels chose: each must be the end of a list."
+    B, G, C = end.shape
+    found = torch.zeros(B, G, C, dtype=torch.int64)
+    for b in range(B):
+        for g in range(G):
+            begin, start = 0, index.start[b, g].tolist()
+            for i in range(int(facts[b, g, 0])):
+                last, shift = int(end[b, g, i]), int(base[b, g, i])
+                c = next(c for c in range(C) if start[c + 1] == last + shift and start[c] < start[c + 1])
+                assert start[c] <= begin + shift < start[c + 1] and not found[b, g, c]
+                found[b, g, c], begin = last - begin, last
+            assert begin == int(facts[b, g, 1])
+    return found
+
+
+def index_of(p, **kw):
+    from sparse_nb.kernels.saap import build_index
+    return build_index(p.k, p.v, p.ids, p.since, p.built, p.C, **kw)
+
+
+def check(p, *, tiles=None, rtol=0, centroids=None, ask=None, guess=None, factor=None, scale=None, **settings):
+    from sparse_nb.kernels import saap
+    s = saap.Settings(**settings)
+    given = dict(centroids=centroids, ask=ask, guess=guess, factor=factor, scale=scale)
+    index = poisoned(lambda: index_of(p))
+    more = {} if tiles is None else dict(tiles=tiles)
+    out, *lists = poisoned(lambda: saap.launch(p.q, p.k, p.v, index, s, **given, **p.masks, **more))
+    want, taken = oracle(p, s, **given)
+    assert torch.equal(read_of(index, *lists), taken), "other keys than by the rule"
+    assert out.dtype == p.q.dtype
+    assert_close(out, want, rtol=max(rtol, TOLERANCE[p.q.dtype]), name=s.tail)
+    return out
+
+
+def drawn(factors, seed=0):
+    draw = random.Random(seed)
+    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
+    return [cases[i] for i in covering(cases)]
+
+
+CASES = drawn(dict(tail=TAILS, density=(True, False), route=("moments", "centroid", "before", "given"),
+                   how=(0, 7, 40, 10**6, 0.1, "0", "3", "99"), dtype=(BF16, FP16, FP32),
+                   D=(64, 80, 96, 128, 256), R=(1, 3, 4, 8), C=(1, 5, 16, 40), layout=tuple(LAYOUTS),
+                   ragged=(False, True), near=(1, 30, 10**6), sinks=(0, 3), small=(False, True)))
+
+
+@kernel
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_cases(case):
+    from sparse_nb.kernels.saap import Tiles
+    B, N = (3, 2000) if GPU else (1 + case["ragged"], 130)
+    p = problem(B, 1 + (case["R"] == 3), case["R"], N, case["D"], case["dtype"],
+                **{x: case[x] for x in ("C", "layout", "ragged", "near", "sinks")})
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    fit = torch.randn(B, p.k.shape[1], p.C, case["D"], device=DEVICE, generator=generator)
+    ask = torch.randn(p.q.shape, device=DEVICE, generator=generator).to(p.q.dtype)
+    guess = torch.randn(*p.q.shape[:2], p.C, device=DEVICE, generator=generator)
+    given = {"moments": {}, "centroid": dict(centroids=fit), "before": dict(centroids=fit, ask=ask),
+             "given": dict(guess=guess)}[case["route"]]
+    how = dict(probes=int(case["how"]), budget=None) if isinstance(case["how"], str) else dict(budget=case["how"])
+    check(p, tail=case["tail"], density=case["density"], **how, **given,
+          tiles=Tiles((16, 4), (2, 4), (16, 4, 2, 8, None), 16, (16, 4)) if case["small"] else None)
+
+
+@kernel
+@pytest.mark.parametrize("N, near, sinks, budget", [
+    (1, 1, 0, 5), (1, 9, 3, 0), (40, 40, 0, 7), (40, 0, 0, 7), (41, 3, 40, 9), (70, 5, 1, 0.0001), (70, 5, 1, 1.0)],
+    ids=str)
+@pytest.mark.parametrize("tail", TAILS)
+def test_edges(N, near, sinks, budget, tail):
+    check(problem(1, 1, 2, N, 16, FP32, C=3, near=near, sinks=sinks), tail=tail, budget=budget)
+
+
+@kernel
+@pytest.mark.parametrize("R", [15, 16, 20])
+def test_large_groups(R): check(problem(1, 1, R, 90, 16, BF16), budget=33, scale=0.3)
+
+
+@kernel
+def test_factors_and_strides_of_q():
+    p = problem(2, 1, 3, 90, 16, FP32)
+    wide = torch.randn(2, 1, 3, 33, device=DEVICE)
+    wide[:, 0, :, 1::2] = torch.cat([p.q[:, :, 0], p.q[:, :, 0, :1]], -1)[..., :16]
+    q = wide[:, 0, :, None, 1::2]
+    assert q.stride(-1) == 2
+    factor = torch.tensor([0., 0.5, 2.], device=DEVICE)
+    check(p._replace(q=q), tail="second_order", budget=20, factor=factor)
+
+
+@kernel
+@pytest.mark.parametrize("density", [True, False])
+@pytest.mark.parametrize("budget, probes", [(17, None), (30, None), (None, 3)])
+def test_of_equal_ranks_the_lower_number_wins(budget, probes, density):
+    "Clusters of ten equal keys each; the window holds the rest."
+    p = problem(1, 1, 2, 90, 16, FP32, C=8, near=10, sinks=0)
+    k = p.k[:, :, :1].expand(p.k.shape).clone()
+    ids = (torch.arange(90, device=DEVICE) % 8).to(torch.int16).view(1, 1, -1)
+    check(p._replace(k=k, ids=ids), budget=budget, probes=probes, density=density)
+
+
+@kernel
+def test_all_clusters_are_exact_attention():
+    for budget, probes in ((10**6, None), (1.0, None), (None, 8)):
+        p = problem(2, 2, 3, 150, 64, FP32, ragged=True)
+        out = check(p, budget=budget, probes=probes)
+        hide = lambda x: x.nan_to_num()
+        assert_close(out, attention(p.q, hide(p.k), hide(p.v), **p.masks), rtol=TOLERANCE[FP32])
+
+
+@kernel
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("where", [0, 60, 89])
+def test_a_nan_stays_in_its_group(where):
+    "In a sink, in a list and in the window."
+    from sparse_nb.kernels import saap
+    p = problem(2, 2, 2, 90, 16, FP32, near=10)
+    whole = saap.launch(p.q, p.k, p.v, index_of(p), saap.Settings(20))[0]
+    p.k[1, 0, where, 3] = math.nan
+    bad = saap.launch(p.q, p.k, p.v, index_of(p), saap.Settings(20))[0]
+    assert bad[1, :2].isnan().all()
+    whole[1, :2] = bad[1, :2] = 0
+    assert torch.equal(bad, whole)
+
+
+# the index
+
+@kernel
+@pytest.mark.parametrize("dtype, D, C, plain", [(BF16, 64, 40, False), (FP32, 80, 17, True), (FP16, 128, 5, True),
+                                                (FP32, 24, 1, False)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nearest_centroid(dtype, D, C, plain, layout):
+    from sparse_nb.kernels.saap import assign
+    p = problem(2, 2, 1, 130, D, dtype, layout=layout)
+    fit = torch.randn(2, 2, C, D, device=DEVICE)
+    shift = fit.square().sum(-1) / 2 if plain else None
+    found = poisoned(lambda: assign(p.k, fit, shift))
+    like = p.k.double() @ fit.to(dtype).double().transpose(-1, -2) - (shift.double()[:, :, None] if plain else 0)
+    assert (like.amax(-1) - like.gather(-1, found.long()[..., None])[..., 0]).max() < 1e-4 * D**0.5
+    assert found.dtype == torch.int16 and (found == like.argmax(-1)).double().mean() > 0.99
+    for a, b in ((0, 1), (1, 77), (77, 130)): assert torch.equal(assign(p.k[:, :, a:b], fit, shift), found[:, :, a:b])
+
+
+@kernel
+def test_of_equal_centroids_the_first_wins():
+    from sparse_nb.kernels.saap import assign
+    p = problem(1, 1, 1, 50, 16, FP32)
+    fit = torch.randn(1, 1, 300, 16, device=DEVICE)
+    twice = assign(p.k, torch.cat([fit, fit], 2))
+    assert torch.equal(twice, assign(p.k, fit)) and twice.max() < 300
+
+
+@kernel
+@pytest.mark.parametrize("unit", [False, True])
+@pytest.mark.parametrize("dtype, layout", [(BF16, "plain"), (FP32, "feature-major"), (FP16, "by position")], ids=str)
+def test_sums_of_clusters(dtype, layout, unit):
+    from sparse_nb.kernels.saap import cluster_sums
+    p = problem(2, 2, 1, 130, 24, dtype, layout=layout, ragged=True)
+    i = torch.arange(130, device=DEVICE)
+    shown = ((i >= p.start[:, None]) & (i < p.stop[:, None]))[:, None]
+    got = poisoned(lambda: cluster_sums(p.k, p.v, p.ids, shown, p.C, unit=unit))
+    k, v = (x.double().masked_fill(~shown[..., None], 0) for x in (p.k, p.v))
+    length = k.square().sum(-1, keepdim=True)
+    rows = torch.cat([shown[..., None].double().expand(length.shape), length,
+                      torch.nn.functional.normalize(k, dim=-1) if unit else k, v], -1)
+    want = torch.zeros(got.shape).double().to(DEVICE).scatter_add(
+        2, p.ids.long()[..., None].expand(rows.shape), rows)
+    assert_close(got, want, rtol=1e-6)
+    assert torch.equal(got[..., 0], want[..., 0].float())
+    assert torch.equal(cluster_sums(p.k, None, p.ids, shown, p.C, unit=unit), got[..., :26])
+
+
+@kernel
+def test_an_index_that_grew_is_that_of_a_rebuild():
+    from sparse_nb.kernels.saap import build_index
+    p = problem(2, 2, 2, 130, 16, BF16, ragged=True, near=60)
+    index = index_of(p)
+    addresses = [x.data_ptr() for x in index]
+    for near in (40, 1, 55):
+        p = p._replace(built=torch.maximum(p.stop.long() - near, p.since))
+        again = poisoned(lambda: index_of(p))
+        build_index(p.k, p.v, p.ids, p.since, p.built, p.C, index)
+        for name, a, b in zip(index._fields, index, again): assert torch.equal(a, b), name
+        assert [x.data_ptr() for x in index] == addresses
+    with pytest.raises(ValueError, match="index must have room for 260 keys, got 130"):
+        build_index(*(torch.cat([x, x], 2) for x in (p.k, p.v, p.ids)), p.since, p.built, p.C, index)
+
+
+# the method
+
+@kernel
+@pytest.mark.parametrize("ragged, settings", [
+    (True, dict(budget=30)), (False, dict(probes=3, rank="mass")), (True, dict(budget=0.2, tail="second_order")),
+    (False, dict(budget=9, tail="drop")), (False, dict(budget=25, router="centroid"))], ids=str)
+def test_the_method_by_kernels_is_the_reference(ragged, settings):
+    "After appending: as with a longer window, until the lists are made anew. After crop and reorder: as from scratch."
+    from sparse_nb.saap import EVERY, Partition, saap_decode
+    p = problem(2, 2, 2, 190, 16, FP32, ragged=ragged)
+    k, v, fit = p.k.nan_to_num(), p.v.nan_to_num(), torch.randn(2, 8, 16, device=DEVICE)
+    masks = lambda n: dict(p.masks, kv_len=None if p.stop is None else (p.stop - 190 + n).clamp(max=n))
+    def both(window, n, row=slice(None), **kw):
+        fresh = Partition(8, "spherical", 0, 0, False, fit)
+        fresh.append(k[row, :, :n], v[row, :, :n])
+        given = dict({x: None if y is None else y[row] for x, y in masks(n).items()}, return_stats=True)
+        by = lambda backend, window, state: saap_decode(
+            p.q, k[row, :, :n], v[row, :, :n], state, sinks=2, window=window, backend=backend, **given, **settings)
+        got, want = by("triton", 20, state), by("torch", window, fresh)
+        assert_close(got[0], want[0], rtol=1e-5)
+        for name in "keys_scored", "values_read", "index_bytes", "density", "budget":
+            assert torch.equal(*(torch.as_tensor(getattr(x[1], name)) for x in (got, want))), name
+    state = Partition(8, "spherical", 0, 0, False, fit)
+    state.append(k[:, :, :150], v[:, :, :150])
+    both(20, 150)
+    kept = state.kept
+    for n in (151, 170):
+        state.append(k[:, :, len(state):n], v[:, :, len(state):n])
+        both(20 + n - 150, n)
+        assert state.kept is kept
+    state.crop(160)
+    both(30, 160)
+    assert state.kept is kept
+    state.crop(149)
+    both(20, 149)
+    back = torch.tensor([1, 0], device=DEVICE)
+    state.pick_rows(back)
+    both(20, 149, back)
+    state.append(k[back][:, :, 149:], v[back][:, :, 149:])
+    state.kept = state.kept._replace(keys=190 - EVERY)
+    both(20, 190, back)
+
+
+@kernel
+def test_which_backend():
+    from sparse_nb.saap import saap_decode
+    p = problem(1, 1, 2, 60, 16, FP32)
+    settings = dict(clusters=4, window=10, budget=12)
+    by = lambda q, **kw: saap_decode(q, p.k, p.v, **settings, **kw)
+    assert_close(by(p.q, backend="triton"), by(p.q, backend="torch"), rtol=1e-5)
+    with pytest.raises(ValueError, match="backend must be one of"): by(p.q, backend="cuda")
+    with pytest.raises(ValueError, match="q must have one query"): by(p.q.repeat(1, 1, 2, 1), backend="triton")
+    learns = p.q.clone().requires_grad_()
+    with pytest.raises(ValueError, match="where a gradient is wanted"): by(learns, backend="triton")
+    assert by(learns).requires_grad
+
+
+# what the launcher refuses, and PyTorch's compiler
+
+@kernel
+def test_what_has_no_kernel():
+    from sparse_nb.kernels.saap import Settings, decode
+    p = problem(1, 1, 1, 40, 16, FP32)
+    index, s = index_of(p), Settings()
+    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32"):
+        decode(p.q.double(), p.k, p.v, index, s)
+    with pytest.raises(ValueError, match="q must have a head size of at most 256"):
+        decode(*(x.repeat(1, 1, 1, 20) for x in p[:3]), index, s)
+    with pytest.raises(ValueError, match="q must have one query"): decode(p.q.repeat(1, 1, 2, 1), p.k, p.v, index, s)
+    with pytest.raises(ValueError, match=r"index must be of \[B, G\] = \[1, 2\], got \[1, 1\]"):
+        decode(p.q.repeat(1, 2, 1, 1), *(x.repeat(1, 2, 1, 1) for x in p[1:3]), index, s)
+
+
+@kernel
+def test_compiles_into_one_graph():
+    from sparse_nb.kernels.saap import Settings, decode
+    p = problem(2, 1, 2, 70, 16, BF16, ragged=True)
+    index, fit = index_of(p), torch.randn(2, 1, p.C, 16, device=DEVICE)
+    def step(q, k, v, fit):
+        return [decode(q, k, v, index, Settings(0.3), **p.masks).out,
+                decode(q, k, v, index, Settings(probes=2, tail="drop"), centroids=fit, **p.masks).out]
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
+    for a, b in zip(compiled(*p[:3], fit), step(*p[:3], fit)): assert torch.equal(a, b)
+
+
+@kernel
+def test_operator():
+    p = problem(1, 1, 2, 40, 16, FP32)
+    given = (*p[:3], list(index_of(p)), 9.0, True, None, True, "first_order", *[None] * 7)
+    torch.library.opcheck(torch.ops.sparse_nb.saap_decode, given, test_utils=("test_schema", "test_faketensor"))
+
+
+if GPU:
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("tail, probes", [("first_order", None), ("second_order", None), ("drop", 7)])
+    def test_graph_without_a_wait(tail, probes):
+        from sparse_nb.bench import captured
+        from sparse_nb.kernels.saap import Settings, build_index, decode
+        p = problem(2, 2, 4, 5000, 128, BF16, C=64, near=300)
+        index, s = index_of(p), Settings(0.1, probes, tail=tail)
+        stop = torch.full((2,), 4000, dtype=torch.int32, device=DEVICE)
+        def call():
+            build_index(p.k, p.v, p.ids, p.since, stop - 300, p.C, index)
+            return decode(p.q, p.k, p.v, index, s, kv_len=stop).out
+        call()
+        torch.cuda.set_sync_debug_mode("error")
+        try: call()
+        finally: torch.cuda.set_sync_debug_mode("default")
+        replay, out = captured(call)
+        stop += 777
+        replay()
+        assert torch.equal(out, call())
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("N, C, R", [(171008, 1024, 4), (70001, 2048, 8), (400000, 300, 3)])
+    def test_long(N, C, R):
+        p = problem(1, 2, R, N, 128, BF16, C=C, near=2047, sinks=1)
+        for given in (dict(budget=0.044), dict(budget=None, probes=9, density=False), dict(budget=0)): check(p, **given)
+
+
+if not INTERPRETED:
+    def usage(name, capability, kind, D, *, tail="first_order", warps=4, registers=None, **own):
+        "Registers, spills and shared memory of a kernel with the shipped tiles."
+        triton = pytest.importorskip("triton")
+        from sparse_nb.kernels import saap
+        from sparse_nb.kernels.common import compiled_usage
+        BD = max(16, triton.next_power_of_2(D))
+        types = dict.fromkeys(("order_ptr", "list_ptr", "end_ptr", "base_ptr", "fact_ptr", "since_ptr", "built_ptr",
+                               "len_ptr", "row_ptr"), "i32") | dict(start_ptr="i64", id_ptr="i16", share="i64")
+        halves = "q_ptr", "ask_ptr", "k_ptr", "v_ptr", "mean_ptr", "fit_ptr", "value_ptr", "out_ptr"
+        types |= dict.fromkeys(halves, kind)
+        known = dict(LR=4, D=D, BR=16, BD=BD, PDL=capability >= 90, CUT=tail != "drop", SECOND=tail == "second_order")
+        if tail != "second_order": known |= dict(factor_ptr=None)
+        if tail == "drop": known |= dict.fromkeys(("sum_s_ptr", "sum_x_ptr", "rest_ptr"))
+        kernel_ = getattr(saap, f"_{name}_kernel")
+        return compiled_usage(kernel_, known | own, types, capability, warps, registers)
+
+    @pytest.mark.parametrize("capability, kind, D, tail", [
+        (80, "bf16", 128, "drop"), (90, "bf16", 128, "first_order"), (90, "fp16", 80, "second_order"),
+        (90, "fp32", 128, "first_order")])
+    def test_registers_and_spills_of_a_step(capability, kind, D, tail):
+        triton = pytest.importorskip("triton")
+        from sparse_nb.kernels.saap import Tiles, read_tile
+        tiles, size, BD = Tiles(), 4 if kind == "fp32" else 2, triton.next_power_of_2(D)
+        _, warps, stages, _, registers = tiles.read
+        BN = read_tile(tiles, BD, size)
+        read = dict(BN=BN, BC=128, BL=32, BT=BN, STAGES=stages)
+        read["TILES"] = 0 if tail == "drop" else triton.cdiv(tiles.means, BN)
+        if tail != "second_order": read |= dict(variance_ptr=None)
+        found = {"read": usage("read", capability, kind, D, tail=tail, warps=warps, registers=registers, **read)}
+        routed = dict(BN=tiles.route[0], fit_ptr=None, ask_ptr=None, guess_ptr=None)
+        found["route"] = usage("route", capability, kind, D, warps=tiles.route[1], **routed)
+        chosen = dict(BC=1024, BITS=tiles.select[0], LP=4, MOMENTS=True, DENSITY=True, PROBES=False)
+        found["select"] = usage("select", capability, kind, D, tail=tail, warps=tiles.select[1], **chosen)
+        found["merge"] = usage("merge", capability, kind, D, tail=tail, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
+        for name, used in found.items():
+            print(name, used)
+            assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
+
+    @pytest.mark.parametrize("capability, kind, D", [(80, "fp16", 128), (90, "bf16", 128), (90, "fp32", 96)])
+    def test_registers_and_spills_of_the_index(capability, kind, D):
+        pytest.importorskip("triton")
+        from sparse_nb.kernels import saap
+        BM, BN, warps, stages = saap.assign_tile(128, 4 if kind == "fp32" else 2)
+        tile = dict(BM=BM, BN=BN, STAGES=stages, shift_ptr=None)
+        found = {"assign": usage("assign", capability, kind, D, warps=warps, **tile),
+                 "sums": usage("sums", capability, kind, D, UNIT=False, BN=32, STAGES=3)}
+        for name, used in found.items():
+            print(name, used)
+            assert used["spills"] == 0 and used["shared"] <= (227 if capability == 90 else 163) * 1024, (name, used)
+
+    @pytest.mark.budget(40)
+    @pytest.mark.parametrize("shard", range(3))
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
+    def test_in_the_interpreter(forked_pytest, shard):
+        pytest.importorskip("triton")
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/3", __file__,
+                                   TRITON_INTERPRET="1")
+        print(said)
+        assert not code and re.search(r"\d passed", said), said[-4000:]
