@@ -69,6 +69,7 @@ def arms(
                   "paper tail": replace(found["paper"], tail="first_order"),
                   "paper density": replace(found["paper"], rank="density"),
                   "centroid mass drop": replace(offline, router="centroid", rank="mass", tail="drop"),
+                  "centroid drop": replace(offline, router="centroid", tail="drop"),
                   "offline second": replace(offline, tail="second_order"),
                   "offline fitted": replace(offline, tail="fitted"),
                   "context second": replace(s, tail="second_order"), "context before": replace(s, before_rope=True),
