@@ -660,6 +660,25 @@ def test_a_factor_stands_between_the_orders(llama, tmp_path):
                        torch.where(odd, outs["one", "second_order"][0], outs["one", "first_order"][0]))
     assert not torch.equal(outs["one", "second_order"], outs["one", "first_order"])
 
+def test_vattention_hears_queries_before_rope(llama, file):
+    "Those of the step, from the model; another query before RoPE, other keys; and none of another shape"
+    s = from_file(OF_FILES[-1], file)
+    cache = DynamicCache(config=llama.config)
+    with torch.no_grad(), sparsify(llama, decode=s, setup="B") as session:
+        with session.dispatch.reading(): llama(IDS[:1, :-1], past_key_values=cache)
+        llama(IDS[:1, -1:], past_key_values=cache)
+    x = capture(llama, IDS[:1], before_rope=True)[0]
+    before = x.q_before[:, :, [-1]]
+    assert_close(cache.layers[0].state.asked, before, 1e-4)
+    own, kept = s.at_layer(0), []
+    state = own.new_state()
+    state.append(x.k, x.v, k_before=x.k_before)
+    for asked in (before, before, -before):
+        kept.append(own.decode(*x.seen(-1), seed=3, state=state, q_before=asked))
+    assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[0], kept[2])
+    with pytest.raises(ValueError, match="q_before must be the queries before RoPE"):
+        own.decode(*x.seen(-1), seed=3, state=state, q_before=before[..., :3])
+
 def test_each_layer_takes_its_own_partition(llama, file):
     cache, s = DynamicCache(config=llama.config), Saap(6, window=8, partition=file)
     with sparsify(llama, decode=s): ids_of(llama, past_key_values=cache)
