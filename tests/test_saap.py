@@ -15,7 +15,7 @@ from sparse_nb.attention import Exact, Method, Predictor, assert_close, attentio
 from sparse_nb.core.methods import weights_id
 from sparse_nb.saap import (
     KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, keys_to_read,
-    moment_rows, nearest_cluster, partition_parts, rank_clusters, save_partition, saap_decode)
+    moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores, saap_decode, save_partition)
 from sparse_nb.vattention import VAttention
 
 UNTRAINED = [tail for tail in TAILS if tail != "fitted"]
@@ -488,6 +488,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparse_nb import pocket
 from sparse_nb.evaluate import accuracy
 from sparse_nb.hf import attention_override, capture, prefill, sparsify
+from sparse_nb.records.saap_partition import fit_router, train_partition
 from sparse_nb.tasks import make
 from test_hf import IDS, build
 
@@ -659,6 +660,25 @@ def test_a_factor_stands_between_the_orders(llama, tmp_path):
                        torch.where(odd, outs["one", "second_order"][0], outs["one", "first_order"][0]))
     assert not torch.equal(outs["one", "second_order"], outs["one", "first_order"])
 
+def test_vattention_hears_queries_before_rope(llama, file):
+    "Those of the step, from the model; another query before RoPE, other keys; and none of another shape"
+    s = from_file(OF_FILES[-1], file)
+    cache = DynamicCache(config=llama.config)
+    with torch.no_grad(), sparsify(llama, decode=s, setup="B") as session:
+        with session.dispatch.reading(): llama(IDS[:1, :-1], past_key_values=cache)
+        llama(IDS[:1, -1:], past_key_values=cache)
+    x = capture(llama, IDS[:1], before_rope=True)[0]
+    before = x.q_before[:, :, [-1]]
+    assert_close(cache.layers[0].state.asked, before, 1e-4)
+    own, kept = s.at_layer(0), []
+    state = own.new_state()
+    state.append(x.k, x.v, k_before=x.k_before)
+    for asked in (before, before, -before):
+        kept.append(own.decode(*x.seen(-1), seed=3, state=state, q_before=asked))
+    assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[0], kept[2])
+    with pytest.raises(ValueError, match="q_before must be the queries before RoPE"):
+        own.decode(*x.seen(-1), seed=3, state=state, q_before=before[..., :3])
+
 def test_each_layer_takes_its_own_partition(llama, file):
     cache, s = DynamicCache(config=llama.config), Saap(6, window=8, partition=file)
     with sparsify(llama, decode=s): ids_of(llama, past_key_values=cache)
@@ -745,3 +765,55 @@ def test_the_pocket_has_a_partition():
     assert (found.density.mean() < 0.12).all() and found.exact.mean().first_order >= 0.5
     error = found.error.mean()
     assert error.first_order < error["drop"] and error.fitted < error["drop"]
+
+# training
+
+def lessons(seed, heads=4, n=40, size=6, clusters=5):
+    "Queries, shares of the clusters and which count, of one prompt"
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(heads, n, size, generator=g)
+    return x, (3 * x[..., :clusters]).softmax(-1), torch.rand(heads, n, generator=g) < 0.8
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_router_is_seeded_and_learns(kind, groups):
+    how, losses = dict(kind=kind, groups=groups, hidden=8, steps=120, queries=16, rate=0.03), []
+    examples = [lessons(seed) for seed in range(3)]
+    found = fit_router(examples, seed=1, progress=lambda step, loss: losses.append(loss), **how)
+    again, other = (fit_router(examples, seed=seed, **how) for seed in (1, 2))
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    assert not any(torch.equal(found[name], other[name]) for name in found)
+    assert len(losses) == 120 and sum(losses[-20:]) < 0.4 * sum(losses[:20])
+    assert all(len(x) == (groups or 4) for x in found.values())
+    x, share, _ = lessons(9)
+    guess = router_scores(x[None], found, kind)[0].softmax(-1)
+    flat = torch.full_like(share, 0.2)
+    kl = lambda q: float((share * (share / q).log()).sum(-1).mean())
+    assert kl(guess) < 0.6 * kl(flat)
+
+def test_queries_that_do_not_count_teach_nothing():
+    "What stands in their places may be anything but NaN"
+    examples = [lessons(seed) for seed in range(2)]
+    junk = [(x.masked_fill(~counts[..., None], 1e3), share.masked_fill(~counts[..., None], 0.5), counts)
+            for x, share, counts in examples]
+    how = dict(hidden=8, steps=30, queries=40, seed=1)
+    found, same_ = fit_router(examples, **how), fit_router(junk, **how)
+    for name in found: assert_close(same_[name], found[name], 1e-3)
+
+def test_a_partition_is_trained_and_used(llama, tmp_path):
+    "Of the tiny model: seeded, of every layer, with both routers; the file goes through a session"
+    g = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 64, (n,), generator=g) for n in (90, 110)]
+    how = dict(clusters=5, routers=("mlp", "linear"), queries=24, window=8, reach=8, steps=10, hidden=6)
+    said = []
+    parts = train_partition(llama, prompts, seed=2, progress=said.append, **how)
+    again = train_partition(llama, prompts, seed=2, **how)
+    assert parts.keys() == again.keys() and all(torch.equal(parts[name], again[name]) for name in parts)
+    assert not torch.equal(parts["0.centroids"], train_partition(llama, prompts, seed=3, **how)["0.centroids"])
+    assert parts.keys() == parts_of(llama).keys() and any("layer 1, linear" in line for line in said)
+    save_partition(parts, tmp_path / "own.safetensors", llama)
+    for s in (Saap(6, window=8, partition=str(tmp_path / "own.safetensors"), router=router, tail="fitted")
+              for router in ("mlp", "linear")):
+        with sparsify(llama, decode=s): assert ids_of(llama).shape == (1, 8)
+    with pytest.raises(ValueError, match="prompts must be long enough for 24 queries .* got one of 20 tokens"):
+        train_partition(llama, [prompts[0][:20]], **how)

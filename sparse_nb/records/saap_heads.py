@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['QUERIES', 'SINKS', 'WINDOW', 'LEAST', 'ASKED', 'BUDGETS', 'RULES', 'TAILS', 'STRETCH', 'SIZES', 'TRAINED', 'PROMPTS',
-           'LENGTH', 'loaded', 'asked_heads', 'kind_of', 'other_kind', 'far_mask', 'rule_settings', 'relative',
-           'outputs_of', 'oracles', 'rules_row', 'figure_rows', 'over_layers', 'batched_rows', 'selectivity_rows',
-           'size_rows', 'length_rows', 'centroids_for', 'condensed_rows', 'record']
+           'LENGTH', 'MEASURED', 'loaded', 'asked_heads', 'kind_of', 'other_kind', 'far_mask', 'rule_settings',
+           'relative', 'outputs_of', 'oracles', 'rules_row', 'figure_rows', 'over_layers', 'batched_rows',
+           'selectivity_rows', 'size_rows', 'length_rows', 'centroids_for', 'condensed_rows', 'figures_of', 'record']
 
-# %% ../../kernels/records/saap_heads.ipynb #3e4a8664
+# %% ../../kernels/records/saap_heads.ipynb #972c2137
 import math
 import time
 from functools import cache
 from pathlib import Path
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 
@@ -21,7 +22,7 @@ from .. import pocket
 from ..core.exact import attention, attention_weights, merge_states
 from ..core.selection import weighted_attention, weighted_state
 from ..models.capturing import capture
-from .recorder import machine, write_record
+from .recorder import machine, read_record, write_record
 from .saap_partition import (
     KINDS, Lessons, lesson_texts, make_partition, model_centroids)
 from sparse_nb.saap import (
@@ -29,7 +30,7 @@ from sparse_nb.saap import (
     tail_state)
 from ..tasks import make, prompt_tokens
 
-# %% ../../kernels/records/saap_heads.ipynb #0543decb
+# %% ../../kernels/records/saap_heads.ipynb #470878f6
 QUERIES, SINKS, WINDOW, LEAST = 8, 1, 127, 0.05
 ASKED = "multikey", "multivalue", "kv", "frequent_words"
 BUDGETS = 0.01, 0.02, 0.04, 0.08  # far keys that are read, of all keys
@@ -57,11 +58,12 @@ def far_mask(n, device="cpu"):
     i = torch.arange(n, device=device)
     return (i >= SINKS) & (i < n - WINDOW)
 
-# %% ../../kernels/records/saap_heads.ipynb #57abc919
+# %% ../../kernels/records/saap_heads.ipynb #6572ce5c
 RULES = {  # partition, router, rank
     "paper": ("other", "mlp", "mass"), "mlp, density": ("other", "mlp", "density"),
-    "centroid, mass": ("other", "centroid", "mass"), "moments, mass": ("other", "moments", "mass"),
+    "centroid": ("other", "centroid", "density"), "moments, mass": ("other", "moments", "mass"),
     "moments, density": ("other", "moments", "density"), "seen": ("seen", "moments", "density"),
+    "seen, paper": ("seen", "mlp", "mass"), "seen, centroid": ("seen", "centroid", "density"),
     "context": ("context", "moments", "density"), "context before RoPE": ("before", "moments", "density")}
 TAILS = "drop", "first_order", "second_order", "fitted"
 
@@ -101,7 +103,7 @@ def oracles(x, i, weight, ids, budget):
     return {"top keys": ~far | torch.zeros_like(weight).bool().scatter(-1, top, True),
             "clusters by true density": ~far | newest_of_each(ids, far[None], taken)}
 
-# %% ../../kernels/records/saap_heads.ipynb #242c472f
+# %% ../../kernels/records/saap_heads.ipynb #0559548d
 def rules_row(
     task: str,    # in `ASKED`
     length: int,  # tokens
@@ -148,7 +150,7 @@ def rules_row(
     return [dict(rule=rule, budget=budget, tail=tail, recall=float(a / n), error=float(b / n), queries=int(n))
             for (rule, budget, tail), (a, b, n) in sums.items() if n]
 
-# %% ../../kernels/records/saap_heads.ipynb #7b5ec9cf
+# %% ../../kernels/records/saap_heads.ipynb #5eb438cf
 STRETCH = 512  # keys of a range of time
 
 def figure_rows(
@@ -195,7 +197,7 @@ def over_layers(rows):
     return [dict(key) | {x: sum(row[x] for row in own) / len(own) for x in own[0] if x in means}
             for key, own in found.items()]
 
-# %% ../../kernels/records/saap_heads.ipynb #de6a0f4a
+# %% ../../kernels/records/saap_heads.ipynb #dd9de342
 def batched_rows(x, ids, parts):
     "Fig. 9 for the last query of a layer: a list a head, or one a group."
     q, k, _ = x.seen(QUERIES - 1)
@@ -230,7 +232,7 @@ def selectivity_rows(x, task, files):
             rows.append(dict(figure="selectivity", partition=name, probes=probes, read=float(read.mean())))
     return rows
 
-# %% ../../kernels/records/saap_heads.ipynb #c5c463cd
+# %% ../../kernels/records/saap_heads.ipynb #efd5d34b
 SIZES = 32, 128, 512
 TRAINED = 1024, 4096  # tokens of the texts of centroids in the table of lengths
 
@@ -244,8 +246,7 @@ def size_rows(task, length, seed, fits):
         for clusters in SIZES:
             state = Partition(clusters, "spherical", 0, 0, True, fits[other_kind(task), clusters][x.layer])
             state.append(x.k, x.v, k_before=x.k_before)
-            method = Saap(probes=clusters // 32, router="centroid", rank="mass", tail="drop", sinks=SINKS,
-                          window=WINDOW)
+            method = Saap(probes=clusters // 32, router="centroid", tail="drop", sinks=SINKS, window=WINDOW)
             found = next(steps(method, q, x.k, x.v, state, dict(causal=False, kv_start=None, kv_len=None), x.scale,
                                x.q_before[:, :, [-1]]))
             error = relative(found.out, want).square()[mass >= LEAST]
@@ -276,7 +277,7 @@ def length_rows(task, length, seed, fits):
     return [dict(figure="lengths", trained=trained, tested=length, rope=rope, router=router, heads=heads)
             for (trained, rope, router), heads in found.items()]
 
-# %% ../../kernels/records/saap_heads.ipynb #f60d866c
+# %% ../../kernels/records/saap_heads.ipynb #3891447a
 PROMPTS, LENGTH = 6, 4096
 
 def centroids_for(tokenizer, model, kinds, lengths, each, **settings):
@@ -285,10 +286,27 @@ def centroids_for(tokenizer, model, kinds, lengths, each, **settings):
     return {kind: model_centroids(Lessons(model, lesson_texts("pocket", tokenizer, KINDS[kind], each, lengths), 64, 0),
                                   **settings) for kind in kinds}
 
-def condensed_rows(rows, task, seed):
-    "Rows of one prompt with its task and seed, numbers of four digits"
-    short = lambda y: float(f"{y:.4g}") if isinstance(y, float) else y
-    return [{"task": task, "seed": seed} | {name: short(y) for name, y in row.items()} for row in rows]
+MEASURED = ("recall", "error", "queries", "read", "mse", "drift", "chance", "variation", "keys", "negative", "share",
+            "heads")
+
+def condensed_rows(
+    rows: list, # of dicts, with task and seed
+) -> list:      # of dicts: the same, but seed and `MEASURED` are lists over the prompts, numbers of four digits
+    "A row for what differs in the prompt alone."
+    found, short = {}, lambda y: float(f"{y:.4g}") if isinstance(y, float) else y
+    for row in rows:
+        key = tuple((x, y) for x, y in row.items() if x not in (*MEASURED, "seed"))
+        own = found.setdefault(key, {x: [] for x in row if x in (*MEASURED, "seed")})
+        for x in own: own[x].append(short(row[x]))
+    return [dict(key) | own for key, own in found.items()]
+
+def figures_of(
+    path, # file of the record
+) -> dict: # figure -> DataFrame, a row for each prompt
+    "The record as tables. Raises as `read_record`."
+    rows = {}
+    for row in read_record(path)["rows"]: rows.setdefault(row["figure"], []).append(row)
+    return {name: pd.concat([pd.DataFrame(row) for row in own], ignore_index=True) for name, own in rows.items()}
 
 def record(
     out,                 # JSON file to write
@@ -315,8 +333,8 @@ def record(
             found = [row | dict(figure="rules") for row in rules_row(task, length, seed, files)]
             found += figure_rows(task, length, seed, files, roped) + size_rows(task, length, seed, sizes)
             for n in (length,) if quick else TRAINED: found += length_rows(task, n, seed, trained)
-            rows += condensed_rows(found, task, seed)
+            rows += [dict(task=task, seed=seed) | row for row in found]
             say(f"{time.monotonic() - began:.0f} s: {task}, prompt {seed}")
     about = machine("cpu") | dict(model="pocket", length=length, prompts=prompts, queries=QUERIES, sinks=SINKS,
                                   window=WINDOW, least=LEAST)
-    return write_record(Path(out), about, rows)
+    return write_record(Path(out), about, condensed_rows(rows))
