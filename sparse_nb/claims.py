@@ -25,7 +25,7 @@ class Claim:
 _SANTA, _VATT, _METRICS = "nbs/10_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/01_metrics.ipynb"
 _BOUNDS, _SANTA_MEASURED = "nbs/08_bounds.ipynb", "nbs/11_santa_measured.ipynb"
 _DELTA, _DELTA_MEASURED = "nbs/30_delta.ipynb", "nbs/31_delta_measured.ipynb"
-_SAAP = "nbs/41_saap_measured.ipynb"
+_SAAP, _LSH = "nbs/41_saap_measured.ipynb", "nbs/63_lsh.ipynb"
 
 CLAIMS = {
     "SANTA-1": Claim("SANTA, Prop. A.2 and A.4", "The mean of values sampled iid, stratified or systematically is, on "
@@ -142,13 +142,13 @@ CLAIMS |= {
     "SAAP-5": Claim("SAAP, Tables 2 to 4", "Clusters of keys before RoPE are better than those of keys after it, and "
                     "both than sinks and window alone.", _SAAP),
     "SAAP-6": Claim("SAAP, Fig. 5", "Of random keys, KDEformer, Reformer, MagicPIG and k-means at equal selectivity, "
-                    "k-means has the least squared error, and MagicPIG the least of the others.", None),
+                    "k-means has the least squared error, and MagicPIG the least of the others.", _LSH),
     "SAAP-7": Claim("SAAP, Fig. 9", "The heads of a group read clusters together, which is better than each its own.",
                     _SAAP),
     "SAAP-8": Claim("SAAP, Fig. 10", "At an equal share of the clusters read, more clusters are better.", _SAAP),
     "SAAP-9": Claim("SAAP, Table 5", "The share of keys that is read grows with the clusters read, and faster for "
                     "texts of another kind than the partition has seen.", _SAAP),
-    "SAAP-10": Claim("SAAP, Section 6.3", "At 171k tokens a head's attention takes 18 us in place of 50.", None),
+    "SAAP-10": Claim("SAAP, Section 6.3", "At 171k tokens a head's attention takes 18 us in place of 50.", _SAAP),
     "OURS-6": Claim("ours, mends SAAP-4", "Clusters ranked by their estimated mass a key, with unread clusters "
                     "standing in by number and mean, have less error for fewer bytes than those that the paper's "
                     "network names.", _SAAP),
