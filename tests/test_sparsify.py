@@ -129,7 +129,8 @@ def test_a_second_turn_is_read_against_the_cache_of_the_first(llama, method):
         second = llama.generate(turn, past_key_values=cache, **GREEDY)[:, turn.shape[1]:]
     new, logits = turn[:, before.get_seq_length():], {}
     for reader in (method, Exact()):
-        with sparsify(llama, prefill=reader): logits[reader] = forward(llama, new, past_key_values=copy.deepcopy(before))
+        with sparsify(llama, prefill=reader):
+            logits[reader] = forward(llama, new, past_key_values=copy.deepcopy(before))
     assert torch.equal(logits[method][:, -1, 1:].argmax(-1) + 1, second[:, 0])
     assert (logits[method] - logits[Exact()]).abs().max() > 1e-5
 

@@ -520,7 +520,8 @@ def plot_prompts(
     for method, speeds in over_dense(rows).items():
         if method not in _LINES: continue
         name, colour, dashes, marker = _LINES[method]
-        times = sorted((row["n"], row["median_us"] / 1e3 / row.get("H", 1)) for row in rows if row.get("method") == method)
+        own = (row for row in rows if row.get("method") == method)
+        times = sorted((row["n"], row["median_us"] / 1e3 / row.get("H", 1)) for row in own)
         look = dict(color=colour, ls=dashes, marker=marker, ms=6, mec="white", mew=0.7)
         left.plot(*zip(*times), **look, label=name)
         right.plot(list(speeds), list(speeds.values()), **look)
