@@ -570,3 +570,22 @@ def test_readme_says_what_the_record_says():
     copy = next(row["median_us"] for row in rows if row["method"] == "copy")
     assert list(said.groups()) == [f"{x:.2f}" for x in (*(dense[n] / step["device", n] for n in dense),
                                                         copy / step["host", 131072])]
+
+
+def test_readme_says_what_the_records_of_prompts_and_clusters_say():
+    text, folder = (ROOT / "README.md").read_text(), ROOT / "kernels/results"
+    rows = {name: json.loads((folder / f"nvidia_h200_{name}.json").read_text())["rows"] for name in
+            ("prefill", "first_token", "saap_launches")}
+    said = re.search(r"prompt of 131k positions ([\d.]+) times as fast as the fastest dense kernel \(([\d.]+) times "
+                     r"FlashAttention-2\), and .* after ([\d.]+) s in place of ([\d.]+)", text)
+    at = {row["method"]: row["median_us"] for row in rows["prefill"] if row.get("method") and row["n"] == 131072}
+    dense = min(at["sdpa_flash"], at["sdpa_cudnn"])
+    first = {row["way"]: row["median_us"] / 1e6 for row in rows["first_token"] if row["n"] == 131072}
+    assert list(said.groups()) == [f"{x:.1f}" for x in (
+        dense / at["tangent"], at["sdpa_flash"] / at["tangent"], first["tangent"],
+        min(first["cuDNN"], first["FlashAttention-2"]))]
+    said = re.search(r"SAAP's step is ([\d.]+) times .* at 171k keys, ([\d.]+) at 524k and ([\d.]+) at 1M", text)
+    own = [row for row in rows["saap_launches"] if row["H"] == 32 and row["memory"] == "device"]
+    step = {row["n"]: row["median_us"] for row in own if row.get("launch") == "merge"}
+    dense = {n: min(row["median_us"] for row in own if row["n"] == n and "variant" in row) for n in step}
+    assert list(said.groups()) == [f"{dense[n] / step[n]:.1f}" for n in (171008, 524288, 1048576)]
