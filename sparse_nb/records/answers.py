@@ -208,14 +208,17 @@ def condensed(
 
 # %% ../../kernels/records/answers.ipynb #23893fb4
 def finish(
-    grid,       # a `grid.Grid`
-    file: Path, # of its results
-    say=print,  # hears what was done
-) -> None:
-    "Do what the grid asks and the file lacks. Raises as `grid.run`; RuntimeError for jobs that failed."
+    grid,      # a `grid.Grid`
+    out: Path, # the record's file; the grid's stands beside it
+    name: str, # of the grid
+    say=print, # hears what was done
+) -> Path: # of the grid's results
+    "Do what the grid asks and its file lacks. Raises as `grid.run`; RuntimeError for jobs that failed."
+    file = Path(out).with_suffix(f".{name}.jsonl")
     done, failed = run(grid, file)
     say(f"{file.name}: {done} jobs done, {failed} failed")
     if failed: raise RuntimeError(f"{failed} jobs failed in {file}: see `sparse-nb eval --show {file}`")
+    return file
 
 def write_condensed(
     out: Path,   # JSON file to write

@@ -138,10 +138,8 @@ def make(
     say=print,  # hears of it
 ) -> Path: # of the grid's results
     "Do one grid of the record. Raises as `finish`."
-    file = Path(out).with_suffix(f".{name}.jsonl")
     for wanted in sorted(partitions_of(grid)): make_partition(*wanted, say=say)
-    finish(grid, file, say)
-    return file
+    return finish(grid, out, name, say)
 
 def record(
     out,                  # JSON file to write; the grids' files stand beside it

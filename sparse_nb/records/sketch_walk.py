@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EASY', 'HARD', 'DECODES', 'READS', 'blocks_by', 'deciders', 'readers', 'shared_readers', 'named', 'grids',
-           'quick_grids', 'pairs_of', 'make', 'record']
+           'quick_grids', 'pairs_of', 'record']
 
 # %% ../../kernels/records/sketch_walk.ipynb #b2012449
 from pathlib import Path
@@ -120,26 +120,15 @@ def pairs_of(
     return rows
 
 # %% ../../kernels/records/sketch_walk.ipynb #359ff55f
-def make(
-    out: Path,  # the record's file; the grids' files stand beside it
-    name: str,  # of `grids`
-    grid: Grid,
-    say=print,  # hears of it
-) -> Path: # of the grid's results
-    "Do one grid of the record. Raises as `finish`."
-    file = Path(out).with_suffix(f".{name}.jsonl")
-    finish(grid, file, say)
-    return file
-
 def record(
     out,                  # JSON file to write; the grids' files stand beside it
     *,
     quick: bool = False,  # two short tasks, the pocket model
     say=print,            # hears of each grid
 ) -> Path: # the file
-    "Ask both models everything. Raises as `make`."
+    "Ask both models everything. Raises as `finish`."
     wanted = quick_grids() if quick else grids()
-    files, counted = [make(out, name, grid, say) for name, grid in wanted.items()], []
+    files, counted = [finish(grid, out, name, say) for name, grid in wanted.items()], []
     reading = {(grid.model, grid.lengths[0]): grid for grid in wanted.values() if len(grid.prefill) > 1}
     for (model, length), grid in reading.items():
         counted += pairs_of(grid)

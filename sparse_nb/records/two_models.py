@@ -133,13 +133,9 @@ def ask(
     say=print,           # hears of each grid
 ) -> list: # of files
     "Do one cell of the record. Raises as `grid.run`; RuntimeError for jobs that failed."
-    grid, name = grid_of(model, task, length, quick), f"{model}.{task.replace(':', '.')}.{length}.jsonl"
-    files = [Path(out).with_suffix(f".{name}")]
-    finish(grid, files[0], say)
-    if task != "text":
-        files.append(Path(out).with_suffix(f".equal.{name}"))
-        finish(equal_grid(grid, files[0]), files[1], say)
-    return files
+    grid, name = grid_of(model, task, length, quick), f"{model}.{task.replace(':', '.')}.{length}"
+    file = finish(grid, out, name, say)
+    return [file] if task == "text" else [file, finish(equal_grid(grid, file), out, f"equal.{name}", say)]
 
 def look(
     out: Path,   # as of `ask`
@@ -148,9 +144,7 @@ def look(
     say=print,   # hears of it
 ) -> list: # of one file
     "Do what `look_grid` asks. Raises as `ask`."
-    files = [Path(out).with_suffix(f".look.{'chat' if chat else 'plain'}.{length}.jsonl")]
-    finish(look_grid(length, chat), files[0], say)
-    return files
+    return [finish(look_grid(length, chat), out, f"look.{'chat' if chat else 'plain'}.{length}", say)]
 
 def record(
     out,                  # JSON file to write; the grids' files stand beside it
