@@ -196,24 +196,28 @@ def _estimates(q, k, v, *, samples, scheme, tile, replicates, seed, scale=None, 
 
 # %% ../nbs/10_santa.ipynb #59150382
 CLT_DELTA = 0.25    # larger chances are refused: 4/5 of it is left for the draws, and must stay below 0.215 (see below)
-CLT_SAMPLES = 32    # fewer draws than this are not taken for Gaussian
+CLT_SAMPLES = 32    # fewer draws than this, pilots or not, are not taken for Gaussian
 PILOT_SHARE = 0.2   # of delta: what the lower bound on the norm may fail with
 
+def _scheme(scheme, eps):
+    "The default: one random number for all draws, or, for a promise, one for each."
+    return scheme if scheme is not None else "systematic" if eps is None else "stratified"
+
 def _check_promise(eps, delta, bound, scheme, samples):
-    "Both or neither of `eps` and `delta`, in (0, 1), with a bound that holds for the scheme."
+    "Both or neither of `eps` and `delta`, in (0, 1), with draws that the bound holds for."
     check_choice("bound", bound, ("clt", "bernstein"))
     if eps is None and delta is None: return
     for name, x in (("eps", eps), ("delta", delta)):
         if x is None: raise ValueError(f"{name} must be given too: a promise needs eps and delta, got None")
         check_level(name, x)
-    allowed = ("iid", "stratified", "systematic") if bound == "clt" else ("iid", "stratified")
-    if scheme not in allowed:
-        raise ValueError(f"scheme must be one of {', '.join(allowed)} when eps is given with bound={bound!r}, "
-                         f"got {scheme!r}")
+    if scheme not in ("iid", "stratified"):
+        raise ValueError(f"scheme must be 'iid' or 'stratified' when eps is given, got {scheme!r}")
     if bound == "clt" and delta > CLT_DELTA:
         raise ValueError(f"delta must be at most {CLT_DELTA} with bound='clt', got {delta}")
-    if samples < 2 or samples % 2:
-        raise ValueError(f"samples must be even when eps is given, for two pilots of one size, got {samples}")
+    least = CLT_SAMPLES if bound == "clt" else 2
+    if samples < least or samples % 2:
+        raise ValueError(f"samples must be even and at least {least} when eps is given with bound={bound!r}, for two "
+                         f"pilots of one size, got {samples}")
 
 # %% ../nbs/10_santa.ipynb #797445bd
 def _check_norms(value_norms, q, v):
@@ -272,6 +276,20 @@ def _sampled(q, k, v, bounds, seeds, samples, scheme, tile, scale):
         found.append((out, _distinct(draws.index, used)[..., 0], used.sum(-1)[..., 0]))
     return [torch.cat(x, 2) for x in zip(*found)]
 
+def _by_length(scores, norms):
+    "Scores of draws in proportion to the weight times the length of the value, and the mean length [B, H, Q]."
+    weight = scores.double().softmax(-1)
+    norms = torch.where(weight > 0, norms.double(), 0.0)
+    if on_cpu_eagerly(norms) and not (norms.amin() >= 0 and norms.amax() < math.inf):
+        raise ValueError("value_norms must be finite and not negative for the visible keys")
+    length = (weight * norms).sum(-1)
+    return torch.where(length[..., None] > 0, scores + norms.log(), scores.double()), length
+
+def _stretched(v, index, norms, length):
+    "Drawn rows of v, each made `length` long."
+    own = norms.expand(*index.shape[:3], -1).gather(-1, index[..., 0, :]).double()
+    return promote(take_rows(v, index))[..., 0, :, :] * (length[..., None] / own.clamp(min=1e-300))[..., None]
+
 def _sampled_as_promised(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, delta, bound):
     """Output, different rows read [B, H, Q] and `Certificate`, from as many samples as the promise needs.
 
@@ -279,15 +297,16 @@ def _sampled_as_promised(q, k, v, bounds, seeds, samples, scheme, scale, norms, 
     """
     found, visible = [], _visible(q, bounds)
     for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
-        seeds_ = seeds[..., at, :]
-        pilots = [_draw(scores, first, end, fold_in(seeds_, i), samples // 2, scheme, 1).index for i in (0, 1)]
-        rows = [promote(take_rows(v, x))[..., 0, :, :] for x in pilots]
-        count, trace, norm = _budget(scores, rows, norms, visible[..., at], eps, delta, bound)
+        seeds_, (tilted, length) = seeds[..., at, :], _by_length(scores, norms)
+        pilots = [_draw(tilted, first, end, fold_in(seeds_, i), samples // 2, scheme, 1).index for i in (0, 1)]
+        halves = [_stretched(v, x, norms, length) for x in pilots]
+        count, trace, norm = _budget(length, halves, visible[..., at], eps, delta, bound)
         index, used = pilots, [torch.ones_like(x, dtype=torch.bool) for x in pilots]
         out = torch.zeros_like(promote(q[:, :, at]))
         if bool((count > 0).any()):
-            draws = _draw(scores, first, end, seeds_, count, scheme, 1)
-            out = _average(v, draws, scheme, count)[..., 0, :]
+            draws = _draw(tilted, first, end, seeds_, count, scheme, 1)
+            rows = _stretched(v, draws.index, norms, length).masked_fill(draws.share[..., 0, :, None] == 0, 0)
+            out = rows.sum(-2) / count[..., None]
             index, used = index + [draws.index], used + [_used(draws)]
         found.append((out, _distinct(torch.cat(index, -1), torch.cat(used, -1))[..., 0], trace, norm, count))
     out, read, *promised = (torch.cat(x, 2) for x in zip(*found))
@@ -300,7 +319,7 @@ def santa_decode(
     v: torch.Tensor,                         # values [B, G, N, D]
     *,
     samples: int = 128,                      # draws for each query S, with replacement; with eps, of the pilots
-    scheme: str = "systematic",              # one of `SCHEMES`; "proportional" is biased
+    scheme: str | None = None,               # of `SCHEMES`; None: "systematic", with eps "stratified"
     tile: int = 128,                         # keys in a tile, for proportional and flash
     eps: float | None = None,                # relative error to promise, in (0, 1): draws are then chosen for each head
     delta: float | None = None,              # chance of a larger error, in (0, 1), at most 0.25 with bound="clt"
@@ -317,13 +336,13 @@ def santa_decode(
     """Attention whose values are sampled: the mean of S drawn rows of v, each drawn with its attention weight.
 
     SANTA Eq. 4 and S2ANTA, section 2.1. `Stats` counts all visible keys as scored and the different rows of v as read,
-    those of the pilots included. With eps and delta, `Stats.certificate` is a `Certificate`; heads that would need as
-    many draws as they see keys are computed exactly. The number of draws is then looked at, for which a GPU must be
+    those of the pilots included. With eps and delta keys are drawn by their weight times the length of their value, and
+    `Stats.certificate` is a `Certificate`; heads that would need as many draws as they see keys are computed exactly. The number of draws is then looked at, for which a GPU must be
     waited for. A gradient reaches the rows of v that were drawn, not q and k.
     Raises as `select_santa`, and TypeError or ValueError for a bad `eps`, `delta`, `bound`, `value_norms`, `backend` or
     `return_stats`.
     """
-    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+    masks, scheme = dict(causal=causal, kv_start=kv_start, kv_len=kv_len), _scheme(scheme, eps)
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     _check_sampler(samples, scheme, tile)
     _check_promise(eps, delta, bound, scheme, samples)
@@ -513,37 +532,33 @@ class Certificate:
     samples: torch.Tensor # draws that were averaged [B, H, Q], int64; 0 where every visible key was read
     pilot: int            # draws that were spent on `norm`, each head
 
-def _norm_bound(halves, second, largest, delta, bound):
+def _norm_bound(halves, longest, delta, bound):
     """Lower bound on the length of the output that fails with chance `delta`, 0 where there is none.
 
-    From the rows [B, H, Q, S / 2, D] of two independent pilots.
+    From the rows [B, H, Q, S / 2, D] of two independent pilots, each `longest` long.
     """
     rows = torch.cat(halves, -2).double()
     draws, mean = rows.shape[-2], rows.mean(-2)
     if bound == "clt":  # <a, b> is unbiased for ||mu||^2, and its variance is at most 4 Var<V, mean> / S
         product = (halves[0].double().mean(-2) * halves[1].double().mean(-2)).sum(-1)
         spread = (rows @ mean[..., None]).squeeze(-1).std(-1) * 2 / draws**0.5
-        return (product - NormalDist().inv_cdf(1 - delta) * spread).clamp(min=0).sqrt()
-    length, low = mean.norm(dim=-1), torch.zeros_like(second)
+        low = (product - NormalDist().inv_cdf(1 - delta) * spread).clamp(min=0).sqrt()
+        unseen = math.log(1 / delta) / draws  # a larger share of the rows shows up with chance 1 - delta
+        return torch.minimum(low, (mean.norm(dim=-1) - 2 * longest * unseen).clamp(min=0))
+    low = torch.zeros_like(longest)
     for _ in range(20):
-        radius = bernstein_radius((second - low**2).clamp(min=0), largest, draws, delta)
-        low = (length - radius).clamp(min=0)
+        radius = bernstein_radius((longest**2 - low**2).clamp(min=0), 2 * longest, draws, delta)
+        low = (mean.norm(dim=-1) - radius).clamp(min=0)
     return low
 
-def _budget(scores, halves, norms, visible, eps, delta, bound):
-    """Samples [B, H, Q] (0: read all), and the bounds on trace and norm.
-
-    From the rows of the pilots and the value norms [B, H, 1, N] of the visible keys.
-    """
-    weight = scores.double().softmax(-1)
-    norms = torch.where(weight > 0, norms.double(), 0.0)
-    if on_cpu_eagerly(norms) and not (norms.amin() >= 0 and norms.amax() < math.inf):
-        raise ValueError("value_norms must be finite and not negative for the visible keys")
-    second, largest = (weight * norms**2).sum(-1), 2 * norms.amax(-1)
-    low = torch.minimum(_norm_bound(halves, second, largest, delta * PILOT_SHARE, bound), second.sqrt())
-    trace, radius, delta = second - low**2, eps * low, delta * (1 - PILOT_SHARE)
-    if bound == "clt": need = (NormalDist().inv_cdf(1 - delta / 2) ** 2 * trace / radius**2).clamp(min=CLT_SAMPLES)
-    else: need = 2 * math.log(2 / delta) * (trace + largest * radius / 3) / radius**2
+def _budget(length, halves, visible, eps, delta, bound):
+    "Samples [B, H, Q] (0: read all) and the bounds on trace and norm, from pilots of rows that are `length` long."
+    low = torch.minimum(_norm_bound(halves, length, delta * PILOT_SHARE, bound), length)
+    trace, radius, delta = length**2 - low**2, eps * low, delta * (1 - PILOT_SHARE)
+    jumps = 4 / 3 * math.log(2 / delta) * length / radius  # Bernstein's term for the longest row
+    if bound == "clt":
+        need = (NormalDist().inv_cdf(1 - delta / 2) ** 2 * trace / radius**2).clamp(min=CLT_SAMPLES).maximum(jumps)
+    else: need = 2 * math.log(2 / delta) * trace / radius**2 + jumps
     count = torch.where(need < visible, need.clamp(min=1), 0.0).ceil().long()  # an infinite need or 0 / 0 reads all
     return count, trace, low
 
@@ -630,7 +645,7 @@ class ValueNorms(State):
 class Santa(Method):
     "Sampled values (`select_santa`, `santa_decode`). Raises TypeError or ValueError for settings that can never work."
     samples: int = 128          # draws for each query S; with eps, of the pilot
-    scheme: str = "systematic"  # one of `SCHEMES`
+    scheme: str | None = None   # one of `SCHEMES`; None: "systematic", with eps "stratified"
     tile: int = 128             # keys in a tile, for proportional and flash
     eps: float | None = None    # relative error to promise, in (0, 1)
     delta: float | None = None  # chance of a larger error
@@ -639,6 +654,7 @@ class Santa(Method):
     random: ClassVar[bool] = True
 
     def __post_init__(self):
+        object.__setattr__(self, "scheme", _scheme(self.scheme, self.eps))
         _check_sampler(self.samples, self.scheme, self.tile)
         _check_promise(self.eps, self.delta, self.bound, self.scheme, self.samples)
 

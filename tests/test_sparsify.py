@@ -350,7 +350,7 @@ def test_an_audit_compares_with_what_the_query_sees(llama, way):
         assert session.stats().error.max() < 1e-5 and (session.stats().density == 1).all()
 
 def test_santa_with_a_promise(llama):
-    method = Santa(samples=16, eps=0.4, delta=0.2)
+    method = Santa(samples=32, eps=0.4, delta=0.2)
     want = step_by_step(llama, method, IDS, 6)  # computes all norms at each step
     with sparsify(llama, decode=method):
         for way in ({}, dict(cache_implementation="static"), dict(prompt_lookup_num_tokens=3),
@@ -551,7 +551,7 @@ def test_a_model_that_goes_round_the_function_is_told():
                                                        match="model must look its attention up by name.* got llama"):
         model(IDS)
 
-@pytest.mark.parametrize("method", [TopK(budget=0.25), Santa(samples=5), Santa(samples=4, eps=0.5, delta=0.1)],
+@pytest.mark.parametrize("method", [TopK(budget=0.25), Santa(samples=5), Santa(samples=32, eps=0.5, delta=0.1)],
                          ids=repr)
 def test_threads_share_a_session_without_meeting(llama, method):
     import sys
@@ -754,7 +754,7 @@ def test_bad_calls_inside_a_session_are_named_and_leave_a_model_that_works(llama
     assert not any(m._forward_pre_hooks for m in llama.modules())
 
 @pytest.mark.parametrize("family", ["llama", "qwen2, window", "gpt-neox, partial, fused"])
-@pytest.mark.parametrize("method", [*METHODS, Santa(samples=4, eps=0.5, delta=0.1)], ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, Santa(samples=32, eps=0.5, delta=0.1)], ids=repr)
 def test_keys_in_host_memory_change_nothing(family, method):
     model = build(family)
     def ways(**kwargs):
@@ -799,7 +799,7 @@ def test_which_layers_go_to_host_memory_and_which_caches_cannot(llama):
 def test_a_session_that_is_over_keeps_no_cache(llama):
     import gc
     import weakref
-    with sparsify(llama, decode=Santa(samples=4, eps=0.5, delta=0.1), offload=True, stats=True) as session:
+    with sparsify(llama, decode=Santa(samples=32, eps=0.5, delta=0.1), offload=True, stats=True) as session:
         cache = ids_of_cache(llama)
     layers = [weakref.ref(x) for x in cache.layers]
     del cache
