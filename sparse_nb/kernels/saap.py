@@ -528,7 +528,7 @@ class Tiles(NamedTuple):
     read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     means: int = 128                  # clusters of a program, at most
     merge: tuple = (32, 4)            # numbers of a program, warps
-    lists: int = 32                   # whose ends a program knows at once
+    lists: int = 16                   # whose ends a program knows at once
 
 class Settings(NamedTuple):
     "What the kernels know of a `Saap`."
