@@ -269,7 +269,8 @@ def router_scores(
 # %% ../nbs/40_saap.ipynb #a7deda3d
 class Clusters(State):
     "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
-    __slots__ = "fit", "waits", "held", "asks", "asked", "kept"  # held [B, G, n, D]: waiting keys; kept: `Kept`
+    # held [B, G, n, D]: waiting keys; kept: `Kept`; before: are clusters made of keys before RoPE? None: not known yet
+    __slots__ = "fit", "waits", "held", "asks", "asked", "kept", "before"
 
     def __init__(
         self,
@@ -277,7 +278,7 @@ class Clusters(State):
         kmeans: str,       # one of `KMEANS`
         iterations: int,   # of k-means
         seed: int,         # of its first centroids
-        before_rope: bool, # are clusters made of keys before RoPE?
+        before_rope: bool | None, # are clusters made of keys before RoPE? None: if the first keys come with these
         centroids = None,  # [G, C, D], made before; None: of the context
         asks: bool = False, # does the method ask for queries before RoPE?
         source = None,      # file and layer of the centroids; None: of none
@@ -285,17 +286,25 @@ class Clusters(State):
         super().__init__()
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
         self.before_rope, self.offline, self.source = before_rope, centroids is not None, source
+        self.before = before_rope
         self.fit, self.waits, self.held, self.asks, self.asked, self.kept = centroids, None, None, asks, None, None
 
     @property
     def hears(self):
         "The keys before RoPE, where clusters are made of them, and the queries, where they are asked for."
-        return ("k_before",) * self.before_rope + ("q_before",) * self.asks
+        return ("k_before",) * (self.before_rope is not False) + ("q_before",) * self.asks
+
+    @property
+    def spares(self):
+        "Unless keys before RoPE were asked for."
+        return self.before_rope is not True
 
     def extend(self, k, v, k_before=None, q_before=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
-        if (x := k_before if self.before_rope else k) is None:
-            raise ValueError("k_before must be the keys before RoPE, got None: an older cache has lost them")
+        if self.before is None: self.before = k_before is not None
+        if (x := k_before if self.before else k) is None:
+            raise ValueError("k_before must be the keys before RoPE, got None: pass them in a call of your own; in a "
+                             "model, read the whole prompt in the session")
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
             fit = self.fit.to(k.device) if self.offline else promote(k[:, :, :0]).new_zeros(shape)
@@ -387,6 +396,7 @@ class Partition(Clusters):
     def reset(self):
         "Forget all keys, and centroids that were learnt from them."
         self.fit = None if not self.offline else self.fit if self.rows is None else self.fit[0]
+        self.before = self.before_rope
         super().reset()
         self.waits = self.held = self.kept = self.sums = self.since = self.upto = self.latest = None
 
@@ -479,7 +489,7 @@ def learnt(state, what, device):
 
 def asked_queries(s, q, state, q_before):
     "The queries that the router of `s` asks with. ValueError for queries before RoPE that are not there."
-    if not state.before_rope: return q
+    if not state.before: return q
     if q_before is None or q_before.shape != q.shape:
         got = None if q_before is None else list(q_before.shape)
         raise ValueError(f"q_before must be the queries before RoPE, {list(q.shape)}, for router={s.router!r} and keys "
@@ -642,7 +652,7 @@ class Partitioned(Predictor):
     def new_state(self):
         "`Partition`. ValueError for a file's partition where no layer is known, and for what the file lacks."
         if self.partition == "context":
-            asks = self.before_rope and self.router != "moments"
+            asks = self.before_rope is not False and self.router != "moments"
             return Partition(self.clusters, self.kmeans, self.iterations, self.seed, self.before_rope, asks=asks)
         if self.layer is None: raise ValueError("layer must be a number outside of a model, got None")
         about, fit = about_partition(self.partition), partition_parts(self.partition, self.layer)["centroids"]
@@ -723,7 +733,7 @@ class Routed(Partitioned):
 # %% ../nbs/40_saap.ipynb #266bf2f8
 ROUTERS, RANKS = ("moments", "centroid", *NETWORKS), ("density", "mass")
 BUDGET = 0.04  # where neither `budget` nor `probes` is given
-CONTEXT = dict(clusters=128, kmeans="spherical", iterations=10, seed=0, before_rope=False)  # of the prompt's own keys
+CONTEXT = dict(clusters=128, kmeans="spherical", iterations=10, seed=0, before_rope=None)  # of the prompt's own keys
 
 @dataclass(frozen=True)
 class Saap(Routed):
@@ -740,7 +750,7 @@ class Saap(Routed):
     rank: str = "density"             # one of `RANKS`
     tail: str = "first_order"         # what stands in for keys that are not read: one of `TAILS`
     partition: str = "context"        # of the prompt's own keys, or a file of `save_partition`, or "pocket"
-    before_rope: bool | None = None   # of keys before RoPE? Only in a session that has read the whole cache
+    before_rope: bool | None = None   # of keys before RoPE? None: where they are given, as a session does that can
     kmeans: str | None = None         # one of `KMEANS`
     iterations: int | None = None     # of k-means
     seed: int | None = None           # of its first centroids
@@ -768,7 +778,7 @@ class Saap(Routed):
                     raise ValueError(f"{name} must be None with a partition of a file, which has its own, got {got!r}")
             elif getattr(self, name) is None: object.__setattr__(self, name, default)
         if self.partition != "context": return
-        check_flag("before_rope", self.before_rope)
+        if self.before_rope is not None: check_flag("before_rope", self.before_rope)
         check_kmeans(self.clusters, self.kmeans, self.iterations, self.seed)
         for name, of_files in ("router", NETWORKS), ("tail", ("fitted",)):
             if (got := getattr(self, name)) in of_files:
@@ -792,7 +802,7 @@ def saap_decode(
     window: int = 255,                    # last visible keys, likewise
     layer: int | None = None,             # whose partition of a file
     q_before: torch.Tensor | None = None, # q before RoPE, which routers other than "moments" ask of keys before it
-    k_before: torch.Tensor | None = None, # k before RoPE [B, G, N, D], where these are divided
+    k_before: torch.Tensor | None = None, # k before RoPE [B, G, N, D], which are divided if they are given
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
@@ -820,6 +830,6 @@ def saap_decode(
         s = Saap(**settings, layer=layer, **dict(clusters=centroids.shape[1]) | context)
     state = s.new_state() if centroids is None else Partition(
         s.clusters, s.kmeans, s.iterations, s.seed, s.before_rope, centroids)
-    heard = dict(k_before=to_device_of(k_before, q)) if state.before_rope and k_before is not None else {}
+    heard = {} if k_before is None or state.before_rope is False else dict(k_before=to_device_of(k_before, q))
     state.append(to_device_of(k, q), to_device_of(v, q), **heard)
     return run(s, q, k, v, state, masks, scale, return_stats, q_before, backend)

@@ -67,12 +67,12 @@ def arms(
     "What is asked at a density."
     rows = round(density * length)
     other, = KINDS.keys() - {kind}
-    s = Saap(rows - SINKS - rows // 4, sinks=SINKS, window=rows // 4)
+    s = Saap(rows - SINKS - rows // 4, sinks=SINKS, window=rows // 4, before_rope=False)
     offline, pages = replace(s, partition=partition_path(model, other), **FREE), -(-length // PAGE) + 1
     found = {"offline": offline, "offline drop": replace(offline, tail="drop"),
              "paper": replace(offline, router="mlp", rank="mass", tail="drop"),
              "context": s, "context drop": replace(s, tail="drop"),
-             "pages": Pages(s.budget, sinks=SINKS, window=s.window, clusters=pages),
+             "pages": Pages(s.budget, sinks=SINKS, window=s.window, clusters=pages, before_rope=False),
              "quest-64": Quest(rows, 64), "topk": TopK(rows)}
     if model == "pocket": found["hash_attention"] = HashAttention(rows)
     found |= {f"{name} bytes": at_equal_bytes(found[name], s, length) for name in ("quest-64", "hash_attention")
