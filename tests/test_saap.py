@@ -11,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_nb.attention import Exact, Method, Predictor, assert_close, attention, attention_scores
+from sparse_nb.attention import (
+    Exact, Method, Predictor, assert_close, attention, attention_scores, attention_weights)
 from sparse_nb.core.methods import weights_id
+from sparse_nb.metrics import clopper_pearson, relative_error
 from sparse_nb.saap import (
     KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, keys_to_read,
     moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores, saap_decode, save_partition)
-from sparse_nb.vattention import VAttention
+from sparse_nb.vattention import VAttention, select_and_promise
 
 UNTRAINED = [tail for tail in TAILS if tail != "fitted"]
 SMALL = dict(clusters=7, sinks=2, window=9)
@@ -478,6 +480,28 @@ STATE = Saap(**SMALL).build(K, v=V)
 ])
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message): call()
+
+ALARM = 1e-8  # chance that the test below fails for a promise that is kept
+
+@pytest.mark.parametrize("guarantee", ["denominator", "output"])
+@pytest.mark.parametrize("router, before_rope", [("moments", None), ("centroid", False), ("moments", True)])
+def test_a_promise_is_kept_on_top_of_clusters(guarantee, router, before_rope):
+    "Of many independent steps no more than delta fail, but for chance; and neither everything nor nothing is drawn"
+    eps, delta, times = 0.3, 0.2, 300
+    q, k, v = inputs(1, batch=1, keys=400)
+    v, k_before = v + 2, inputs(2, batch=1, keys=400)[1]
+    method = VAttention(eps, delta, 0, 2, 8, 60, guarantee=guarantee, share=False, predictor=Saap(
+        clusters=7, sinks=0, window=2, router=router, before_rope=before_rope))
+    state, many = method.new_state(), q.expand(-1, -1, times, -1)
+    state.append(k, v, **({"k_before": k_before} if before_rope else {}))
+    out, stats = method.decode(many, k, v, seed=5, state=state, return_stats=True)
+    error = relative_error(out, attention(q, k, v).expand_as(out))
+    if guarantee == "denominator":
+        chosen = select_and_promise(many, k, v, method, state, seed=5)[0]
+        weight = attention_weights(q, k).expand(-1, -1, times, -1)
+        error = ((weight.gather(-1, chosen.index) * chosen.weight).sum(-1) - 1).abs()
+    assert 0.02 < stats.density.mean() < 0.98 and error.std() > 0
+    assert clopper_pearson(int((error > eps).sum()), error.numel(), 1 - ALARM).low <= delta
 
 # inside transformers
 
