@@ -888,7 +888,11 @@ def test_a_partition_is_trained_and_used(llama, tmp_path):
     again = train_partition(llama, prompts, seed=2, **how)
     assert parts.keys() == again.keys() and all(torch.equal(parts[name], again[name]) for name in parts)
     assert not torch.equal(parts["0.centroids"], train_partition(llama, prompts, seed=3, **how)["0.centroids"])
-    assert parts.keys() == parts_of(llama).keys() and any("layer 1, linear" in line for line in said)
+    assert parts.keys() == parts_of(llama).keys() and any("linear: " in line for line in said)
+    assert not torch.equal(parts["0.mlp_w1"], parts["1.mlp_w1"])
+    of_groups = train_partition(llama, prompts, seed=2, groups=2, **how)
+    heads, groups = len(parts["1.mlp_w1"]), len(parts["1.centroids"])
+    assert heads > groups == len(of_groups["1.mlp_w1"]) == len(of_groups["0.mlp_w2"]) == 2
     save_partition(parts, tmp_path / "own.safetensors", llama)
     for s in (Saap(6, window=8, partition=str(tmp_path / "own.safetensors"), router=router, tail="fitted")
               for router in ("mlp", "linear")):
