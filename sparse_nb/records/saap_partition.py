@@ -104,7 +104,7 @@ def fit_router(
     queries: int = 256,    # of each head in a step; the paper has 1,000
     rate: float = 3e-3,    # of learning at first, falling to 0; the paper's is 1e-5 throughout
     seed: int = 0,         # of the start, the prompts and the queries
-    progress=None,         # called as `progress(step, loss)` with the mean loss of the networks, a tensor
+    progress=None,         # called as `progress(step, loss)` with the mean loss of the queries, a tensor
 ) -> dict:                 # part -> tensor, as in `save_partition`, the norm folded
     "The paper's query classifier by its KL loss. ValueError for no examples, or none whose queries count."
     check_choice("kind", kind, tuple(NETWORKS))
@@ -130,12 +130,12 @@ def fit_router(
         if kind == "mlp": out = torch.relu(normed(x @ w[0] + w[1][:, None], counts, norm)) @ w[2] + w[3][:, None]
         else: out = x @ w[0] + w[1][:, None]
         loss = F.kl_div(out.log_softmax(-1), share, reduction="none").sum(-1, keepdim=True)
-        loss = (loss * counts).sum((1, 2)) / counts.sum((1, 2)).clamp(min=1)
+        loss, n = (loss * counts).sum((1, 2)), counts.sum((1, 2))
         adam.zero_grad()
-        loss.sum().backward()  # no network feels how many others there are
+        (loss / n.clamp(min=1)).sum().backward()  # no network feels how many others there are
         adam.step()
         falling.step()
-        if progress: progress(step, loss.detach().mean())
+        if progress: progress(step, loss.detach().sum() / n.sum())
     if kind == "mlp": w[:2] = folded(w[0], w[1], norm)
     return {f"{kind}_{part}": x.detach() for part, x in zip(NETWORKS[kind], w)}
 
@@ -318,7 +318,7 @@ def make_partition(
         load_named(name))
     tasks = tuple(TASKS) if seen == "all" else KINDS[seen]
     texts = lesson_texts(name, tokenizer, tasks, *((1, (600,)) if quick else (16,)))
-    few = dict(queries=128, window=64, reach=64, steps=20) if quick else dict(
+    few = dict(queries=128, window=64, reach=64, steps=100) if quick else dict(
         queries=-(-ASKED // len(texts)), fitted=len(texts) // 16, steps=4000)
     parts = train_partition(model, texts, progress=say, **few)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -329,7 +329,7 @@ def make_partition(
 def record(
     out,                 # the safetensors file to write
     *,
-    quick: bool = False, # one short prompt of each task and 20 steps
+    quick: bool = False, # one short prompt of each task and 100 steps
     say=print,           # called with lines on the way
 ) -> Path:               # the file
     "Train the partition of the pocket model that the package ships."
