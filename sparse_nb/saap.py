@@ -6,7 +6,7 @@
 __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'TAILS', 'ROUTERS', 'RANKS', 'BUDGET', 'CONTEXT', 'nearest_cluster',
            'cluster_sums', 'sums_of_nearest', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows',
            'moments_of', 'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition',
-           'partition_parts', 'router_scores', 'Clusters', 'Partition', 'rank_clusters', 'keys_to_read',
+           'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Partition', 'rank_clusters', 'keys_to_read',
            'newest_of_each', 'tail_state', 'Partitioned', 'Routed', 'Saap', 'saap_decode']
 
 # %% ../nbs/40_saap.ipynb #3c143375
@@ -267,31 +267,17 @@ def router_scores(
         return x @ w[0] + w[1][:, None]
 
 # %% ../nbs/40_saap.ipynb #a7deda3d
-class Clusters(State):
-    "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
-    # held [B, G, n, D]: waiting keys; kept: `Kept`; before: are clusters made of keys before RoPE? None: not known yet
-    __slots__ = "fit", "waits", "held", "asks", "asked", "kept", "before"
+class OfKeys(State):
+    "A state of keys before RoPE (`before_rope` True), as they are (False), or before RoPE if the first come so (None)."
+    __slots__ = "asks", "asked", "before"  # asked: queries before RoPE; before: is it of keys before? None: not known
 
-    def __init__(
-        self,
-        clusters: int,     # C
-        kmeans: str,       # one of `KMEANS`
-        iterations: int,   # of k-means
-        seed: int,         # of its first centroids
-        before_rope: bool | None, # are clusters made of keys before RoPE? None: if the first keys come with these
-        centroids = None,  # [G, C, D], made before; None: of the context
-        asks: bool = False, # does the method ask for queries before RoPE?
-        source = None,      # file and layer of the centroids; None: of none
-    ):
+    def __init__(self, before_rope, asks):
         super().__init__()
-        self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
-        self.before_rope, self.offline, self.source = before_rope, centroids is not None, source
-        self.before = before_rope
-        self.fit, self.waits, self.held, self.asks, self.asked, self.kept = centroids, None, None, asks, None, None
+        self.before_rope, self.before, self.asks, self.asked = before_rope, before_rope, asks, None
 
     @property
     def hears(self):
-        "The keys before RoPE, where clusters are made of them, and the queries, where they are asked for."
+        "The keys before RoPE, where they may be wanted, and the queries, where they are asked for."
         return ("k_before",) * (self.before_rope is not False) + ("q_before",) * self.asks
 
     @property
@@ -299,12 +285,43 @@ class Clusters(State):
         "Unless keys before RoPE were asked for."
         return self.before_rope is not True
 
-    def extend(self, k, v, k_before=None, q_before=None):
-        "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
+    def wanted(self, k, k_before):
+        "The keys that the state is of. ValueError for keys before RoPE that are not there."
         if self.before is None: self.before = k_before is not None
-        if (x := k_before if self.before else k) is None:
+        if self.before and k_before is None:
             raise ValueError("k_before must be the keys before RoPE, got None: pass them in a call of your own; in a "
                              "model, read the whole prompt in the session")
+        return k_before if self.before else k
+
+    def reset(self):
+        "As `State.reset`; the next keys decide anew."
+        super().reset()
+        self.before = self.before_rope
+
+# %% ../nbs/40_saap.ipynb #f3f43e79
+class Clusters(OfKeys):
+    "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
+    __slots__ = "fit", "waits", "held", "kept"  # held [B, G, n, D]: waiting keys; kept: `Kept`
+
+    def __init__(
+        self,
+        clusters: int,     # C
+        kmeans: str,       # one of `KMEANS`
+        iterations: int,   # of k-means
+        seed: int,         # of its first centroids
+        before_rope: bool | None, # of `OfKeys`
+        centroids = None,  # [G, C, D], made before; None: of the context
+        asks: bool = False, # does the method ask for queries before RoPE?
+        source = None,      # file and layer of the centroids; None: of none
+    ):
+        super().__init__(before_rope, asks)
+        self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
+        self.offline, self.source, self.fit = centroids is not None, source, centroids
+        self.waits = self.held = self.kept = None
+
+    def extend(self, k, v, k_before=None, q_before=None):
+        "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
+        x = self.wanted(k, k_before)
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
             fit = self.fit.to(k.device) if self.offline else promote(k[:, :, :0]).new_zeros(shape)
@@ -396,7 +413,6 @@ class Partition(Clusters):
     def reset(self):
         "Forget all keys, and centroids that were learnt from them."
         self.fit = None if not self.offline else self.fit if self.rows is None else self.fit[0]
-        self.before = self.before_rope
         super().reset()
         self.waits = self.held = self.kept = self.sums = self.since = self.upto = self.latest = None
 

@@ -361,6 +361,7 @@ def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
     return m, l, acc
 
+# %% ../../kernels/saap.ipynb #44e7c7eb
 @triton.jit
 def _read_rows(m, l, acc, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, low, high, cut, end_cut, scale, k_n, k_d,
                v_n, v_d, C, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr,

@@ -79,6 +79,7 @@ def arms(
               if name in found}
     if every:
         found |= {"offline mass": replace(offline, rank="mass"),
+                  "offline mass drop": replace(offline, rank="mass", tail="drop"),
                   "paper tail": replace(found["paper"], tail="first_order"),
                   "paper density": replace(found["paper"], rank="density"),
                   "centroid mass drop": replace(offline, router="centroid", rank="mass", tail="drop"),
@@ -86,6 +87,7 @@ def arms(
                   "offline second": replace(offline, tail="second_order"),
                   "offline fitted": replace(offline, tail="fitted"),
                   "context second": replace(s, tail="second_order"), "context before": replace(s, before_rope=True),
+                  "context before drop": replace(s, before_rope=True, tail="drop"),
                   "seen": replace(offline, partition=partition_path(model, kind)),
                   "pages drop": replace(found["pages"], tail="drop"), "streaming": Streaming(SINKS, rows - SINKS)}
     return {f"{name} {density:.0%}": method for name, method in found.items()}

@@ -143,6 +143,7 @@ def _measure_index(recorder, x):
         recorder.measure_row(call, check, plain=slow, method="index", n=case.n, H=case.shape.H, part=part,
                              memory="device", nbytes=case.k.nbytes * (2 if part == "build" else 1))
 
+# %% ../../kernels/records/saap_launches.ipynb #a1b05b28
 def _measure_prefill(recorder, case):
     "Time the dense attention of a prompt as long as the index, which is what the index follows in a layer."
     q = torch.randn(1, case.shape.H, case.n, case.shape.D, dtype=case.dtype, device=recorder.device,

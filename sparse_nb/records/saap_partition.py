@@ -294,7 +294,7 @@ def lesson_texts(
 
 # %% ../../kernels/records/saap_partition.ipynb #3a597744
 FOLDER = "~/.cache/sparse_nb/saap"
-ASKED = 50_000  # queries of each head that the networks learn from, before those whose heaviest key is near are left out
+ASKED = 50_000  # queries of each head to learn from, before those whose heaviest key is near are left out
 
 def partition_path(
     name: str, # "pocket" or "witness"
