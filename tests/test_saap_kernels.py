@@ -179,7 +179,7 @@ def test_cases(case):
              "given": dict(guess=guess)}[case["route"]]
     how = dict(probes=int(case["how"]), budget=None) if isinstance(case["how"], str) else dict(budget=case["how"])
     check(p, tail=case["tail"], density=case["density"], **how, **given,
-          tiles=Tiles((16, 4), (4, 4), (16, 4, 2, 8, None), 16, (16, 4), 2) if case["small"] else None)
+          tiles=Tiles((16, 4), (4, 8, 4), (16, 4, 2, 8, None), 16, (16, 4)) if case["small"] else None)
 
 
 @kernel
@@ -452,14 +452,14 @@ if not INTERPRETED:
         tiles, size, BD = Tiles(), 4 if kind == "fp32" else 2, triton.next_power_of_2(D)
         _, warps, stages, _, registers = tiles.read
         BN = read_tile(tiles, BD, size)
-        read = dict(BN=BN, BC=1024, BL=tiles.lists, BT=BN, STAGES=stages)
+        read = dict(BN=BN, BC=1024, BT=BN, STAGES=stages)
         read["TILES"] = 0 if tail == "drop" else triton.cdiv(tiles.means, BN)
         if tail != "second_order": read |= dict(variance_ptr=None)
         found = {"read": usage("read", capability, kind, D, tail=tail, warps=warps, registers=registers, **read)}
         routed = dict(BN=tiles.route[0], fit_ptr=None, ask_ptr=None, guess_ptr=None)
         found["route"] = usage("route", capability, kind, D, warps=tiles.route[1], **routed)
-        chosen = dict(BC=1024, BM=tiles.select[0], BK=256, LP=4, MOMENTS=True, DENSITY=True, PROBES=False)
-        found["select"] = usage("select", capability, kind, D, tail=tail, warps=tiles.select[1], **chosen)
+        chosen = dict(BC=1024, BM=tiles.select[0], BK=tiles.select[1], LP=4, MOMENTS=True, DENSITY=True, PROBES=False)
+        found["select"] = usage("select", capability, kind, D, tail=tail, warps=tiles.select[2], **chosen)
         found["merge"] = usage("merge", capability, kind, D, tail=tail, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
         for name, used in found.items():
             print(name, used)

@@ -244,17 +244,18 @@ def _passed(key, list_ptr, at, o_m, C, BC: tl.constexpr, BM: tl.constexpr, BK: t
     "For BM clusters from `at` on: how many clusters go before each, and how many keys these have"
     key_m = tl.gather(key, o_m, 0)
     key += (tl.arange(0, BC) < at).to(tl.int32)                                              # goes before its equals
-    place, before = tl.zeros([BM], tl.int32), tl.zeros([BM], tl.int32)
-    for i in tl.static_range(BC // BK):
+    place, before = tl.zeros([BK, BM], tl.int32), tl.zeros([BK, BM], tl.int32)
+    for i in range(BC // BK):
         o_c = i * BK + tl.arange(0, BK)
         begin = tl.load(list_ptr + o_c, mask=o_c < C, other=0)
         n = tl.load(list_ptr + 1 + o_c, mask=o_c < C, other=0) - begin
         first = tl.gather(key, o_c, 0)[:, None] > key_m[None, :]                             # [BK, BM]
-        place += tl.sum(first.to(tl.int32), 0)
-        before += tl.sum(tl.where(first, n[:, None], 0), 0)
+        place += first.to(tl.int32)
+        before += tl.where(first, n[:, None], 0)
     begin = tl.load(list_ptr + o_m, mask=o_m < C, other=0)
     n = tl.load(list_ptr + 1 + o_m, mask=o_m < C, other=0) - begin
     first = (key_m[:, None] == key_m[None, :]) & (o_m[:, None] < o_m[None, :])
+    place, before = tl.sum(place, 0), tl.sum(before, 0)
     return place + tl.sum(first.to(tl.int32), 0), before + tl.sum(tl.where(first, n[:, None], 0), 0)
 
 
@@ -317,21 +318,25 @@ def _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N):
     return first, sinks, built, sinks + tl.maximum(first + n - built, 0)
 
 @triton.jit
-def _lists_of_part(end_ptr, low, high, C, BC: tl.constexpr):
-    "Number of the list of slot `low`, and of that of the last slot before `high`"
+def _list_of(end_ptr, slot, C, BC: tl.constexpr):
+    "Number of the list of a slot"
     o_c = tl.arange(0, BC)
-    end = tl.load(end_ptr + o_c, mask=o_c < C, other=2**31 - 1)
-    return tl.sum((end <= low).to(tl.int32), 0), tl.sum((end < high).to(tl.int32), 0)
+    return tl.sum((tl.load(end_ptr + o_c, mask=o_c < C, other=2**31 - 1) <= slot).to(tl.int32), 0)
 
 @triton.jit
-def _known_lists(end_ptr, base_ptr, i_l, C, BL: tl.constexpr):
-    "Of BL lists from i_l on: where they end, the base of the first, and how much higher each next base is"
-    o_l = i_l + tl.arange(0, BL)
-    end = tl.load(end_ptr + o_l, mask=o_l < C, other=2**31 - 1)
-    base = tl.load(base_ptr + o_l, mask=o_l < C, other=0)
-    more = tl.load(base_ptr + 1 + o_l, mask=o_l + 1 < C, other=0) - base
-    return end, tl.load(base_ptr + tl.minimum(i_l, C - 1)), more
+def _list(end_ptr, base_ptr, i, C):
+    "Where list i ends, and its base; behind the last list there is one without an end"
+    there = i < C
+    return tl.load(end_ptr + i, mask=there, other=2**31 - 1), tl.load(base_ptr + i, mask=there, other=0)
 
+@triton.jit
+def _four_lists(end_ptr, base_ptr, i, C):
+    "Where four lists from i on end, the base of the first, and how much higher the base of each next one is"
+    end_0, base_0 = _list(end_ptr, base_ptr, i, C)
+    end_1, base_1 = _list(end_ptr, base_ptr, i + 1, C)
+    end_2, base_2 = _list(end_ptr, base_ptr, i + 2, C)
+    end_3, base_3 = _list(end_ptr, base_ptr, i + 3, C)
+    return end_0, end_1, end_2, end_3, base_0, base_1 - base_0, base_2 - base_1, base_3 - base_2
 
 # %% ../../kernels/saap.ipynb #0b2a0339
 @triton.jit
@@ -365,20 +370,20 @@ def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_
 @triton.jit
 def _read_rows(m, l, acc, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, low, high, cut, end_cut, scale, k_n, k_d,
                v_n, v_d, C, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr,
-               BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr,
-               STAGES: tl.constexpr):
+               BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
     "Slots joined to a partial softmax, and sums over those from `cut` to `end_cut`: scores, lengths, keys, values"
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_d, is_sum = o_d < D, o_r == LR
     scores, squares, keys = tl.zeros([BR], tl.float32), tl.zeros([BN], tl.float32), tl.zeros([BD], tl.float32)
-    i_first, i_last = _lists_of_part(end_ptr, low, high, C, BC)
-    for i_l in range(i_first, i_last + 1, BL):
-        end, base, more = _known_lists(end_ptr, base_ptr, i_l, C, BL)
-        stop = tl.minimum(tl.max(end, 0), high)
+    i_l = _list_of(end_ptr, low, C, BC)
+    while low < high:
+        end_0, end_1, end_2, end_3, base, more_1, more_2, more_3 = _four_lists(end_ptr, base_ptr, i_l, C)
+        stop = tl.minimum(end_3, high)
         for at in tl.range(low, stop, BN, num_stages=STAGES):
             o_s = at + o_n
             m_n = o_s < stop
-            place = base + o_s + tl.sum(tl.where(end[None, :] <= o_s[:, None], more[None, :], 0), 1)
+            place = base + o_s + tl.where(o_s >= end_0, more_1, 0)
+            place += tl.where(o_s >= end_1, more_2, 0) + tl.where(o_s >= end_2, more_3, 0)
             row = tl.load(order_ptr + place, mask=m_n, other=0).to(tl.int64)
             m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
             b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
@@ -394,7 +399,7 @@ def _read_rows(m, l, acc, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, low, 
                     squares, keys = squares + tl.sum(b_x * b_x, 1), keys + tl.sum(b_x, 0)
             b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
             acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                           # [BR, BD]
-        low = stop
+        low, i_l = stop, i_l + 4
     return m, l, acc, scores, tl.sum(squares, 0), keys
 
 
@@ -429,7 +434,7 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
                  base_ptr, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr,
                  sum_s_ptr, sum_x_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, S, G, C, P,
                  CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
-                 BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr,
+                 BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
                  TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     "Attention over a part of the rows, or over the means of some clusters"
     if PDL: gdc_launch_dependents()
@@ -451,7 +456,7 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
         end_cut = cut + tl.load(fact_ptr + bg * 8 + 4)
         m, l, acc, scores, squares, keys = _read_rows(
             m, l, acc, b_q, p_k, p_v, order_ptr + bg * S, end_ptr + bg * C, base_ptr + bg * C, low, high, cut,
-            end_cut, scale, k_n, k_d, v_n, v_d, C, CUT, SECOND, LR, D, BR, BN, BD, BC, BL, STAGES)
+            end_cut, scale, k_n, k_d, v_n, v_d, C, CUT, SECOND, LR, D, BR, BN, BD, BC, STAGES)
         if CUT:
             if (low < end_cut) & (high > cut):
                 tl.store(sum_s_ptr + (bg * LR + o_r) * P + p, scores, mask=m_r)
@@ -525,11 +530,10 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, fac
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
     route: tuple = (32, 4)            # clusters of a program, warps
-    select: tuple = (32, 8)           # clusters of a program, warps
+    select: tuple = (32, 128, 8)      # clusters of a program, and those compared with them at once, warps
     read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     means: int = 128                  # clusters of a program, at most
     merge: tuple = (32, 4)            # numbers of a program, warps
-    lists: int = 16                   # whose ends a program knows at once
 
 class Settings(NamedTuple):
     "What the kernels know of a `Saap`."
@@ -600,14 +604,14 @@ def launch(
             q, guess, index.log, index.variance if moments else None, index.start, end, base, rest, facts, kv_start,
             kv_len, *of_q, scale, N, G, C,
             s.probes or 0, *share_in_units(s.budget or 0), MOMENTS=moments, DENSITY=s.density,
-            PROBES=s.probes is not None, LP=triton.next_power_of_2(LR), BC=BC, BM=BM, BK=min(BC, 256),
-            num_warps=tiles.select[1], **same, **more)
+            PROBES=s.probes is not None, LP=triton.next_power_of_2(LR), BC=BC, BM=BM, BK=min(BC, tiles.select[1]),
+            num_warps=tiles.select[2], **same, **more)
     bounds = facts, index.since, index.built, kv_start, kv_len
     if launches > 2:
         _read_kernel[P + PT, B * G](
             q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, end, base,
             *bounds, m, l, o, sum_s, sum_x, scale, *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G,
-            C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN, BC=BC, BL=tiles.lists, BT=BT, TILES=TILES, STAGES=stages,
+            C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN, BC=BC, BT=BT, TILES=TILES, STAGES=stages,
             **launch_limits(warps, registers), **same, **more)
     if launches > 3:
         BW = min(BD, tiles.merge[0])
