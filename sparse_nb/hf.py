@@ -7,8 +7,8 @@ __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method',
            'walk_of', 'Plan', 'plan_of', 'check_methods', 'check_model', 'Call', 'ForwardPass', 'PerThread',
            'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer', 'Dispatch',
            'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'note_request', 'begin_pass', 'check_reached',
-           'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit',
-           'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
+           'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill',
+           'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -412,7 +412,7 @@ class Kept:
     "What the cache layer of an attention layer keeps for its method in one forward pass."
     layer: object                  # of the cache
     state: object = None           # the method's index
-    turn: object = None            # takes queries or keys of the pass back to before their rotation
+    turn: object = None            # takes queries or keys of the pass back to before their rotation, if that is known
     q_before: torch.Tensor = None  # its queries from before it [B, H, Q, D], where the index hears them
     decodes: bool = True           # is it the index of the method that decodes? Else of the one that reads prompts
 
@@ -425,6 +425,7 @@ class Kept:
         for what in self.state.hears:
             if what == "shown": heard[what] = shown_places(call.mask, call.query, length)
             if what == "q": heard[what] = call.query
+            if self.turn is None: continue
             if what == "q_before": heard[what] = self.q_before = self.turn(call.query)
             if what == "k_before": heard[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
         try: self.layer.hear(keys, values, new, **heard)
@@ -555,7 +556,7 @@ def decode_one(dispatch, method, call, j, view, settings):
         k, v, settings = call.key[:, :, :len(state)], call.value[:, :, :len(state)], settings | dict(state=state)
         if view.end < len(state) and view.stop is None:
             settings["kv_len"] = torch.full(call.query.shape[:1], view.end, device=call.query.device)
-        if "q_before" in state.hears: settings["q_before"] = kept.q_before[:, :, [j]]
+        if kept.q_before is not None: settings["q_before"] = kept.q_before[:, :, [j]]
     q = call.query[:, :, [j]]
     if dispatch.observe: return method.decode(q, k, v, return_stats=True, **settings)
     return method.decode(q, k, v, **settings), None
@@ -615,6 +616,16 @@ def check_reached(dispatch, module, args, out):
     if dispatch.thread.forward.reached: return
     raise ValueError(f"model must look its attention up by name, to have it replaced, got {kind_of(module)}")
 
+def turn_back(dispatch, module, kwargs, state):
+    "What takes queries and keys of this pass to before RoPE; None where that is not to be had and `state` spares it"
+    if module not in dispatch.rotations:
+        try: dispatch.rotations[module] = rotation_of(module, (), kwargs)
+        except ValueError:
+            if not state.spares: raise
+            dispatch.rotations[module] = "unknown"
+    if (rotation := dispatch.rotations[module]) == "unknown": return None
+    return functools.partial(unrotate, position_embeddings=kwargs["position_embeddings"], rotation=rotation)
+
 def adopt_cache(dispatch, method, away, decodes, module, args, kwargs):
     "A layer with an index or in host memory is called: let its cache keep them"
     kwargs = dict(zip(inspect.signature(module.forward).parameters, args)) | kwargs
@@ -625,10 +636,7 @@ def adopt_cache(dispatch, method, away, decodes, module, args, kwargs):
     if keeps_state(method):
         kept.layer = keep_state(cache, i, method)
         kept.state = kept.layer.state
-        if {"k_before", "q_before"} & set(kept.state.hears):
-            if module not in dispatch.rotations: dispatch.rotations[module] = rotation_of(module, (), kwargs)
-            turned = dict(position_embeddings=kwargs["position_embeddings"], rotation=dispatch.rotations[module])
-            kept.turn = functools.partial(unrotate, **turned)
+        if {"k_before", "q_before"} & set(kept.state.hears): kept.turn = turn_back(dispatch, module, kwargs, kept.state)
     dispatch.thread.forward.kept[i] = kept
 
 # %% ../nbs/70_hf.ipynb #f97e4e13

@@ -6,7 +6,7 @@
 __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'TAILS', 'ROUTERS', 'RANKS', 'BUDGET', 'CONTEXT', 'nearest_cluster',
            'cluster_sums', 'sums_of_nearest', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows',
            'moments_of', 'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition',
-           'partition_parts', 'router_scores', 'Clusters', 'Partition', 'rank_clusters', 'keys_to_read',
+           'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Partition', 'rank_clusters', 'keys_to_read',
            'newest_of_each', 'tail_state', 'Partitioned', 'Routed', 'Saap', 'saap_decode']
 
 # %% ../nbs/40_saap.ipynb #3c143375
@@ -267,9 +267,41 @@ def router_scores(
         return x @ w[0] + w[1][:, None]
 
 # %% ../nbs/40_saap.ipynb #a7deda3d
-class Clusters(State):
+class OfKeys(State):
+    "A state of keys before RoPE (`before_rope` True), as they are (False), or before RoPE if the first come so (None)."
+    __slots__ = "asks", "asked", "before"  # asked: queries before RoPE; before: is it of keys before? None: not known
+
+    def __init__(self, before_rope, asks):
+        super().__init__()
+        self.before_rope, self.before, self.asks, self.asked = before_rope, before_rope, asks, None
+
+    @property
+    def hears(self):
+        "The keys before RoPE, where they may be wanted, and the queries, where they are asked for."
+        return ("k_before",) * (self.before_rope is not False) + ("q_before",) * self.asks
+
+    @property
+    def spares(self):
+        "Unless keys before RoPE were asked for."
+        return self.before_rope is not True
+
+    def wanted(self, k, k_before):
+        "The keys that the state is of. ValueError for keys before RoPE that are not there."
+        if self.before is None: self.before = k_before is not None
+        if self.before and k_before is None:
+            raise ValueError("k_before must be the keys before RoPE, got None: pass them in a call of your own; in a "
+                             "model, read the whole prompt in the session")
+        return k_before if self.before else k
+
+    def reset(self):
+        "As `State.reset`; the next keys decide anew."
+        super().reset()
+        self.before = self.before_rope
+
+# %% ../nbs/40_saap.ipynb #f3f43e79
+class Clusters(OfKeys):
     "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
-    __slots__ = "fit", "waits", "held", "asks", "asked", "kept"  # held [B, G, n, D]: waiting keys; kept: `Kept`
+    __slots__ = "fit", "waits", "held", "kept"  # held [B, G, n, D]: waiting keys; kept: `Kept`
 
     def __init__(
         self,
@@ -277,25 +309,19 @@ class Clusters(State):
         kmeans: str,       # one of `KMEANS`
         iterations: int,   # of k-means
         seed: int,         # of its first centroids
-        before_rope: bool, # are clusters made of keys before RoPE?
+        before_rope: bool | None, # of `OfKeys`
         centroids = None,  # [G, C, D], made before; None: of the context
         asks: bool = False, # does the method ask for queries before RoPE?
         source = None,      # file and layer of the centroids; None: of none
     ):
-        super().__init__()
+        super().__init__(before_rope, asks)
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
-        self.before_rope, self.offline, self.source = before_rope, centroids is not None, source
-        self.fit, self.waits, self.held, self.asks, self.asked, self.kept = centroids, None, None, asks, None, None
-
-    @property
-    def hears(self):
-        "The keys before RoPE, where clusters are made of them, and the queries, where they are asked for."
-        return ("k_before",) * self.before_rope + ("q_before",) * self.asks
+        self.offline, self.source, self.fit = centroids is not None, source, centroids
+        self.waits = self.held = self.kept = None
 
     def extend(self, k, v, k_before=None, q_before=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
-        if (x := k_before if self.before_rope else k) is None:
-            raise ValueError("k_before must be the keys before RoPE, got None: an older cache has lost them")
+        x = self.wanted(k, k_before)
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
             fit = self.fit.to(k.device) if self.offline else promote(k[:, :, :0]).new_zeros(shape)
@@ -479,7 +505,7 @@ def learnt(state, what, device):
 
 def asked_queries(s, q, state, q_before):
     "The queries that the router of `s` asks with. ValueError for queries before RoPE that are not there."
-    if not state.before_rope: return q
+    if not state.before: return q
     if q_before is None or q_before.shape != q.shape:
         got = None if q_before is None else list(q_before.shape)
         raise ValueError(f"q_before must be the queries before RoPE, {list(q.shape)}, for router={s.router!r} and keys "
@@ -642,7 +668,7 @@ class Partitioned(Predictor):
     def new_state(self):
         "`Partition`. ValueError for a file's partition where no layer is known, and for what the file lacks."
         if self.partition == "context":
-            asks = self.before_rope and self.router != "moments"
+            asks = self.before_rope is not False and self.router != "moments"
             return Partition(self.clusters, self.kmeans, self.iterations, self.seed, self.before_rope, asks=asks)
         if self.layer is None: raise ValueError("layer must be a number outside of a model, got None")
         about, fit = about_partition(self.partition), partition_parts(self.partition, self.layer)["centroids"]
@@ -723,7 +749,7 @@ class Routed(Partitioned):
 # %% ../nbs/40_saap.ipynb #266bf2f8
 ROUTERS, RANKS = ("moments", "centroid", *NETWORKS), ("density", "mass")
 BUDGET = 0.04  # where neither `budget` nor `probes` is given
-CONTEXT = dict(clusters=128, kmeans="spherical", iterations=10, seed=0, before_rope=False)  # of the prompt's own keys
+CONTEXT = dict(clusters=128, kmeans="spherical", iterations=10, seed=0, before_rope=None)  # of the prompt's own keys
 
 @dataclass(frozen=True)
 class Saap(Routed):
@@ -740,7 +766,7 @@ class Saap(Routed):
     rank: str = "density"             # one of `RANKS`
     tail: str = "first_order"         # what stands in for keys that are not read: one of `TAILS`
     partition: str = "context"        # of the prompt's own keys, or a file of `save_partition`, or "pocket"
-    before_rope: bool | None = None   # of keys before RoPE? Only in a session that has read the whole cache
+    before_rope: bool | None = None   # of keys before RoPE? None: where they are given, as a session does that can
     kmeans: str | None = None         # one of `KMEANS`
     iterations: int | None = None     # of k-means
     seed: int | None = None           # of its first centroids
@@ -768,7 +794,7 @@ class Saap(Routed):
                     raise ValueError(f"{name} must be None with a partition of a file, which has its own, got {got!r}")
             elif getattr(self, name) is None: object.__setattr__(self, name, default)
         if self.partition != "context": return
-        check_flag("before_rope", self.before_rope)
+        if self.before_rope is not None: check_flag("before_rope", self.before_rope)
         check_kmeans(self.clusters, self.kmeans, self.iterations, self.seed)
         for name, of_files in ("router", NETWORKS), ("tail", ("fitted",)):
             if (got := getattr(self, name)) in of_files:
@@ -792,7 +818,7 @@ def saap_decode(
     window: int = 255,                    # last visible keys, likewise
     layer: int | None = None,             # whose partition of a file
     q_before: torch.Tensor | None = None, # q before RoPE, which routers other than "moments" ask of keys before it
-    k_before: torch.Tensor | None = None, # k before RoPE [B, G, N, D], where these are divided
+    k_before: torch.Tensor | None = None, # k before RoPE [B, G, N, D], which are divided if they are given
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
@@ -820,6 +846,6 @@ def saap_decode(
         s = Saap(**settings, layer=layer, **dict(clusters=centroids.shape[1]) | context)
     state = s.new_state() if centroids is None else Partition(
         s.clusters, s.kmeans, s.iterations, s.seed, s.before_rope, centroids)
-    heard = dict(k_before=to_device_of(k_before, q)) if state.before_rope and k_before is not None else {}
+    heard = {} if k_before is None or state.before_rope is False else dict(k_before=to_device_of(k_before, q))
     state.append(to_device_of(k, q), to_device_of(v, q), **heard)
     return run(s, q, k, v, state, masks, scale, return_stats, q_before, backend)

@@ -11,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_nb.attention import Exact, Method, Predictor, assert_close, attention, attention_scores
+from sparse_nb.attention import (
+    Exact, Method, Predictor, assert_close, attention, attention_scores, attention_weights)
 from sparse_nb.core.methods import weights_id
+from sparse_nb.metrics import clopper_pearson, relative_error
 from sparse_nb.saap import (
     KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, keys_to_read,
     moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores, saap_decode, save_partition)
-from sparse_nb.vattention import VAttention
+from sparse_nb.vattention import VAttention, select_and_promise
 
 UNTRAINED = [tail for tail in TAILS if tail != "fitted"]
 SMALL = dict(clusters=7, sinks=2, window=9)
@@ -479,6 +481,28 @@ STATE = Saap(**SMALL).build(K, v=V)
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message): call()
 
+ALARM = 1e-8  # chance that the test below fails for a promise that is kept
+
+@pytest.mark.parametrize("guarantee", ["denominator", "output"])
+@pytest.mark.parametrize("router, before_rope", [("moments", None), ("centroid", False), ("moments", True)])
+def test_a_promise_is_kept_on_top_of_clusters(guarantee, router, before_rope):
+    "Of many independent steps no more than delta fail, but for chance; and neither everything nor nothing is drawn"
+    eps, delta, times = 0.3, 0.2, 300
+    q, k, v = inputs(1, batch=1, keys=400)
+    v, k_before = v + 2, inputs(2, batch=1, keys=400)[1]
+    method = VAttention(eps, delta, 0, 2, 8, 60, guarantee=guarantee, share=False, predictor=Saap(
+        clusters=7, sinks=0, window=2, router=router, before_rope=before_rope))
+    state, many = method.new_state(), q.expand(-1, -1, times, -1)
+    state.append(k, v, **({"k_before": k_before} if before_rope else {}))
+    out, stats = method.decode(many, k, v, seed=5, state=state, return_stats=True)
+    error = relative_error(out, attention(q, k, v).expand_as(out))
+    if guarantee == "denominator":
+        chosen = select_and_promise(many, k, v, method, state, seed=5)[0]
+        weight = attention_weights(q, k).expand(-1, -1, times, -1)
+        error = ((weight.gather(-1, chosen.index) * chosen.weight).sum(-1) - 1).abs()
+    assert 0.02 < stats.density.mean() < 0.98 and error.std() > 0
+    assert clopper_pearson(int((error > eps).sum()), error.numel(), 1 - ALARM).low <= delta
+
 # inside transformers
 
 import safetensors.torch
@@ -490,7 +514,7 @@ from sparse_nb.evaluate import accuracy
 from sparse_nb.hf import attention_override, capture, prefill, sparsify
 from sparse_nb.records.saap_partition import fit_router, train_partition
 from sparse_nb.tasks import make
-from test_hf import IDS, build
+from test_hf import IDS, build, gpt2
 
 GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
 USED = [Saap(budget=5, clusters=6, sinks=1, window=8), Saap(probes=2, clusters=5, window=6, tail="second_order"),
@@ -554,7 +578,7 @@ def test_ways_to_generate_agree(llama, file, method):
 @pytest.mark.parametrize("method", USED[:2], **NAMES)
 def test_beams_are_followed(llama, method):
     "The same beams from indexes built anew from the keys of each beam, with the centroids of the prompt"
-    learnt = {}
+    learnt, method = {}, dataclasses.replace(method, before_rope=False)
     def attend(module, query, key, value, mask, scaling=None, **kwargs):
         if query.shape[2] > 1:
             return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
@@ -578,6 +602,60 @@ def test_keys_before_rope_make_other_clusters(llama):
     old = prefill(llama, IDS)
     with sparsify(llama, decode=s), pytest.raises(ValueError, match="k_before must be .* layer 0"):
         llama(IDS[:, :1], past_key_values=old)
+
+def fits_of(model, method, cache=None, ids=IDS):
+    "Centroids of each layer after generating"
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with sparsify(model, decode=method): ids_of(model, ids, past_key_values=cache)
+    return [layer.state.fit for layer in cache.layers]
+
+def test_clusters_are_of_keys_before_rope_where_these_are_known(llama):
+    "In a session; not in a cache that was filled without it, nor in a model that does not say how it rotates"
+    same = lambda a, b: all(map(torch.equal, a, b))
+    s = Saap(budget=5, clusters=6, window=8)
+    free, before, after = (fits_of(llama, dataclasses.replace(s, before_rope=x)) for x in (None, True, False))
+    assert same(free, before) and not same(free, after)
+    old, plain = (fits_of(llama, dataclasses.replace(s, before_rope=x), prefill(llama, IDS[:, :-1]))
+                  for x in (None, False))
+    assert same(old, plain)
+    other = gpt2()
+    assert same(fits_of(other, s), fits_of(other, dataclasses.replace(s, before_rope=False)))
+    with pytest.raises(ValueError, match="layer 0 of gpt2 .* is not given its rotation"):
+        fits_of(other, dataclasses.replace(s, before_rope=True))
+
+def test_clusters_of_a_direct_call_are_of_the_keys_that_it_gives(llama):
+    x = capture(llama, IDS[:1], before_rope=True)[0]
+    few = dict(budget=3, window=9, clusters=6, scale=x.scale)
+    by = lambda **kw: saap_decode(*x.seen(-1), **few, **kw)
+    assert torch.equal(by(), by(before_rope=False)) and torch.equal(by(), by(before_rope=False, k_before=x.k_before))
+    assert torch.equal(by(k_before=x.k_before), by(before_rope=True, k_before=x.k_before))
+    assert not torch.equal(by(), by(k_before=x.k_before))
+    with pytest.raises(ValueError, match="k_before must be .* pass them in a call of your own"): by(before_rope=True)
+    with pytest.raises(ValueError, match="q_before must be the queries before RoPE"):
+        by(k_before=x.k_before, router="centroid")
+    state = Saap(clusters=6).new_state()
+    state.append(x.k[:, :, :9], x.v[:, :, :9], k_before=x.k_before[:, :, :9])
+    with pytest.raises(ValueError, match="k_before must be"): state.append(x.k[:, :, 9:], x.v[:, :, 9:])
+    state.reset()
+    state.append(x.k, x.v)
+    assert len(state) == x.k.shape[2]
+
+def test_vattention_with_clusters_before_rope(llama):
+    "Its predictor gets keys and queries before RoPE from a model, and names what a direct call did not give"
+    v = VAttention(0.5, 0.2, sinks=1, window=4, topk=4, base=6, plugin="plain", predictor=Saap(
+        clusters=5, window=4, before_rope=True, router="centroid"))
+    cache, x = DynamicCache(config=llama.config), capture(llama, IDS[:1], before_rope=True)[0]
+    with torch.no_grad(), sparsify(llama, decode=v, setup="B") as session:
+        with session.dispatch.reading(): llama(IDS[:1, :-1], past_key_values=cache)
+        llama(IDS[:1, -1:], past_key_values=cache)
+    state = cache.layers[0].state
+    assert state.before
+    assert_close(state.asked, x.q_before[:, :, [-1]], 1e-4)
+    with pytest.raises(ValueError, match="k_before must be .* pass them"): v.decode(*x.seen(-1), seed=0)
+    own = v.new_state()
+    own.append(x.k, x.v, k_before=x.k_before)
+    with pytest.raises(ValueError, match="q_before must be the queries before RoPE"):
+        v.decode(*x.seen(-1), seed=0, state=own)
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_second_turn_goes_on_with_the_index(llama, offload):
@@ -810,7 +888,11 @@ def test_a_partition_is_trained_and_used(llama, tmp_path):
     again = train_partition(llama, prompts, seed=2, **how)
     assert parts.keys() == again.keys() and all(torch.equal(parts[name], again[name]) for name in parts)
     assert not torch.equal(parts["0.centroids"], train_partition(llama, prompts, seed=3, **how)["0.centroids"])
-    assert parts.keys() == parts_of(llama).keys() and any("layer 1, linear" in line for line in said)
+    assert parts.keys() == parts_of(llama).keys() and any("linear: " in line for line in said)
+    assert not torch.equal(parts["0.mlp_w1"], parts["1.mlp_w1"])
+    of_groups = train_partition(llama, prompts, seed=2, groups=2, **how)
+    heads, groups = len(parts["1.mlp_w1"]), len(parts["1.centroids"])
+    assert heads > groups == len(of_groups["1.mlp_w1"]) == len(of_groups["0.mlp_w2"]) == 2
     save_partition(parts, tmp_path / "own.safetensors", llama)
     for s in (Saap(6, window=8, partition=str(tmp_path / "own.safetensors"), router=router, tail="fitted")
               for router in ("mlp", "linear")):

@@ -179,7 +179,7 @@ def test_cases(case):
              "given": dict(guess=guess)}[case["route"]]
     how = dict(probes=int(case["how"]), budget=None) if isinstance(case["how"], str) else dict(budget=case["how"])
     check(p, tail=case["tail"], density=case["density"], **how, **given,
-          tiles=Tiles((16, 4), (2, 4), (16, 4, 2, 8, None), 16, (16, 4)) if case["small"] else None)
+          tiles=Tiles((16, 4), (4, 8, 4), (16, 4, 2, 8, None), 16, (16, 4)) if case["small"] else None)
 
 
 @kernel
@@ -434,7 +434,7 @@ if not INTERPRETED:
         from sparse_nb.kernels.common import compiled_usage
         BD = max(16, triton.next_power_of_2(D))
         types = dict.fromkeys(("order_ptr", "list_ptr", "end_ptr", "base_ptr", "fact_ptr", "since_ptr", "built_ptr",
-                               "len_ptr", "row_ptr"), "i32") | dict(start_ptr="i64", id_ptr="i16", share="i64")
+                               "len_ptr"), "i32") | dict(start_ptr="i64", id_ptr="i16", share="i64")
         halves = "q_ptr", "ask_ptr", "k_ptr", "v_ptr", "mean_ptr", "fit_ptr", "value_ptr", "out_ptr"
         types |= dict.fromkeys(halves, kind)
         known = dict(LR=4, D=D, BR=16, BD=BD, PDL=capability >= 90, CUT=tail != "drop", SECOND=tail == "second_order")
@@ -452,14 +452,14 @@ if not INTERPRETED:
         tiles, size, BD = Tiles(), 4 if kind == "fp32" else 2, triton.next_power_of_2(D)
         _, warps, stages, _, registers = tiles.read
         BN = read_tile(tiles, BD, size)
-        read = dict(BN=BN, BC=128, BL=32, BT=BN, STAGES=stages)
+        read = dict(BN=BN, BC=1024, BT=BN, STAGES=stages)
         read["TILES"] = 0 if tail == "drop" else triton.cdiv(tiles.means, BN)
         if tail != "second_order": read |= dict(variance_ptr=None)
         found = {"read": usage("read", capability, kind, D, tail=tail, warps=warps, registers=registers, **read)}
         routed = dict(BN=tiles.route[0], fit_ptr=None, ask_ptr=None, guess_ptr=None)
         found["route"] = usage("route", capability, kind, D, warps=tiles.route[1], **routed)
-        chosen = dict(BC=1024, BITS=tiles.select[0], LP=4, MOMENTS=True, DENSITY=True, PROBES=False)
-        found["select"] = usage("select", capability, kind, D, tail=tail, warps=tiles.select[1], **chosen)
+        chosen = dict(BC=1024, BM=tiles.select[0], BK=tiles.select[1], LP=4, MOMENTS=True, DENSITY=True, PROBES=False)
+        found["select"] = usage("select", capability, kind, D, tail=tail, warps=tiles.select[2], **chosen)
         found["merge"] = usage("merge", capability, kind, D, tail=tail, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
         for name, used in found.items():
             print(name, used)

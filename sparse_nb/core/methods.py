@@ -495,6 +495,7 @@ class State:
     Subclasses define `features`.
     """
     hears: ClassVar[tuple[str, ...]] = () # what it wants beside k and v: "shown", "q", "k_before" or "q_before"
+    spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
 
     def __init__(self): self.rows = None
 

@@ -215,23 +215,24 @@ def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, score_ptr, guess_ptr, scale
 
 # %% ../../kernels/saap.ipynb #080f820c
 @triton.jit
-def _rank(score_ptr, log_n, more, bg, o_c, there, q_ptr, q_h, q_d, scale, C, MOMENTS: tl.constexpr,
-          LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    "log2 of each cluster's share, summed over the heads of a group"
+def _bias(log_n, variance, q_ptr, q_h, q_d, scale, MOMENTS: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr,
+          D: tl.constexpr, BD: tl.constexpr):
+    "log2 of the counts [LP, BC]; where moments route with half the variance of a product"
     o_r, o_d = tl.arange(0, LP), tl.arange(0, BD)
-    m_r = o_r < LR
-    m_x = m_r[:, None] & there[None, :]
-    b_x = tl.load(score_ptr + (bg * LR + o_r)[:, None] * C + o_c[None, :], mask=m_x, other=-float("inf"))
-    b_x += log_n[None, :]
+    bias = log_n[None, :] + tl.zeros([LP, 1], tl.float32)
     if MOMENTS:
-        b_q = tl.load(q_ptr + o_r[:, None] * q_h + o_d[None, :] * q_d, mask=m_r[:, None] & (o_d < D)[None, :], other=0.)
-        b_q = b_q.to(tl.float32) * scale
-        b_x += tl.sum(b_q * b_q, 1)[:, None] * more[None, :]
+        m_q = (o_r < LR)[:, None] & (o_d < D)[None, :]
+        b_q = tl.load(q_ptr + o_r[:, None] * q_h + o_d[None, :] * q_d, mask=m_q, other=0.).to(tl.float32) * scale
+        bias += tl.sum(b_q * b_q, 1)[:, None] * (variance * 0.34657359027997264)[None, :]    # ln 2 / 2
+    return bias
+
+@triton.jit
+def _rank(b_x, m_x):
+    "log2 of each cluster's share, summed over the heads of a group: b_x [LP, BC] in log2, where m_x"
     b_x = tl.where(m_x, b_x, -float("inf"))
     top = tl.max(b_x, 1)
     top = tl.where(top == -float("inf"), 0., top)[:, None]
-    b_x = b_x - top - tl.log2(tl.sum(tl.exp2(b_x - top), 1))[:, None]                        # log2 of the share
-    b_x = tl.where(m_r[:, None], b_x, -float("inf"))
+    b_x = tl.where(m_x, b_x - top - tl.log2(tl.sum(tl.exp2(b_x - top), 1))[:, None], -float("inf"))
     high = tl.max(b_x, 0)
     seen = tl.where(high == -float("inf"), 0., high)
     total = seen + tl.log2(tl.sum(tl.exp2(b_x - seen[None, :]), 0))
@@ -239,61 +240,72 @@ def _rank(score_ptr, log_n, more, bg, o_c, there, q_ptr, q_h, q_d, scale, C, MOM
     return tl.where(bad, float("nan"), total)
 
 @triton.jit
-def _threshold(key, cost, want, BITS: tl.constexpr):
-    "The largest number that the costs of the keys that are not smaller, together, reach `want`"
-    o_j = tl.arange(0, 2**BITS)
-    least = tl.full([], -2**31, tl.int64)
-    for i in range(32 // BITS):
-        step = tl.full([], 1, tl.int64) << (32 - BITS - BITS * i)
-        least_j = (least + o_j.to(tl.int64) * step).to(tl.int32)
-        reached = tl.sum(tl.where(key[None, :] >= least_j[:, None], cost[None, :], 0), 1)
-        least += tl.max(tl.where(reached >= want, o_j, 0), 0).to(tl.int64) * step
-    return least.to(tl.int32)
+def _passed(key, list_ptr, at, o_m, C, BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    "For BM clusters from `at` on: how many clusters go before each, and how many keys these have"
+    key_m = tl.gather(key, o_m, 0)
+    key += (tl.arange(0, BC) < at).to(tl.int32)                                              # goes before its equals
+    place, before = tl.zeros([BK, BM], tl.int32), tl.zeros([BK, BM], tl.int32)
+    for i in range(BC // BK):
+        o_c = i * BK + tl.arange(0, BK)
+        begin = tl.load(list_ptr + o_c, mask=o_c < C, other=0)
+        n = tl.load(list_ptr + 1 + o_c, mask=o_c < C, other=0) - begin
+        first = tl.gather(key, o_c, 0)[:, None] > key_m[None, :]                             # [BK, BM]
+        place += first.to(tl.int32)
+        before += tl.where(first, n[:, None], 0)
+    begin = tl.load(list_ptr + o_m, mask=o_m < C, other=0)
+    n = tl.load(list_ptr + 1 + o_m, mask=o_m < C, other=0) - begin
+    first = (key_m[:, None] == key_m[None, :]) & (o_m[:, None] < o_m[None, :])
+    place, before = tl.sum(place, 0), tl.sum(before, 0)
+    return place + tl.sum(first.to(tl.int32), 0), before + tl.sum(tl.where(first, n[:, None], 0), 0)
+
 
 # %% ../../kernels/saap.ipynb #d3530da9
 @triton.jit
 def _select_kernel(q_ptr, score_ptr, log_ptr, variance_ptr, list_ptr, end_ptr, base_ptr, rest_ptr, fact_ptr,
                    start_ptr, len_ptr, q_b, q_h, q_d, scale, N, G, C, probes, budget, share,
                    MOMENTS: tl.constexpr, DENSITY: tl.constexpr, PROBES: tl.constexpr, LR: tl.constexpr,
-                   LP: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr,
-                   PDL: tl.constexpr):
-    "How many of the newest keys of each cluster are read, and where their lists lie"
+                   LP: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+                   BD: tl.constexpr, PDL: tl.constexpr):
+    "How many of the newest keys of each of BM clusters are read, and where their lists lie"
     if PDL: gdc_launch_dependents()
-    bg, o_c = tl.program_id(0).to(tl.int64), tl.arange(0, BC)
-    i_b, m_c = bg // G, o_c < C
+    bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.arange(0, BC), tl.arange(0, LP)
+    i_b, m_c, at, p_list = bg // G, o_c < C, tl.program_id(0) * BM, list_ptr + bg * (C + 1)
     _, seen = visible(start_ptr, len_ptr, i_b, N)
-    end_c = tl.load(list_ptr + bg * (C + 1) + 1 + o_c, mask=m_c, other=0)
-    n = end_c - tl.load(list_ptr + bg * (C + 1) + o_c, mask=m_c, other=0)
-    there, log_n = n > 0, tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))
-    more = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) * 0.34657359027997264 if MOMENTS else log_n
+    there = tl.load(p_list + 1 + o_c, mask=m_c, other=0) > tl.load(p_list + o_c, mask=m_c, other=0)
+    log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=0.)
+    variance = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) if MOMENTS else log_n
+    bias = _bias(log_n, variance, q_ptr + i_b * q_b + bg % G * LR * q_h, q_h, q_d, scale, MOMENTS, LR, LP, D, BD)
+    lists, total = tl.sum(there.to(tl.int32), 0), tl.load(p_list + C)
+    o_m = at + tl.arange(0, BM)
+    m_m = o_m < C
+    end_m, log_m = tl.load(p_list + 1 + o_m, mask=m_m, other=0), tl.load(log_ptr + bg * C + o_m, mask=m_m, other=0.)
+    n = end_m - tl.load(p_list + o_m, mask=m_m, other=0)
+    m_x = (o_r < LR)[:, None] & there[None, :]
     if PDL: gdc_wait()
-    rank = _rank(score_ptr, log_n, more, bg, o_c, there, q_ptr + i_b * q_b + bg % G * LR * q_h, q_h, q_d, scale, C,
-                 MOMENTS, LR, LP, D, BD)
+    rank = _rank(bias + tl.load(score_ptr + (bg * LR + o_r)[:, None] * C + o_c[None, :], mask=m_x, other=0.), m_x)
     if DENSITY: rank -= log_n
-    rank = tl.where(there, tl.where(rank == rank, rank + 0., float("inf")), -float("inf"))
-    bits = rank.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)                                        # the order of the ranks
-    cost, want = n, tl.full([], 0, tl.int32)
-    if PROBES: cost, want = m_c.to(tl.int32), want + tl.minimum(probes, C)
-    else: want = in_keys(budget, share, want + seen)
-    least = _threshold(key, cost, want, BITS)
-    before = tl.sum(tl.where(key > least, cost, 0), 0)
-    ties = tl.where(key == least, cost, 0)
-    rest = tl.maximum(want - before - tl.cumsum(ties, 0) + ties, 0)
-    taken = tl.where(key > least, cost, tl.minimum(rest, ties))
-    if PROBES: taken = tl.where(taken > 0, n, 0)
-    many = tl.cumsum(taken.to(tl.int64) + ((taken > 0).to(tl.int64) << 32), 0)               # keys, and lists above
-    end, place = (many & 0xFFFFFFFF).to(tl.int32), (many >> 32).to(tl.int32) - 1
-    tl.store(end_ptr + bg * C + place, end, mask=taken > 0)
-    tl.store(base_ptr + bg * C + place, end_c - end, mask=taken > 0)
+    bits = tl.where(rank == rank, rank + 0., float("inf")).to(tl.int32, bitcast=True)
+    key = tl.where(there, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2**31)               # the order of the ranks
+    place, before = _passed(key, p_list, at, o_m, C, BC, BM, BK)
+    if PROBES:
+        lists = tl.minimum(lists, probes)
+        taken = tl.where(place < lists, n, 0)
+    else:
+        total = tl.minimum(total, in_keys(budget, share, tl.full([], 0, tl.int32) + seen))
+        taken = tl.minimum(tl.maximum(total - before, 0), n)
+    tl.store(end_ptr + bg * C + place, tl.where(taken > 0, before + taken, 2**31 - 1), mask=m_m)
+    tl.store(base_ptr + bg * C + place, end_m - before - taken, mask=taken > 0)
     if rest_ptr is not None:
-        tl.store(rest_ptr + bg * C + o_c, tl.where(there & (taken == 0), log_n, -float("inf")), mask=m_c)
-    cut, p_fact = (taken > 0) & (taken < n), fact_ptr + bg * 8
-    tl.store(p_fact, tl.max(place, 0) + 1)                                                   # lists
-    tl.store(p_fact + 1, tl.max(end, 0))                                                     # their keys
-    tl.store(p_fact + 2, tl.max(tl.where(cut, o_c, -1), 0))                                  # the cluster that is cut
-    tl.store(p_fact + 3, tl.max(tl.where(cut, end - taken, 0), 0))                           # its first slot
-    tl.store(p_fact + 4, tl.max(tl.where(cut, taken, 0), 0))                                 # its slots
+        tl.store(rest_ptr + bg * C + o_m, tl.where((n > 0) & (taken == 0), log_m, -float("inf")), mask=m_m)
+    last = (taken > 0) & ((place == lists - 1) if PROBES else (before + taken == total))     # whose list is the last
+    cut, p_fact = last & (taken < n), fact_ptr + bg * 8 + tl.zeros([BM], tl.int32)
+    if (lists if PROBES else total) == 0: last, taken = o_m == 0, taken * 0                  # no list
+    tl.store(p_fact, tl.where(taken > 0, place + 1, 0), mask=last)                           # lists
+    tl.store(p_fact + 1, tl.where(taken > 0, before + taken, 0), mask=last)                  # their keys
+    tl.store(p_fact + 2, tl.where(cut, o_m, -1), mask=last)                                  # the cluster that is cut
+    tl.store(p_fact + 3, tl.where(cut, before, 0), mask=last)                                # its first slot
+    tl.store(p_fact + 4, tl.where(cut, taken, 0), mask=last)                                 # its slots
+
 
 # %% ../../kernels/saap.ipynb #98a03dc0
 @triton.jit
@@ -306,18 +318,25 @@ def _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N):
     return first, sinks, built, sinks + tl.maximum(first + n - built, 0)
 
 @triton.jit
-def _write_rows(row_ptr, order_ptr, end_ptr, base_ptr, lists, low, high, BC: tl.constexpr, BL: tl.constexpr):
-    "The rows of the slots from `low` on and before `high`"
-    o_l = tl.arange(0, BL)
-    for at in range(low, high, BC):
-        o_s = at + tl.arange(0, BC)
-        passed = tl.zeros([BC], tl.int32)
-        for i_l in range(0, lists, BL):
-            end = tl.load(end_ptr + i_l + o_l, mask=i_l + o_l < lists, other=2**31 - 1)
-            passed += tl.sum((end[None, :] <= o_s[:, None]).to(tl.int32), 1)
-        place = tl.load(base_ptr + passed, mask=o_s < high, other=0) + o_s
-        tl.store(row_ptr + o_s, tl.load(order_ptr + place, mask=o_s < high, other=0), mask=o_s < high)
-    tl.debug_barrier()
+def _list_of(end_ptr, slot, C, BC: tl.constexpr):
+    "Number of the list of a slot"
+    o_c = tl.arange(0, BC)
+    return tl.sum((tl.load(end_ptr + o_c, mask=o_c < C, other=2**31 - 1) <= slot).to(tl.int32), 0)
+
+@triton.jit
+def _list(end_ptr, base_ptr, i, C):
+    "Where list i ends, and its base; behind the last list there is one without an end"
+    there = i < C
+    return tl.load(end_ptr + i, mask=there, other=2**31 - 1), tl.load(base_ptr + i, mask=there, other=0)
+
+@triton.jit
+def _four_lists(end_ptr, base_ptr, i, C):
+    "Where four lists from i on end, the base of the first, and how much higher the base of each next one is"
+    end_0, base_0 = _list(end_ptr, base_ptr, i, C)
+    end_1, base_1 = _list(end_ptr, base_ptr, i + 1, C)
+    end_2, base_2 = _list(end_ptr, base_ptr, i + 2, C)
+    end_3, base_3 = _list(end_ptr, base_ptr, i + 3, C)
+    return end_0, end_1, end_2, end_3, base_0, base_1 - base_0, base_2 - base_1, base_3 - base_2
 
 # %% ../../kernels/saap.ipynb #0b2a0339
 @triton.jit
@@ -347,33 +366,42 @@ def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
     return m, l, acc
 
+# %% ../../kernels/saap.ipynb #44e7c7eb
 @triton.jit
-def _read_rows(m, l, acc, b_q, k_ptr, v_ptr, row_ptr, low, high, cut, end_cut, scale, k_n, k_d, v_n, v_d,
-               CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
-               BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
+def _read_rows(m, l, acc, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, low, high, cut, end_cut, scale, k_n, k_d,
+               v_n, v_d, C, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr,
+               BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
     "Slots joined to a partial softmax, and sums over those from `cut` to `end_cut`: scores, lengths, keys, values"
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_d, is_sum = o_d < D, o_r == LR
     scores, squares, keys = tl.zeros([BR], tl.float32), tl.zeros([BN], tl.float32), tl.zeros([BD], tl.float32)
-    for at in tl.range(low, high, BN, num_stages=STAGES):
-        o_s = at + o_n
-        m_n = o_s < high
-        row = tl.load(row_ptr + o_s, mask=m_n, other=0).to(tl.int64)
-        m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
-        b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
-        b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))         # [BR, BN]
-        m, l, b_p, old = _next(m, l, b_s)
-        if CUT:
-            counted = (o_s >= cut) & (o_s < tl.minimum(end_cut, high))
-            scores += tl.sum(tl.where(counted[None, :], b_s, 0.), 1)
-            b_p = tl.where(is_sum[:, None], counted.to(tl.float32)[None, :], b_p)
-            old = tl.where(is_sum, 1., old)
-            if SECOND:
-                b_x = tl.where(counted[:, None], b_k.to(tl.float32), 0.)
-                squares, keys = squares + tl.sum(b_x * b_x, 1), keys + tl.sum(b_x, 0)
-        b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
-        acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
+    i_l = _list_of(end_ptr, low, C, BC)
+    while low < high:
+        end_0, end_1, end_2, end_3, base, more_1, more_2, more_3 = _four_lists(end_ptr, base_ptr, i_l, C)
+        stop = tl.minimum(end_3, high)
+        for at in tl.range(low, stop, BN, num_stages=STAGES):
+            o_s = at + o_n
+            m_n = o_s < stop
+            place = base + o_s + tl.where(o_s >= end_0, more_1, 0)
+            place += tl.where(o_s >= end_1, more_2, 0) + tl.where(o_s >= end_2, more_3, 0)
+            row = tl.load(order_ptr + place, mask=m_n, other=0).to(tl.int64)
+            m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
+            b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
+            b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))     # [BR, BN]
+            m, l, b_p, old = _next(m, l, b_s)
+            if CUT:
+                counted = (o_s >= cut) & (o_s < tl.minimum(end_cut, stop))
+                scores += tl.sum(tl.where(counted[None, :], b_s, 0.), 1)
+                b_p = tl.where(is_sum[:, None], counted.to(tl.float32)[None, :], b_p)
+                old = tl.where(is_sum, 1., old)
+                if SECOND:
+                    b_x = tl.where(counted[:, None], b_k.to(tl.float32), 0.)
+                    squares, keys = squares + tl.sum(b_x * b_x, 1), keys + tl.sum(b_x, 0)
+            b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
+            acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                           # [BR, BD]
+        low, i_l = stop, i_l + 4
     return m, l, acc, scores, tl.sum(squares, 0), keys
+
 
 # %% ../../kernels/saap.ipynb #c9c87cd2
 @triton.jit
@@ -403,10 +431,10 @@ def _read_means(b_q, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, b
 # %% ../../kernels/saap.ipynb #37d02f72
 @triton.jit
 def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, end_ptr,
-                 base_ptr, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, row_ptr, m_ptr, l_ptr, o_ptr,
+                 base_ptr, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr,
                  sum_s_ptr, sum_x_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, S, G, C, P,
                  CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
-                 BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr,
+                 BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
                  TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     "Attention over a part of the rows, or over the means of some clusters"
     if PDL: gdc_launch_dependents()
@@ -426,11 +454,9 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
         slots, cut = tl.load(fact_ptr + bg * 8 + 1), tl.load(fact_ptr + bg * 8 + 3)
         low, high = (part * slots // P).to(tl.int32), ((part + 1) * slots // P).to(tl.int32)
         end_cut = cut + tl.load(fact_ptr + bg * 8 + 4)
-        _write_rows(row_ptr + bg * N, order_ptr + bg * S, end_ptr + bg * C, base_ptr + bg * C,
-                    tl.load(fact_ptr + bg * 8), low, high, BC, BL)
         m, l, acc, scores, squares, keys = _read_rows(
-            m, l, acc, b_q, p_k, p_v, row_ptr + bg * N, low, high, cut, end_cut, scale, k_n, k_d, v_n, v_d, CUT,
-            SECOND, LR, D, BR, BN, BD, STAGES)
+            m, l, acc, b_q, p_k, p_v, order_ptr + bg * S, end_ptr + bg * C, base_ptr + bg * C, low, high, cut,
+            end_cut, scale, k_n, k_d, v_n, v_d, C, CUT, SECOND, LR, D, BR, BN, BD, BC, STAGES)
         if CUT:
             if (low < end_cut) & (high > cut):
                 tl.store(sum_s_ptr + (bg * LR + o_r) * P + p, scores, mask=m_r)
@@ -504,11 +530,10 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, fac
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
     route: tuple = (32, 4)            # clusters of a program, warps
-    select: tuple = (2, 8)            # bits of the threshold at once, warps
+    select: tuple = (32, 128, 8)      # clusters of a program, and those compared with them at once, warps
     read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     means: int = 128                  # clusters of a program, at most
     merge: tuple = (32, 4)            # numbers of a program, warps
-    rows: int = 128                   # of slots that a program writes down at once
 
 class Settings(NamedTuple):
     "What the kernels know of a `Saap`."
@@ -552,6 +577,7 @@ def launch(
     BD, BR = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(LR + 1))
     _, warps, stages, programs, registers = tiles.read
     BN = read_tile(tiles, BD, q.element_size())
+    BC, BM = triton.next_power_of_2(C), min(tiles.select[0], triton.next_power_of_2(C))
     BT = min(BN, max(16, triton.next_power_of_2(C)))
     TILES = triton.cdiv(min(tiles.means, triton.next_power_of_2(C)), BT) if tail else 0
     PT = triton.cdiv(C, BT * TILES) if tail else 0
@@ -561,7 +587,7 @@ def launch(
     if guess is None: guess = scores if moments else floats(B, H, C)
     else: guess = (guess * LOG2E).float().contiguous()
     (end, base), rest, facts = integers(2, B, G, C), floats(B, G, C) if tail else None, integers(B, G, 8)
-    (m, l), o, rows = floats(2, B * H, P + PT), floats(B * H, P + PT, D), integers(B, G, N)
+    (m, l), o = floats(2, B * H, P + PT), floats(B * H, P + PT, D)
     sum_s, sum_x = (floats(B, H, P), floats(B, G, P, 2 * D + 1)) if CUT else (None, None)
     out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
     factor = torch.ones(H, device=q.device) if second and factor is None else factor
@@ -574,20 +600,19 @@ def launch(
             q, ask, None if scores is None else index.mean, centroids, scores, guess, scale, *of_q, *of_a, *of_fit,
             G, C, BR=BR, BN=tiles.route[0], num_warps=tiles.route[1], **same)
     if launches > 1:
-        _select_kernel[B * G,](
+        _select_kernel[triton.cdiv(C, BM), B * G](
             q, guess, index.log, index.variance if moments else None, index.start, end, base, rest, facts, kv_start,
             kv_len, *of_q, scale, N, G, C,
             s.probes or 0, *share_in_units(s.budget or 0), MOMENTS=moments, DENSITY=s.density,
-            PROBES=s.probes is not None, LP=triton.next_power_of_2(LR), BC=triton.next_power_of_2(C),
-            BITS=tiles.select[0], num_warps=tiles.select[1],
-            **same, **more)
+            PROBES=s.probes is not None, LP=triton.next_power_of_2(LR), BC=BC, BM=BM, BK=min(BC, tiles.select[1]),
+            num_warps=tiles.select[2], **same, **more)
     bounds = facts, index.since, index.built, kv_start, kv_len
     if launches > 2:
         _read_kernel[P + PT, B * G](
             q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, end, base,
-            *bounds, rows, m, l, o, sum_s, sum_x, scale, *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G,
-            C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN, BC=tiles.rows if N > 2**14 else 64, BL=32, BT=BT, TILES=TILES,
-            STAGES=stages, **launch_limits(warps, registers), **same, **more)
+            *bounds, m, l, o, sum_s, sum_x, scale, *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G,
+            C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN, BC=BC, BT=BT, TILES=TILES, STAGES=stages,
+            **launch_limits(warps, registers), **same, **more)
     if launches > 3:
         BW = min(BD, tiles.merge[0])
         _merge_kernel[B * H, triton.cdiv(D, BW)](

@@ -67,18 +67,19 @@ def arms(
     "What is asked at a density."
     rows = round(density * length)
     other, = KINDS.keys() - {kind}
-    s = Saap(rows - SINKS - rows // 4, sinks=SINKS, window=rows // 4)
+    s = Saap(rows - SINKS - rows // 4, sinks=SINKS, window=rows // 4, before_rope=False)
     offline, pages = replace(s, partition=partition_path(model, other), **FREE), -(-length // PAGE) + 1
     found = {"offline": offline, "offline drop": replace(offline, tail="drop"),
              "paper": replace(offline, router="mlp", rank="mass", tail="drop"),
              "context": s, "context drop": replace(s, tail="drop"),
-             "pages": Pages(s.budget, sinks=SINKS, window=s.window, clusters=pages),
+             "pages": Pages(s.budget, sinks=SINKS, window=s.window, clusters=pages, before_rope=False),
              "quest-64": Quest(rows, 64), "topk": TopK(rows)}
     if model == "pocket": found["hash_attention"] = HashAttention(rows)
     found |= {f"{name} bytes": at_equal_bytes(found[name], s, length) for name in ("quest-64", "hash_attention")
               if name in found}
     if every:
         found |= {"offline mass": replace(offline, rank="mass"),
+                  "offline mass drop": replace(offline, rank="mass", tail="drop"),
                   "paper tail": replace(found["paper"], tail="first_order"),
                   "paper density": replace(found["paper"], rank="density"),
                   "centroid mass drop": replace(offline, router="centroid", rank="mass", tail="drop"),
@@ -86,6 +87,7 @@ def arms(
                   "offline second": replace(offline, tail="second_order"),
                   "offline fitted": replace(offline, tail="fitted"),
                   "context second": replace(s, tail="second_order"), "context before": replace(s, before_rope=True),
+                  "context before drop": replace(s, before_rope=True, tail="drop"),
                   "seen": replace(offline, partition=partition_path(model, kind)),
                   "pages drop": replace(found["pages"], tail="drop"), "streaming": Streaming(SINKS, rows - SINKS)}
     return {f"{name} {density:.0%}": method for name, method in found.items()}

@@ -75,7 +75,7 @@ def rule_settings(
 ) -> dict:       # for `Saap`
     "The settings of a rule but its budget."
     partition, router, rank = RULES[rule]
-    where = dict(other=dict(partition=files[other_kind(task)], layer=layer), context={},
+    where = dict(other=dict(partition=files[other_kind(task)], layer=layer), context=dict(before_rope=False),
                  seen=dict(partition=files["all"], layer=layer), before=dict(before_rope=True))[partition]
     return dict(router=router, rank=rank, sinks=SINKS, window=WINDOW, **where)
 

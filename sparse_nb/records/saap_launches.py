@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..bench import SHAPES, Case, Protocol, Refused, Shape
+from ..core.exact import attention
 from ..kernels.saap import Index, Settings, assign, build_index, cluster_sums, launch, lists_of
 from .recorder import Recorder, measure_copy, measure_dense, to_host
 
@@ -140,6 +143,26 @@ def _measure_index(recorder, x):
         recorder.measure_row(call, check, plain=slow, method="index", n=case.n, H=case.shape.H, part=part,
                              memory="device", nbytes=case.k.nbytes * (2 if part == "build" else 1))
 
+# %% ../../kernels/records/saap_launches.ipynb #a1b05b28
+def _measure_prefill(recorder, case):
+    "Time the dense attention of a prompt as long as the index, which is what the index follows in a layer."
+    q = torch.randn(1, case.shape.H, case.n, case.shape.D, dtype=case.dtype, device=recorder.device,
+                    generator=torch.Generator(recorder.device).manual_seed(2))
+    def check(out):
+        errors = []
+        for at in (0, case.n // 2, case.n - 1):
+            want = attention(q[:, :, [at]].double(), *(x[:, :, :at + 1].double() for x in (case.k, case.v)))
+            errors.append(float((out[:, :, [at]].double() - want).norm() / want.norm()))
+        if not max(errors) < 0.01: raise Refused(f"differs from exact attention by {max(errors):.3g} of it")
+        return max(errors)
+    gpu = recorder.device == "cuda"
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION") if gpu else ("MATH",):
+        def call():
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                return scaled_dot_product_attention(q, case.k, case.v, is_causal=True, enable_gqa=True)
+        recorder.measure_row(call, check, plain=Protocol(warmup=1, runs=3), method="prefill", variant=name.lower(),
+                             n=case.n, H=case.shape.H, memory="device", nbytes=2 * (q.nbytes + case.k.nbytes))
+
 def _measure_host(recorder, x, s):
     "Time a whole step with keys and values in host memory, and a copy of these."
     case, far = x.case, to_host(x.case.k, x.case.v)
@@ -173,7 +196,9 @@ def record(
             measure_launches(recorder, x, s, names)
             if shape == shapes[0]:
                 _measure_index(recorder, x)
-                if n == lengths[0]: _measure_host(recorder, x, s)
+                if n == lengths[0]:
+                    _measure_prefill(recorder, case)
+                    _measure_host(recorder, x, s)
         if gpu: torch.cuda.empty_cache()
     return recorder.write(out, density=s.budget, clusters=clusters, sinks=ends[0], window=ends[1],
                           inputs="Gaussian keys and centroids")

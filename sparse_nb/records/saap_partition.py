@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['QUERIES_AT_ONCE', 'MOMENTUM', 'EPS', 'FACTORS', 'BUDGETS', 'POINTS', 'KINDS', 'FIRST_SEED', 'LENGTHS', 'FOLDER',
-           'cluster_shares', 'normed', 'folded', 'or_all', 'new_router', 'fit_router', 'factor_errors', 'Lessons',
-           'model_centroids', 'train_partition', 'lesson_texts', 'partition_path', 'make_partition', 'record']
+           'ASKED', 'cluster_shares', 'normed', 'folded', 'or_all', 'new_router', 'fit_router', 'factor_errors',
+           'Lessons', 'model_centroids', 'routers_of', 'train_partition', 'lesson_texts', 'partition_path',
+           'make_partition', 'record']
 
 # %% ../../kernels/records/saap_partition.ipynb #8161e47e
 from pathlib import Path
@@ -26,7 +27,7 @@ from ..tasks import TASKS, make, prompt_tokens
 from ..text import speeches, windows
 
 # %% ../../kernels/records/saap_partition.ipynb #b9826250
-QUERIES_AT_ONCE = 64
+QUERIES_AT_ONCE = 256
 
 def cluster_shares(
     q: torch.Tensor,            # queries after RoPE [H, n, D]
@@ -103,7 +104,7 @@ def fit_router(
     queries: int = 256,    # of each head in a step; the paper has 1,000
     rate: float = 3e-3,    # of learning at first, falling to 0; the paper's is 1e-5 throughout
     seed: int = 0,         # of the start, the prompts and the queries
-    progress=None,         # called as `progress(step, loss)`
+    progress=None,         # called as `progress(step, loss)` with the mean loss of the queries, a tensor
 ) -> dict:                 # part -> tensor, as in `save_partition`, the norm folded
     "The paper's query classifier by its KL loss. ValueError for no examples, or none whose queries count."
     check_choice("kind", kind, tuple(NETWORKS))
@@ -129,12 +130,12 @@ def fit_router(
         if kind == "mlp": out = torch.relu(normed(x @ w[0] + w[1][:, None], counts, norm)) @ w[2] + w[3][:, None]
         else: out = x @ w[0] + w[1][:, None]
         loss = F.kl_div(out.log_softmax(-1), share, reduction="none").sum(-1, keepdim=True)
-        loss = (loss * counts).sum() / counts.sum()
+        loss, n = (loss * counts).sum((1, 2)), counts.sum((1, 2))
         adam.zero_grad()
-        loss.backward()
+        (loss / n.clamp(min=1)).sum().backward()  # no network feels how many others there are
         adam.step()
         falling.step()
-        if progress: progress(step, float(loss.detach()))
+        if progress: progress(step, loss.detach().sum() / n.sum())
     if kind == "mlp": w[:2] = folded(w[0], w[1], norm)
     return {f"{kind}_{part}": x.detach() for part, x in zip(NETWORKS[kind], w)}
 
@@ -211,6 +212,23 @@ def model_centroids(
             for layer, keys in held.items()}
 
 # %% ../../kernels/records/saap_partition.ipynb #eb8837e1
+def routers_of(
+    examples: dict, # layer -> examples of `fit_router`, one a text
+    kind: str,      # of `NETWORKS`
+    seed: int,
+    settings: dict, # for `fit_router`
+    say,            # called with a line of text
+) -> dict:          # layer -> part -> tensor
+    "The networks of all layers, which are trained side by side: one step for all takes little longer than for one."
+    layers, losses = list(examples), []
+    together = [tuple(torch.cat(y) for y in zip(*text)) for text in zip(*examples.values())]
+    if settings.get("groups") is not None: settings = settings | dict(groups=settings["groups"] * len(layers))
+    found = fit_router(or_all(together), kind=kind, seed=seed, progress=lambda step, x: losses.append(x), **settings)
+    n, losses = max(1, len(losses) // 5), torch.stack(losses).tolist()
+    queries = sum(float(counts.sum(1).double().mean()) for _, _, counts in together)
+    say(f"{kind}: {queries:,.0f} queries a head, loss {sum(losses[:n]) / n:.3f}, at last {sum(losses[-n:]) / n:.3f}")
+    return {layer: {part: x.chunk(len(layers))[i] for part, x in found.items()} for i, layer in enumerate(layers)}
+
 def train_partition(
     model,                      # a transformers decoder
     prompts: list,              # token ids of each text, tensors [N]
@@ -242,16 +260,11 @@ def train_partition(
             if number % fitted == 0:
                 errors.setdefault(x.layer, []).append(factor_errors(x, fit, kmeans, before_rope))
         say(f"text {number + 1} of {len(prompts)}: queries")
-    parts = {}
-    for layer, fit in fits.items():
-        best = torch.stack(errors[layer]).mean(0).argmin(0)
-        parts[layer] = dict(centroids=fit, factor=torch.tensor(FACTORS, device=fit.device)[best])
-        for kind in routers:
-            losses = []
-            parts[layer] |= fit_router(or_all(examples[layer]), kind=kind, seed=seed, **settings,
-                                       progress=lambda step, loss: losses.append(loss))
-            n = max(1, len(losses) // 5)
-            say(f"layer {layer}, {kind}: loss {sum(losses[:n]) / n:.3f}, at last {sum(losses[-n:]) / n:.3f}")
+    best = {layer: torch.stack(found).mean(0).argmin(0) for layer, found in errors.items()}
+    parts = {layer: dict(centroids=fit, factor=torch.tensor(FACTORS, device=fit.device)[best[layer]])
+             for layer, fit in fits.items()}
+    for kind in routers:
+        for layer, own in routers_of(examples, kind, seed, settings, say).items(): parts[layer] |= own
     return {f"{i}.{part}": x.half().contiguous().cpu() for i, own in parts.items() for part, x in own.items()}
 
 # %% ../../kernels/records/saap_partition.ipynb #af2473d0
@@ -281,6 +294,7 @@ def lesson_texts(
 
 # %% ../../kernels/records/saap_partition.ipynb #3a597744
 FOLDER = "~/.cache/sparse_nb/saap"
+ASKED = 50_000  # queries of each head to learn from, before those whose heaviest key is near are left out
 
 def partition_path(
     name: str, # "pocket" or "witness"
@@ -303,9 +317,9 @@ def make_partition(
     model, tokenizer = pocket.load("cuda" if torch.cuda.is_available() else "cpu") if name == "pocket" else (
         load_named(name))
     tasks = tuple(TASKS) if seen == "all" else KINDS[seen]
-    texts = lesson_texts(name, tokenizer, tasks, *((1, (600,)) if quick else ()))
-    few = dict(queries=128, window=64, reach=64, steps=20) if quick else dict(queries=512, steps=2000)
-    if name != "pocket" and not quick: few |= dict(fitted=4, steps=600)  # its many layers take their time
+    texts = lesson_texts(name, tokenizer, tasks, *((1, (600,)) if quick else (16,)))
+    few = dict(queries=128, window=64, reach=64, steps=100) if quick else dict(
+        queries=-(-ASKED // len(texts)), fitted=len(texts) // 16, steps=4000)
     parts = train_partition(model, texts, progress=say, **few)
     out.parent.mkdir(parents=True, exist_ok=True)
     whole = out.with_name(f".{out.name}.{torch.randint(10**9, ()).item()}")  # several processes may make it at once
@@ -315,7 +329,7 @@ def make_partition(
 def record(
     out,                 # the safetensors file to write
     *,
-    quick: bool = False, # one short prompt of each task and 20 steps
+    quick: bool = False, # one short prompt of each task and 100 steps
     say=print,           # called with lines on the way
 ) -> Path:               # the file
     "Train the partition of the pocket model that the package ships."
