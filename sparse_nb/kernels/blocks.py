@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
-    LOG2E, by_engine, dot, launch_limits, load_queries, load_tile, refusal, running_softmax, visible)
+    LOG2E, by_engine, dot, is_due, launch_limits, leave_note, load_queries, load_tile, refusal, running_softmax, visible)
 
 # %% ../../kernels/blocks.ipynb #7dac2a9a
 @triton.jit
@@ -125,9 +125,11 @@ def _sort_kernel(
 @triton.jit
 def _block_kernel(
         q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, slot_ptr, found_ptr, order_ptr, gap_ptr, start_ptr,
-        len_ptr, scale, q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, out_b, out_h, out_m, out_d,
-        gap_b, gap_l, gap_m, gap_x, Q, N, C, L, M, S, X, H, R, A, CAUSAL: tl.constexpr, QB: tl.constexpr,
-        KB: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
+        len_ptr, note_ptr, scale, q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d,
+        out_b, out_h, out_m, out_d, gap_b, gap_l, gap_m, gap_x, Q, N, C, L, M, S, X, H, R, A, CAUSAL: tl.constexpr,
+        QB: tl.constexpr, KB: tl.constexpr, FROZEN: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
+    if not is_due(note_ptr, FROZEN): return
     i_p = tl.program_id(0)
     i_w = tl.load(order_ptr + i_p // A).to(tl.int32)                  # block of queries of X heads
     i_b, i_c, i_m = i_w // (C * M), i_w // M % C, i_w % M
@@ -146,8 +148,12 @@ def _block_kernel(
     fulls, parts = tl.load(found_ptr + 2 * i_f), tl.load(found_ptr + 2 * i_f + 1)
     p_s = slot_ptr + i_f.to(tl.int64) * S
     TILES: tl.constexpr = KB // BN
-    for i_x in tl.range(0, parts * TILES, num_stages=1):
-        i_n = tl.load(p_s + S - 1 - i_x // TILES) * KB + i_x % TILES * BN
+    tiles, fulls = parts * TILES, fulls * TILES
+    some = 1 if FROZEN else 0                                         # full tiles that the first loop takes
+    some = tl.minimum(fulls, some + (fulls - some) % AHEAD)
+    for i_x in tl.range(0, tiles + some, num_stages=1):
+        i_s = tl.where(i_x < tiles, S - 1 - i_x // TILES, (i_x - tiles) // TILES)
+        i_n = tl.load(p_s + i_s) * KB + tl.where(i_x < tiles, i_x, i_x - tiles) % TILES * BN
         o_i = (i_n + o_n)[None, :]
         b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BN, BD, True)
         b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BN, BD, True)
@@ -156,12 +162,28 @@ def _block_kernel(
         if CAUSAL: seen = seen & (o_i <= pos[:, None])
         if gap_ptr is not None: seen = seen & ((o_i < b_lo[:, None]) | (o_i >= b_hi[:, None]))
         m, l, acc = _fold(tl.where(seen, b_s, -float("inf")), b_v, m, l, acc, scale, True)
-    for i_x in tl.range(0, fulls * TILES, num_stages=STAGES):
+    for i_x in tl.range(some, fulls, AHEAD, num_stages=STAGES):
         i_n = tl.load(p_s + i_x // TILES) * KB + i_x % TILES * BN
         b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
         b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
         b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
-        m, l, acc = _fold(b_s, b_v, m, l, acc, scale, False)
+        if AHEAD == 2:
+            i_n = tl.load(p_s + (i_x + 1) // TILES) * KB + (i_x + 1) % TILES * BN
+            b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
+            b_w = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
+            b_t = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
+        if not FROZEN:
+            new = tl.maximum(m, tl.max(tl.maximum(b_s, b_t) if AHEAD == 2 else b_s, 1) * scale)
+            old = tl.exp2(m - new)
+            m, l, acc = new, l * old, acc * old[:, None]
+        b_p = tl.exp2(b_s * scale - m[:, None])
+        l += tl.sum(b_p, 1)
+        acc = dot(b_p.to(b_v.dtype), b_v, acc)
+        if AHEAD == 2:
+            b_p = tl.exp2(b_t * scale - m[:, None])
+            l += tl.sum(b_p, 1)
+            acc = dot(b_p.to(b_v.dtype), b_w, acc)
+    leave_note(note_ptr, l, FROZEN)
     l = tl.where(parts < 0, float("nan"), l)
     _store(out_ptr, lse_ptr, m, l, acc, i_b, i_h, o_m, m_r, out_b, out_h, out_m, out_d, H, Q, D, BD)
 
@@ -199,7 +221,8 @@ def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse, tiles
     return out, sums
 
 # %% ../../kernels/blocks.ipynb #70074789
-def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse, tiles=None, engine=None):
+def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse, tiles=None, engine=None,
+                  frozen=False, ahead=1):
     "Sort the lists, order the work, and launch it"
     (B, H, Q, D), (G, N), (L, M, S) = q.shape, k.shape[1:3], index.shape[1:]
     C, X = (H, 1) if L == H else (G, H // G)
@@ -215,10 +238,14 @@ def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, k
     order = found.sum(-1).expand(B, C, M).flatten().argsort(descending=True)
     out, sums = _empty(q, lse)
     A = triton.cdiv(X * QB, BM)
-    _block_kernel[B * C * M * A,](
-        q, k, v, *descriptors, out, sums if lse else None, slot, found, order, gap, kv_start, kv_len, scale,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride(), *gaps, Q, N, C, L, M, S, X, H, H // G, A,
-        CAUSAL=causal, QB=QB, KB=KB, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages, **launch_limits(warps, registers))
+    passes = (True, False) if frozen and q.dtype != torch.float16 else (False,)
+    note = torch.empty(B * C * M * A, dtype=torch.int32, device=q.device) if len(passes) > 1 else None
+    for frozen in passes:
+        _block_kernel[B * C * M * A,](
+            q, k, v, *descriptors, out, sums if lse else None, slot, found, order, gap, kv_start, kv_len, note, scale,
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(), *gaps, Q, N, C, L, M, S, X, H, H // G, A,
+            CAUSAL=causal, QB=QB, KB=KB, FROZEN=frozen, AHEAD=ahead, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages,
+            **launch_limits(warps, registers))
     return out, sums
 
 # %% ../../kernels/blocks.ipynb #8917a815
