@@ -42,17 +42,18 @@ def chosen(index, count, blocks):
     return used.new_zeros(*count.shape, blocks + 1).scatter(-1, place, True)[..., :-1]
 
 
-def compare(q, k, starts=None, scale=None, **settings):
+def compare(q, k, starts=None, scale=None, engine=None, **settings):
     "The kernels' lists beside the reference's: as long, and where they differ, shares do not. Returns both masks."
-    from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
+    from sparse_nb.kernels.sketch_walk_prefill import choose_blocks, launch_choice
     s = SketchWalk(**settings)
     begin = torch.zeros(len(q), dtype=torch.int64, device=DEVICE) if starts is None else starts
     prompt = prompt_blocks(s, q, k, begin)
     a, _ = guessed_shares(s, q, k, prompt, scale)
     want = heaviest_blocks(a, prompt.visible, prompt.forced, s.density)
-    lists = poisoned(lambda: choose_blocks(
-        q, k, block=s.block, density=s.density, index=s.index, heads=s.heads, pool=s.pool, rotation=s.seed, scale=scale,
-        kv_start=starts))
+    same = dict(block=s.block, density=s.density, index=s.index, heads=s.heads, pool=s.pool, rotation=s.seed,
+                scale=scale, kv_start=starts)
+    lists = poisoned(lambda: (choose_blocks(q, k, **same) if engine is None else
+                              launch_choice(q, k, **same, engine=engine)))
     assert lists[0].shape[3] >= want.sum(-1).max()
     got = chosen(*lists, want.shape[3])
     assert torch.equal(got.sum(-1), want.sum(-1))
@@ -74,7 +75,8 @@ def drawn(factors, seed=0):
 
 CASES = drawn(dict(index=("mean", "fine16", "fine4"), pool=("mean", "max"), heads=("group", "all"), R=(1, 3, 4),
                    D=(64, 80, 128), dtype=(BF16, FP16, FP32), block=(32, 64, 128) if GPU else (32, 64),
-                   layout=("plain", "by position", "sliced"), ragged=(False, True), prefix=(False, True)))
+                   layout=("plain", "by position", "sliced"), engine=(None, False), ragged=(False, True),
+                   prefix=(False, True)))
 
 
 @kernel
@@ -252,7 +254,8 @@ if not INTERPRETED:
         pytest.importorskip("triton")
         from sparse_nb.kernels import sketch_walk_prefill as kernels
         from sparse_nb.kernels.common import compiled_usage
-        tiles, C = kernels.Tiles(), {"mean": 1, "fine16": 4, "fine4": 16}[index]
+        rows = torch.empty(1, D, dtype=torch.bfloat16)
+        tiles, C = kernels.tile_settings(rows, engine=capability >= 90), {"mean": 1, "fine16": 4, "fine4": 16}[index]
         types = dict.fromkeys(("row_ptr", "code_ptr"), "bf16") | dict.fromkeys(("index_ptr", "count_ptr"), "i32")
         types |= dict(x_ptr=kind, start_ptr="i64", share="i64")
         known = dict(INDEX=index, SIZE=64, F=64 // C, D=D, W=128, BD=128)
@@ -265,7 +268,7 @@ if not INTERPRETED:
             return compiled_usage(kernels._choose_kernel, known | dict(BS=2048), types, capability, tiles.choose)
         BM, BN, warps, stages = getattr(tiles, launch)
         types |= {f"{x}_desc": f"tensordesc<bf16[{size}, 128]>" for x, size in (("row", BM), ("code", BN))}
-        known |= dict(CU=C if index == "fine16" else 1, MAX=False, ALL=False, BM=BM, BN=BN, STAGES=stages)
+        known |= dict(MAX=False, ALL=False, BM=BM, BN=BN, STAGES=stages)
         if capability < 90: known |= dict(row_desc=None, code_desc=None)
         kernel = kernels._sums_kernel if launch == "sums" else kernels._shares_kernel
         return compiled_usage(kernel, known, types, capability, warps)
