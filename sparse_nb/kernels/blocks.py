@@ -155,8 +155,12 @@ def _block_kernel(
         i_s = tl.where(i_x < tiles, S - 1 - i_x // TILES, (i_x - tiles) // TILES)
         i_n = tl.load(p_s + i_s) * KB + tl.where(i_x < tiles, i_x, i_x - tiles) % TILES * BN
         o_i = (i_n + o_n)[None, :]
-        b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BN, BD, True)
-        b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BN, BD, True)
+        if start_ptr is None and len_ptr is None:                     # no hidden rows, whose values may be no numbers
+            b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, N, D, BN, BD, True)
+            b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, N, D, BN, BD, True)
+        else:
+            b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BN, BD, True)
+            b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BN, BD, True)
         b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
         seen = (o_i >= first) & (o_i < first + n)
         if CAUSAL: seen = seen & (o_i <= pos[:, None])
