@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .common import (
-    LOG2E, by_engine, dot, is_due, launch_limits, leave_note, load_queries, load_tile, refusal, running_softmax, visible)
+from sparse_nb.kernels.common import (
+    LOG2E, by_engine, dot, is_due, launch_limits, leave_note, load_queries, load_tile, refusal, running_softmax,
+    visible)
 
 # %% ../../kernels/blocks.ipynb #7dac2a9a
 @triton.jit
@@ -123,6 +124,38 @@ def _sort_kernel(
 
 # %% ../../kernels/blocks.ipynb #7a8d6e1e
 @triton.jit
+def _partial(
+        b_q, k_ptr, v_ptr, k_desc, v_desc, p_s, gap_ptr, i_b, i_g, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, b_lo, b_hi,
+        pos, scale, first, n, tiles, some, S, N, HIDDEN: tl.constexpr, CAUSAL: tl.constexpr, KB: tl.constexpr,
+        D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    "Running maximum, sum and output over the partial `tiles` of a list, and over `some` of the full ones"
+    m, l, acc = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
+    TILES: tl.constexpr = KB // BN
+    for i_x in tl.range(0, tiles + some, num_stages=1):
+        i_s = tl.where(i_x < tiles, S - 1 - i_x // TILES, (i_x - tiles) // TILES)
+        i_n = tl.load(p_s + i_s) * KB + tl.where(i_x < tiles, i_x, i_x - tiles) % TILES * BN
+        o_i = (i_n + tl.arange(0, BN))[None, :]
+        if HIDDEN:                                                    # rows whose values may be no numbers
+            b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BN, BD, True)
+            b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BN, BD, True)
+        else:
+            b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, N, D, BN, BD, True)
+            b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, N, D, BN, BD, True)
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
+        seen = (o_i >= first) & (o_i < first + n)
+        if CAUSAL: seen = seen & (o_i <= pos[:, None])
+        if gap_ptr is not None: seen = seen & ((o_i < b_lo[:, None]) | (o_i >= b_hi[:, None]))
+        m, l, acc = _fold(tl.where(seen, b_s, -float("inf")), b_v, m, l, acc, scale, True)
+    return m, l, acc
+
+@triton.jit
+def _add(b_s, b_v, m, l, acc, scale):
+    "Sum and output after one more tile, by a maximum that does not change"
+    b_p = tl.exp2(b_s * scale - m[:, None])
+    return l + tl.sum(b_p, 1), dot(b_p.to(b_v.dtype), b_v, acc)
+
+# %% ../../kernels/blocks.ipynb #5e1f70aa
+@triton.jit
 def _block_kernel(
         q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, slot_ptr, found_ptr, order_ptr, gap_ptr, start_ptr,
         len_ptr, note_ptr, scale, q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d,
@@ -134,38 +167,25 @@ def _block_kernel(
     i_w = tl.load(order_ptr + i_p // A).to(tl.int32)                  # block of queries of X heads
     i_b, i_c, i_m = i_w // (C * M), i_w // M % C, i_w % M
     i_l, i_g = i_c * L // C, i_c * X // R                             # their list, and their key/value head
-    o_x, o_n = i_p % A * BM + tl.arange(0, BM), tl.arange(0, BN)      # number of the row among the X heads' rows
+    o_x = i_p % A * BM + tl.arange(0, BM)                             # number of the row among the X heads' rows
     o_m, i_h = i_m * QB + o_x % QB, i_c * X + o_x // QB
     m_r = (o_x < X * QB) & (o_m < Q)
     first, n = visible(start_ptr, len_ptr, i_b, N)
-    pos = first + n - Q + o_m                                         # positions of the queries [BM]
+    pos, b_lo, b_hi = first + n - Q + o_m, 0, 0                       # positions of the queries [BM]
     b_q = load_queries(q_ptr, i_b, i_h, o_m, m_r, q_b, q_h, q_m, q_d, D, BD)
-    m, l, acc = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
     if gap_ptr is not None:
         p_gap = gap_ptr + i_b.to(tl.int64) * gap_b + i_l.to(tl.int64) * gap_l + o_m.to(tl.int64) * gap_m
         b_lo, b_hi = tl.load(p_gap, mask=m_r, other=0), tl.load(p_gap + gap_x, mask=m_r, other=0)
     i_f = (i_b * L + i_l) * M + i_m
-    fulls, parts = tl.load(found_ptr + 2 * i_f), tl.load(found_ptr + 2 * i_f + 1)
-    p_s = slot_ptr + i_f.to(tl.int64) * S
     TILES: tl.constexpr = KB // BN
-    tiles, fulls = parts * TILES, fulls * TILES
+    fulls, parts = tl.load(found_ptr + 2 * i_f) * TILES, tl.load(found_ptr + 2 * i_f + 1) * TILES
+    p_s = slot_ptr + i_f.to(tl.int64) * S
     some = 1 if FROZEN else 0                                         # full tiles that the first loop takes
     some = tl.minimum(fulls, some + (fulls - some) % AHEAD)
-    for i_x in tl.range(0, tiles + some, num_stages=1):
-        i_s = tl.where(i_x < tiles, S - 1 - i_x // TILES, (i_x - tiles) // TILES)
-        i_n = tl.load(p_s + i_s) * KB + tl.where(i_x < tiles, i_x, i_x - tiles) % TILES * BN
-        o_i = (i_n + o_n)[None, :]
-        if start_ptr is None and len_ptr is None:                     # no hidden rows, whose values may be no numbers
-            b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, N, D, BN, BD, True)
-            b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, N, D, BN, BD, True)
-        else:
-            b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BN, BD, True)
-            b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BN, BD, True)
-        b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
-        seen = (o_i >= first) & (o_i < first + n)
-        if CAUSAL: seen = seen & (o_i <= pos[:, None])
-        if gap_ptr is not None: seen = seen & ((o_i < b_lo[:, None]) | (o_i >= b_hi[:, None]))
-        m, l, acc = _fold(tl.where(seen, b_s, -float("inf")), b_v, m, l, acc, scale, True)
+    m, l, acc = _partial(
+        b_q, k_ptr, v_ptr, k_desc, v_desc, p_s, gap_ptr, i_b, i_g, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, b_lo, b_hi,
+        pos, scale, first, n, parts, some, S, N, start_ptr is not None or len_ptr is not None, CAUSAL, KB, D,
+        BM, BN, BD)
     for i_x in tl.range(some, fulls, AHEAD, num_stages=STAGES):
         i_n = tl.load(p_s + i_x // TILES) * KB + i_x % TILES * BN
         b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
@@ -180,13 +200,8 @@ def _block_kernel(
             new = tl.maximum(m, tl.max(tl.maximum(b_s, b_t) if AHEAD == 2 else b_s, 1) * scale)
             old = tl.exp2(m - new)
             m, l, acc = new, l * old, acc * old[:, None]
-        b_p = tl.exp2(b_s * scale - m[:, None])
-        l += tl.sum(b_p, 1)
-        acc = dot(b_p.to(b_v.dtype), b_v, acc)
-        if AHEAD == 2:
-            b_p = tl.exp2(b_t * scale - m[:, None])
-            l += tl.sum(b_p, 1)
-            acc = dot(b_p.to(b_v.dtype), b_w, acc)
+        l, acc = _add(b_s, b_v, m, l, acc, scale)
+        if AHEAD == 2: l, acc = _add(b_t, b_w, m, l, acc, scale)
     leave_note(note_ptr, l, FROZEN)
     l = tl.where(parts < 0, float("nan"), l)
     _store(out_ptr, lse_ptr, m, l, acc, i_b, i_h, o_m, m_r, out_b, out_h, out_m, out_d, H, Q, D, BD)

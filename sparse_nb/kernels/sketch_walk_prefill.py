@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .common import INTERPRETED, LOG2E, by_engine, dot, in_keys, refusal, running_softmax, share_in_units, visible
+from .common import (
+    INTERPRETED, LOG2E, by_engine, dot, in_keys, refusal, running_softmax, share_in_units, visible)
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #9c665ea7
 FINE = {"mean": None, "fine16": 16, "fine4": 4} # index: keys of a sub-block; None: of a block
-PAD = 128                                       # tables end at a multiple of so many blocks, so that no tile leaves them
+PAD = 128                                       # tables end at a multiple of so many blocks: no tile leaves them
 
 @triton.jit
 def _blocks_of(first, i_m, N, Q, SIZE: tl.constexpr):
@@ -132,9 +133,9 @@ def _load_asked(row_ptr, row_desc, length_ptr, i_y, i_m, scale, MP, BM: tl.const
 # %% ../../kernels/sketch_walk_prefill.ipynb #c1a856b8
 @triton.jit
 def _sums_kernel(
-        row_ptr, code_ptr, row_desc, code_desc, length_ptr, step_ptr, more_ptr, sum_ptr, start_ptr, scale, Q, N, G, R, M, T, C,
-        S, MK, MQ, INDEX: tl.constexpr, SIZE: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-        BD: tl.constexpr, STAGES: tl.constexpr):
+        row_ptr, code_ptr, row_desc, code_desc, length_ptr, step_ptr, more_ptr, sum_ptr, start_ptr, scale,
+        Q, N, G, R, M, T, C, S, MK, MQ, INDEX: tl.constexpr, SIZE: tl.constexpr, F: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
     rows = tl.num_programs(0) // T                                    # sequences times heads times sub-rows
     i_t, i_y = T - 1 - tl.program_id(0) // rows, tl.program_id(0) % rows
     i_bg, i_b = i_y // (S * R), i_y // (S * R * G)
@@ -165,8 +166,8 @@ def _sums_kernel(
 @triton.jit
 def _shares_kernel(
         row_ptr, code_ptr, row_desc, code_desc, length_ptr, step_ptr, more_ptr, sum_ptr, share_ptr, start_ptr, scale, Q,
-        N, G, R, M, C, S, MK, MQ, INDEX: tl.constexpr, MAX: tl.constexpr, ALL: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr,
-        BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
+        N, G, R, M, C, S, MK, MQ, INDEX: tl.constexpr, MAX: tl.constexpr, ALL: tl.constexpr, SIZE: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
     BEST: tl.constexpr = INDEX == "fine16"
     i_t, i_n = tl.program_id(1), tl.program_id(2)
     P = 1 if ALL else G
@@ -228,11 +229,12 @@ class Tiles(NamedTuple):
 
 class Table(NamedTuple):
     "Mean rows of sub-blocks, as the kernels read them."
-    rows: torch.Tensor        # [B, G, C, M', D'], bfloat16: codes, or means; of queries [B, H, C, 2, M', D'], two halves
+    rows: torch.Tensor        # [B, G, C, M', D'], bfloat16: codes, means; of queries [B, H, C, 2, M', D'], two halves
     step: torch.Tensor | None # [B, G, C, M']: of the codes, float32
     more: torch.Tensor        # [B, G, C, M']: what is added; of queries [B, H, C, M'], their lengths
     fine: int                 # positions of a sub-block
 
+# %% ../../kernels/sketch_walk_prefill.ipynb #566ea319
 def tile_settings(rows, engine=None):
     "Those for tables of such rows"
     if rows.shape[-1] <= 128 and (by_engine(rows) if engine is None else engine): return Tiles()
@@ -240,47 +242,8 @@ def tile_settings(rows, engine=None):
 
 def mean_table(x, keys, index, block, fine, rotation, N, kv_start, tiles=None):
     "Means of x [B, H, n, D], the keys, or the last n queries of N positions"
-    (B, H, n, D), M, C, BD = x.shape, triton.cdiv(x.shape[2], block), block // fine, max(16, triton.next_power_of_2(x.shape[3]))
-    MP = triton.cdiv(M, PAD) * PAD
-    new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-    rows = new(*(B, H, C), *(() if keys else (2,)), MP, BD, dtype=torch.bfloat16)
-    step, more = new(B, H, C, MP) if keys and index != "mean" else None, new(B, H, C, MP)
-    BS, warps = (tiles or Tiles()).means
-    _means_kernel[B * H * triton.cdiv(M * C, BS),](
-        x, rows, step, more, kv_start, rotation, *x.stride(), n, N, H, M, C, MP, KEYS=keys, INDEX=index, F=fine,
-        W=triton.next_power_of_2(D), D=D, BS=BS, BD=BD, num_warps=warps)
-    return Table(rows, step, more, fine)
-def pair(asked, table, BM, BN, engine):
-    "Rows of both tables, and descriptors of them for tiles of BM and BN rows"
-    rows = [x.rows.view(1, 1, -1, x.rows.shape[-1]) for x in (asked, table)]
-    described = lambda x, size: TensorDescriptor(x, [*x.shape[2:]], [*x.stride()[2:]], [size, x.shape[3]])
-    if not (by_engine(*rows) if engine is None else engine): return *rows, None, None
-    return *rows, described(rows[0], BM), described(rows[1], BN)
-
-# %% ../../kernels/sketch_walk_prefill.ipynb #87d647f5
-class Tiles(NamedTuple):
-    "Settings of the launches."
-    means: tuple = (32, 8)         # sub-blocks of a program, warps
-    sums: tuple = (64, 64, 4, 2)   # blocks of queries and of keys, warps, stages
-    shares: tuple = (64, 64, 8, 2) # likewise
-    choose: int = 4                # warps
-
-class Table(NamedTuple):
-    "Mean rows of sub-blocks, as the kernels read them."
-    rows: torch.Tensor        # [B, G, C, M', D'], bfloat16: codes, or means; of queries [B, H, C, 2, M', D'], two halves
-    step: torch.Tensor | None # [B, G, C, M']: of the codes, float32
-    more: torch.Tensor        # [B, G, C, M']: what is added; of queries [B, H, C, M'], their lengths
-    fine: int                 # positions of a sub-block
-
-def tile_settings(rows, engine=None):
-    "Those for tables of such rows"
-    if rows.shape[-1] <= 128 and (by_engine(rows) if engine is None else engine): return Tiles()
-    return Tiles(sums=(64, 32, 4, 2), shares=(64, 32, 4, 2))
-
-def mean_table(x, keys, index, block, fine, rotation, N, kv_start, tiles=None):
-    "Means of x [B, H, n, D], the keys, or the last n queries of N positions"
-    (B, H, n, D), M, C, BD = x.shape, triton.cdiv(x.shape[2], block), block // fine, max(16, triton.next_power_of_2(x.shape[3]))
-    MP = triton.cdiv(M, PAD) * PAD
+    (B, H, n, D), M, C = x.shape, triton.cdiv(x.shape[2], block), block // fine
+    BD, MP = max(16, triton.next_power_of_2(D)), triton.cdiv(M, PAD) * PAD
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
     rows = new(*(B, H, C), *(() if keys else (2,)), MP, BD, dtype=torch.bfloat16)
     step, more = new(B, H, C, MP) if keys and index != "mean" else None, new(B, H, C, MP)
@@ -304,11 +267,12 @@ def log_sums(asked, table, index, block, scale, Q, N, kv_start, tiles=None, engi
     M, sums = triton.cdiv(Q, block), torch.empty(B, H, S, MQ, dtype=torch.float32, device=asked.rows.device)
     T = triton.cdiv(M, BM)
     _sums_kernel[B * H * S * T,](
-        *pair(asked, table, BM, BN, engine), asked.more, table.step, table.more, sums, kv_start, scale, Q, N, G, H // G, M, T, C, S,
-        MK, MQ, INDEX=index, SIZE=block, F=asked.fine, BM=BM, BN=BN, BD=BD, STAGES=stages,
+        *pair(asked, table, BM, BN, engine), asked.more, table.step, table.more, sums, kv_start, scale, Q, N, G,
+        H // G, M, T, C, S, MK, MQ, INDEX=index, SIZE=block, F=asked.fine, BM=BM, BN=BN, BD=BD, STAGES=stages,
         num_warps=warps)
     return sums
 
+# %% ../../kernels/sketch_walk_prefill.ipynb #1d024a61
 def block_shares(asked, table, sums, index, pool, heads, block, scale, Q, N, kv_start, tiles=None,
                  engine=None):
     "Shares of blocks for each list [B, P, M', M'], float32; those of blocks that a row does not see mean nothing"
@@ -317,48 +281,9 @@ def block_shares(asked, table, sums, index, pool, heads, block, scale, Q, N, kv_
     M, P = triton.cdiv(Q, block), 1 if heads == "all" else G
     shares = torch.empty(B, P, MQ, MK, dtype=torch.float32, device=sums.device)
     _shares_kernel[B * P, triton.cdiv(M, BM), MK // BN](
-        *pair(asked, table, BM, BN, engine), asked.more, table.step, table.more, sums, shares, kv_start, scale, Q, N, G, H // G, M,
-        C, S, MK, MQ, INDEX=index, MAX=pool == "max", ALL=heads == "all", SIZE=block, BM=BM, BN=BN, BD=BD, STAGES=stages, num_warps=warps)
-    return shares
-
-def most_blocks(K, density):
-    "Slots that are enough for any list over K blocks: its share of them, or the first, its own and the one it enters"
-    return min(K, max(math.ceil(K * density * (1 - 1e-12)), 3))
-
-def heaviest(shares, density, block, Q, N, kv_start, tiles=None):
-    "The lists of `BlockPattern`: numbers of blocks [B, P, M, S], in order, and how many [B, P, M]"
-    (B, P, MQ, MK), M, K = shares.shape, triton.cdiv(Q, block), triton.cdiv(N, block)
-    S = most_blocks(K, density)
-    index = torch.empty(B, P, M, S, dtype=torch.int32, device=shares.device)
-    count = torch.empty(B, P, M, dtype=torch.int32, device=shares.device)
-    _choose_kernel[B * P * M,](
-        shares, index, count, kv_start, share_in_units(float(density))[1], Q, N, M, P, MQ, MK, S, SIZE=block,
-        BS=triton.next_power_of_2(K), num_warps=(tiles or Tiles()).choose)
-    return index, count
-
-# %% ../../kernels/sketch_walk_prefill.ipynb #7d51cb82
-def log_sums(asked, table, index, block, scale, Q, N, kv_start, tiles=None, engine=None):
-    "log2 of the sum of the weights of each mean query [B, H, S, M']; inf where there is no query"
-    (B, H, S, _, MQ, BD), (G, C, MK) = asked.rows.shape, table.rows.shape[1:4]
-    BM, BN, warps, stages = (tiles or tile_settings(asked.rows, engine)).sums
-    M, sums = triton.cdiv(Q, block), torch.empty(B, H, S, MQ, dtype=torch.float32, device=asked.rows.device)
-    T = triton.cdiv(M, BM)
-    _sums_kernel[B * H * S * T,](
-        *pair(asked, table, BM, BN, engine), asked.more, table.step, table.more, sums, kv_start, scale, Q, N, G, H // G, M, T, C, S,
-        MK, MQ, INDEX=index, SIZE=block, F=asked.fine, BM=BM, BN=BN, BD=BD, STAGES=stages,
-        num_warps=warps)
-    return sums
-
-def block_shares(asked, table, sums, index, pool, heads, block, scale, Q, N, kv_start, tiles=None,
-                 engine=None):
-    "Shares of blocks for each list [B, P, M', M'], float32; those of blocks that a row does not see mean nothing"
-    (B, H, S, _, MQ, BD), (G, C, MK) = asked.rows.shape, table.rows.shape[1:4]
-    BM, BN, warps, stages = (tiles or tile_settings(asked.rows, engine)).shares
-    M, P = triton.cdiv(Q, block), 1 if heads == "all" else G
-    shares = torch.empty(B, P, MQ, MK, dtype=torch.float32, device=sums.device)
-    _shares_kernel[B * P, triton.cdiv(M, BM), MK // BN](
-        *pair(asked, table, BM, BN, engine), asked.more, table.step, table.more, sums, shares, kv_start, scale, Q, N, G, H // G, M,
-        C, S, MK, MQ, INDEX=index, MAX=pool == "max", ALL=heads == "all", SIZE=block, BM=BM, BN=BN, BD=BD, STAGES=stages, num_warps=warps)
+        *pair(asked, table, BM, BN, engine), asked.more, table.step, table.more, sums, shares, kv_start, scale, Q, N,
+        G, H // G, M, C, S, MK, MQ, INDEX=index, MAX=pool == "max", ALL=heads == "all", SIZE=block, BM=BM, BN=BN, BD=BD,
+        STAGES=stages, num_warps=warps)
     return shares
 
 def most_blocks(K, density):
