@@ -8,7 +8,7 @@ __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'HEADS', 'POOLS', 'POWERS', 'AT_
            'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means', 'guessed_shares', 'true_shares',
            'drawn_shares', 'Asked', 'shares_of_blocks', 'earlier_shares', 'prompt_lists', 'Query', 'query_blocks',
            'own_rows', 'query_shares', 'true_query_shares', 'query_lists', 'keys_of', 'SketchWalk', 'bytes_a_key',
-           'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'sketch_walk_prefill',
+           'by_kernel', 'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'sketch_walk_prefill',
            'sketch_walk_decode']
 
 # %% ../nbs/50_sketch_walk.ipynb #85d6c96d
@@ -24,7 +24,7 @@ from .core.blocks import BlockPattern, block_attention, check_block
 from .core.checks import check_bounds, check_choice, check_count, check_inputs, check_number, check_scores
 from .core.exact import grouped, masked_scores, no_autocast, promote, to_device_of, visible_range
 from .core.methods import BlockState, Exact, Method, check_state, starts_of
-from .core.selection import budget_counts, make_selection, take_rows
+from .core.selection import HAS_TRITON, budget_counts, make_selection, take_rows
 from .core.streams import fold_in, head_seeds, new_seed, philox, tickets
 
 # %% ../nbs/50_sketch_walk.ipynb #a7e2f931
@@ -495,32 +495,53 @@ def bytes_a_key(s, head_dim):
              "sketch": 2 * s.sketch / s.block}
     return sizes.get(s.index, 0) + asked
 
-def pattern_of(s, lists, q, k):
-    "Lists [B, P, R, M] as a `BlockPattern`."
-    return BlockPattern.from_mask(lists, queries=q.shape[2], keys=k.shape[2], query_block=s.block, key_block=s.block)
+def by_kernel(s, q, k, backend):
+    "Do kernels choose? Raise for a backend that there is not, or that cannot do what is asked."
+    check_choice("backend", backend, ("auto", "torch", "triton"))
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k))
+    lacks = [what for what, asked in ((f"the index {s.index!r} is", s.index not in ("mean", *FINE)), (
+        "a walk is", s.walk is not None), ("one list of averaged heads is", s.heads == "averaged"), (
+        "a gradient is", learns)) if asked]
+    if backend == "triton" and lacks:
+        raise ValueError(f"backend must be 'torch' or 'auto' where {lacks[0]} wanted, got 'triton'")
+    fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not lacks
+    return backend == "triton" or backend == "auto" and fits and HAS_TRITON
 
-def read_prompt(s, q, k, v, seed, scale, kv_start, step, state):
+def pattern_of(s, q, k, start, scale, backend, seed=None, **walk):
+    "The `BlockPattern` of a call whose sequences begin at keys `start` [B], or None; `walk` as in `prompt_lists`."
+    sizes = dict(queries=q.shape[2], keys=k.shape[2], query_block=s.block, key_block=s.block)
+    if by_kernel(s, q, k, backend):
+        from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
+        same = dict(index=s.index, heads=s.heads, pool=s.pool, rotation=s.seed)
+        return BlockPattern(*choose_blocks(q, k, block=s.block, density=s.density, scale=scale, kv_start=start, **same),
+                            **sizes)
+    start = torch.zeros(len(q), dtype=torch.int64, device=q.device) if start is None else start.long()
+    with torch.no_grad(): return BlockPattern.from_mask(prompt_lists(s, q, k, start, scale, seed, **walk), **sizes)
+
+def read_prompt(s, q, k, v, seed, scale, kv_start, step, state, backend="auto"):
     "What `SketchWalk.prefill` gives."
     check_inputs(q, k, v, causal=True, scale=scale, seed=seed)
     check_bounds(q, kv_start=kv_start)
     k, v = to_device_of(k, q), to_device_of(v, q)
     seeds = head_seeds(q, new_seed(seed)) if s.random else None
-    out, earlier = q.new_zeros(q.shape), k.shape[2] - q.shape[2]
-    for number, (part, start) in enumerate(starts_of(kv_start)):
+    parts, earlier = starts_of(kv_start), k.shape[2] - q.shape[2]
+    whole = parts == [(slice(None), 0)]
+    out = None if whole else q.new_zeros(q.shape)
+    for number, (part, start) in enumerate(parts):
         if start >= k.shape[2]: continue
         q_, k_, v_ = q[part, :, max(start - earlier, 0):], k[part, :, start:], v[part, :, start:]
         own = dict(seed=seeds[part] if s.random else None, step=step, state=state, part=part, number=number)
-        with torch.no_grad(): lists = prompt_lists(s, q_, k_, q.new_zeros(len(q_)).long(), scale, **own)
-        out[part, :, max(start - earlier, 0):] = block_attention(q_, k_, v_, pattern_of(s, lists, q_, k_), scale=scale)
+        pattern = pattern_of(s, q_, k_, None, scale, backend, **own)
+        found = block_attention(q_, k_, v_, pattern, scale=scale, backend=backend)
+        if whole: return found
+        out[part, :, max(start - earlier, 0):] = found
     return out
 
 def prompt_pattern(s, q, k, seed, scale, kv_start, step):
     "What `SketchWalk.pattern` gives."
     check_inputs(q, k, causal=True, scale=scale, seed=seed)
     check_bounds(q, kv_start=kv_start)
-    start = torch.zeros(len(q), dtype=torch.int64, device=q.device) if kv_start is None else kv_start.long()
-    with torch.no_grad(): lists = prompt_lists(s, q, k, start, scale, seed, step)
-    return pattern_of(s, lists, q, k)
+    return pattern_of(s, q, to_device_of(k, q), kv_start, scale, "auto", seed, step=step)
 
 # %% ../nbs/50_sketch_walk.ipynb #3535db1c
 def state_of(s, q, k, state, masks):
@@ -567,6 +588,7 @@ def sketch_walk_prefill(
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]; PyTorch waits for a GPU to read it
     seed = None,                          # for `index="random"`: see `stream_seeds`
+    backend: str = "auto",                # "torch", "triton" (means or fine ones, by group or for all, no walk), "auto"
 ) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q, 0 where a query stands before kv_start
     """Causal attention of blocks of queries to the blocks of keys that look heaviest (Algorithm 1).
 
@@ -574,7 +596,7 @@ def sketch_walk_prefill(
     `check_inputs`, and TypeError or ValueError for settings that can never work and a walk that lacks queries.
     """
     s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation)
-    return read_prompt(s, q, k, v, seed, scale, kv_start, step, state)
+    return read_prompt(s, q, k, v, seed, scale, kv_start, step, state, backend)
 
 # %% ../nbs/50_sketch_walk.ipynb #845e1b62
 def sketch_walk_decode(

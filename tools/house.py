@@ -14,7 +14,7 @@ METHODS = ["santa", "vattention", "delta", "saap", "sketch_walk", "baselines", "
            "eviction"]
 HOUSE = [  # floor by floor, from the ground
     ["kernels.common", "kernels.gather", "kernels.host", "kernels.santa", "kernels.vattention", "kernels.blocks",
-     "kernels.delta", "kernels.saap"],
+     "kernels.delta", "kernels.saap", "kernels.sketch_walk", "kernels.sketch_walk_prefill"],
     ["core.checks", "core.streams", "tasks"],
     ["core.exact", "core.bounds"],
     ["core.selection", "core.blocks"],
@@ -92,7 +92,8 @@ def imports_of(room, tree, rooms):
 def allowed(room, other):
     "May `room` import `other`? Both are in the table."
     if any(matches(room, rooms) and matches(other, others) for rooms, others in FORBIDDEN): return False
-    if other.startswith("kernels.") and room in METHODS and other not in ("kernels.common", f"kernels.{room}"):
+    if other.startswith("kernels.") and room in METHODS and other not in (
+            "kernels.common", f"kernels.{room}", f"kernels.{room}_prefill"):
         return False
     if floor_of(room) == floor_of(other):
         return matches(other, [x for pattern, rooms in BESIDE.items() if fnmatch(room, pattern) for x in rooms])

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .common import (
-    LOG2E, by_engine, dot, launch_limits, load_queries, load_tile, refusal, running_softmax, visible)
+from sparse_nb.kernels.common import (
+    LOG2E, by_engine, dot, is_due, launch_limits, leave_note, load_queries, load_tile, refusal, running_softmax,
+    visible)
 
 # %% ../../kernels/blocks.ipynb #7dac2a9a
 @triton.jit
@@ -123,45 +124,85 @@ def _sort_kernel(
 
 # %% ../../kernels/blocks.ipynb #7a8d6e1e
 @triton.jit
-def _block_kernel(
-        q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, slot_ptr, found_ptr, order_ptr, gap_ptr, start_ptr,
-        len_ptr, scale, q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, out_b, out_h, out_m, out_d,
-        gap_b, gap_l, gap_m, gap_x, Q, N, C, L, M, S, X, H, R, A, CAUSAL: tl.constexpr, QB: tl.constexpr,
-        KB: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
-    i_p = tl.program_id(0)
-    i_w = tl.load(order_ptr + i_p // A).to(tl.int32)                  # block of queries of X heads
-    i_b, i_c, i_m = i_w // (C * M), i_w // M % C, i_w % M
-    i_l, i_g = i_c * L // C, i_c * X // R                             # their list, and their key/value head
-    o_x, o_n = i_p % A * BM + tl.arange(0, BM), tl.arange(0, BN)      # number of the row among the X heads' rows
-    o_m, i_h = i_m * QB + o_x % QB, i_c * X + o_x // QB
-    m_r = (o_x < X * QB) & (o_m < Q)
-    first, n = visible(start_ptr, len_ptr, i_b, N)
-    pos = first + n - Q + o_m                                         # positions of the queries [BM]
-    b_q = load_queries(q_ptr, i_b, i_h, o_m, m_r, q_b, q_h, q_m, q_d, D, BD)
+def _partial(
+        b_q, k_ptr, v_ptr, k_desc, v_desc, p_s, gap_ptr, i_b, i_g, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, b_lo, b_hi,
+        pos, scale, first, n, tiles, some, S, N, HIDDEN: tl.constexpr, CAUSAL: tl.constexpr, KB: tl.constexpr,
+        D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    "Running maximum, sum and output over the partial `tiles` of a list, and over `some` of the full ones"
     m, l, acc = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
-    if gap_ptr is not None:
-        p_gap = gap_ptr + i_b.to(tl.int64) * gap_b + i_l.to(tl.int64) * gap_l + o_m.to(tl.int64) * gap_m
-        b_lo, b_hi = tl.load(p_gap, mask=m_r, other=0), tl.load(p_gap + gap_x, mask=m_r, other=0)
-    i_f = (i_b * L + i_l) * M + i_m
-    fulls, parts = tl.load(found_ptr + 2 * i_f), tl.load(found_ptr + 2 * i_f + 1)
-    p_s = slot_ptr + i_f.to(tl.int64) * S
     TILES: tl.constexpr = KB // BN
-    for i_x in tl.range(0, parts * TILES, num_stages=1):
-        i_n = tl.load(p_s + S - 1 - i_x // TILES) * KB + i_x % TILES * BN
-        o_i = (i_n + o_n)[None, :]
-        b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BN, BD, True)
-        b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BN, BD, True)
+    for i_x in tl.range(0, tiles + some, num_stages=1):
+        i_s = tl.where(i_x < tiles, S - 1 - i_x // TILES, (i_x - tiles) // TILES)
+        i_n = tl.load(p_s + i_s) * KB + tl.where(i_x < tiles, i_x, i_x - tiles) % TILES * BN
+        o_i = (i_n + tl.arange(0, BN))[None, :]
+        if HIDDEN:                                                    # rows whose values may be no numbers
+            b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BN, BD, True)
+            b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BN, BD, True)
+        else:
+            b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, N, D, BN, BD, True)
+            b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, N, D, BN, BD, True)
         b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
         seen = (o_i >= first) & (o_i < first + n)
         if CAUSAL: seen = seen & (o_i <= pos[:, None])
         if gap_ptr is not None: seen = seen & ((o_i < b_lo[:, None]) | (o_i >= b_hi[:, None]))
         m, l, acc = _fold(tl.where(seen, b_s, -float("inf")), b_v, m, l, acc, scale, True)
-    for i_x in tl.range(0, fulls * TILES, num_stages=STAGES):
+    return m, l, acc
+
+@triton.jit
+def _add(b_s, b_v, m, l, acc, scale):
+    "Sum and output after one more tile, by a maximum that does not change"
+    b_p = tl.exp2(b_s * scale - m[:, None])
+    return l + tl.sum(b_p, 1), dot(b_p.to(b_v.dtype), b_v, acc)
+
+# %% ../../kernels/blocks.ipynb #5e1f70aa
+@triton.jit
+def _block_kernel(
+        q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, slot_ptr, found_ptr, order_ptr, gap_ptr, start_ptr,
+        len_ptr, note_ptr, scale, q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d,
+        out_b, out_h, out_m, out_d, gap_b, gap_l, gap_m, gap_x, Q, N, C, L, M, S, X, H, R, A, CAUSAL: tl.constexpr,
+        QB: tl.constexpr, KB: tl.constexpr, FROZEN: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
+    if not is_due(note_ptr, FROZEN): return
+    i_p = tl.program_id(0)
+    i_w = tl.load(order_ptr + i_p // A).to(tl.int32)                  # block of queries of X heads
+    i_b, i_c, i_m = i_w // (C * M), i_w // M % C, i_w % M
+    i_l, i_g = i_c * L // C, i_c * X // R                             # their list, and their key/value head
+    o_x = i_p % A * BM + tl.arange(0, BM)                             # number of the row among the X heads' rows
+    o_m, i_h = i_m * QB + o_x % QB, i_c * X + o_x // QB
+    m_r = (o_x < X * QB) & (o_m < Q)
+    first, n = visible(start_ptr, len_ptr, i_b, N)
+    pos, b_lo, b_hi = first + n - Q + o_m, 0, 0                       # positions of the queries [BM]
+    b_q = load_queries(q_ptr, i_b, i_h, o_m, m_r, q_b, q_h, q_m, q_d, D, BD)
+    if gap_ptr is not None:
+        p_gap = gap_ptr + i_b.to(tl.int64) * gap_b + i_l.to(tl.int64) * gap_l + o_m.to(tl.int64) * gap_m
+        b_lo, b_hi = tl.load(p_gap, mask=m_r, other=0), tl.load(p_gap + gap_x, mask=m_r, other=0)
+    i_f = (i_b * L + i_l) * M + i_m
+    TILES: tl.constexpr = KB // BN
+    fulls, parts = tl.load(found_ptr + 2 * i_f) * TILES, tl.load(found_ptr + 2 * i_f + 1) * TILES
+    p_s = slot_ptr + i_f.to(tl.int64) * S
+    some = 1 if FROZEN else 0                                         # full tiles that the first loop takes
+    some = tl.minimum(fulls, some + (fulls - some) % AHEAD)
+    m, l, acc = _partial(
+        b_q, k_ptr, v_ptr, k_desc, v_desc, p_s, gap_ptr, i_b, i_g, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, b_lo, b_hi,
+        pos, scale, first, n, parts, some, S, N, start_ptr is not None or len_ptr is not None, CAUSAL, KB, D,
+        BM, BN, BD)
+    for i_x in tl.range(some, fulls, AHEAD, num_stages=STAGES):
         i_n = tl.load(p_s + i_x // TILES) * KB + i_x % TILES * BN
         b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
         b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
         b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
-        m, l, acc = _fold(b_s, b_v, m, l, acc, scale, False)
+        if AHEAD == 2:
+            i_n = tl.load(p_s + (i_x + 1) // TILES) * KB + (i_x + 1) % TILES * BN
+            b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
+            b_w = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
+            b_t = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
+        if not FROZEN:
+            new = tl.maximum(m, tl.max(tl.maximum(b_s, b_t) if AHEAD == 2 else b_s, 1) * scale)
+            old = tl.exp2(m - new)
+            m, l, acc = new, l * old, acc * old[:, None]
+        l, acc = _add(b_s, b_v, m, l, acc, scale)
+        if AHEAD == 2: l, acc = _add(b_t, b_w, m, l, acc, scale)
+    leave_note(note_ptr, l, FROZEN)
     l = tl.where(parts < 0, float("nan"), l)
     _store(out_ptr, lse_ptr, m, l, acc, i_b, i_h, o_m, m_r, out_b, out_h, out_m, out_d, H, Q, D, BD)
 
@@ -199,7 +240,8 @@ def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse, tiles
     return out, sums
 
 # %% ../../kernels/blocks.ipynb #70074789
-def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse, tiles=None, engine=None):
+def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse, tiles=None, engine=None,
+                  frozen=False, ahead=1):
     "Sort the lists, order the work, and launch it"
     (B, H, Q, D), (G, N), (L, M, S) = q.shape, k.shape[1:3], index.shape[1:]
     C, X = (H, 1) if L == H else (G, H // G)
@@ -215,10 +257,14 @@ def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, k
     order = found.sum(-1).expand(B, C, M).flatten().argsort(descending=True)
     out, sums = _empty(q, lse)
     A = triton.cdiv(X * QB, BM)
-    _block_kernel[B * C * M * A,](
-        q, k, v, *descriptors, out, sums if lse else None, slot, found, order, gap, kv_start, kv_len, scale,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride(), *gaps, Q, N, C, L, M, S, X, H, H // G, A,
-        CAUSAL=causal, QB=QB, KB=KB, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages, **launch_limits(warps, registers))
+    passes = (True, False) if frozen and q.dtype != torch.float16 else (False,)
+    note = torch.empty(B * C * M * A, dtype=torch.int32, device=q.device) if len(passes) > 1 else None
+    for frozen in passes:
+        _block_kernel[B * C * M * A,](
+            q, k, v, *descriptors, out, sums if lse else None, slot, found, order, gap, kv_start, kv_len, note, scale,
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(), *gaps, Q, N, C, L, M, S, X, H, H // G, A,
+            CAUSAL=causal, QB=QB, KB=KB, FROZEN=frozen, AHEAD=ahead, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages,
+            **launch_limits(warps, registers))
     return out, sums
 
 # %% ../../kernels/blocks.ipynb #8917a815

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'load_tile',
-           'load_queries', 'running_softmax', 'by_engine', 'launch_limits', 'device_limits', 'refusal',
-           'compiled_usage']
+           'load_queries', 'running_softmax', 'is_due', 'leave_note', 'by_engine', 'launch_limits', 'device_limits',
+           'refusal', 'compiled_usage']
 
 # %% ../../kernels/common.ipynb #72988fbd
 import functools
@@ -97,6 +97,21 @@ def running_softmax(b_s, m, l, scale, GUARD: tl.constexpr):
     b_p = tl.exp2(b_s * scale - seen[:, None])                        # p = 2^(s - m')
     old = tl.exp2(m - seen)                                           # 2^(m - m')
     return new, l * old + tl.sum(b_p, 1), b_p, old                    # l' = 2^(m - m') l + sum p
+
+@triton.jit
+def is_due(note_ptr, FROZEN: tl.constexpr):
+    "Is there anything to do? In the second launch: where the first left a note"
+    due = True
+    if note_ptr is not None:
+        if FROZEN: tl.store(note_ptr + tl.program_id(0), 0)
+        else: due = tl.load(note_ptr + tl.program_id(0)) > 0
+    return due
+
+@triton.jit
+def leave_note(note_ptr, l, FROZEN: tl.constexpr):
+    "Have the program repeated if a sum is no number or too large for the kept maximum"
+    if FROZEN:
+        if tl.max(tl.where(l < 18446744073709551616., 0, 1), 0) > 0: tl.store(note_ptr + tl.program_id(0), 1)
 
 # %% ../../kernels/common.ipynb #344a6cec
 @functools.cache

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
-    LOG2E, by_engine, device_limits, dot, launch_limits, load_queries, load_tile, refusal,
+    LOG2E, by_engine, device_limits, dot, is_due, launch_limits, leave_note, load_queries, load_tile, refusal,
     running_softmax, visible)
 
 # %% ../../kernels/delta.ipynb #e6338c6c
@@ -49,21 +49,6 @@ def _whole(e, A, count, first, begin, at, sinks, window, gamma, N, Q, X, ALL: tl
     return tl.maximum(pos, N - Q), low, tl.where(anchor & (count == 0), first, tl.maximum(high, first))
 
 # %% ../../kernels/delta.ipynb #1b29ff14
-@triton.jit
-def _is_due(note_ptr, FROZEN: tl.constexpr):
-    "Is there anything to do? In the second launch: where the first left a note"
-    due = True
-    if note_ptr is not None:
-        if FROZEN: tl.store(note_ptr + tl.program_id(0), 0)
-        else: due = tl.load(note_ptr + tl.program_id(0)) > 0
-    return due
-
-@triton.jit
-def _leave_note(note_ptr, l, FROZEN: tl.constexpr):
-    "Have the program repeated if a sum is no number or too large for the kept maximum"
-    if FROZEN:
-        if tl.max(tl.where(l < 18446744073709551616., 0, 1), 0) > 0: tl.store(note_ptr + tl.program_id(0), 1)
-
 @triton.jit
 def _gather(x_ptr, i_b, i_g, o_i, m_i, x_b, x_g, x_n, x_d, D: tl.constexpr, BD: tl.constexpr):
     "Rows o_i of one head [BN, BD], zeros where not m_i"
@@ -127,7 +112,7 @@ def _whole_kernel(
         q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, Q, N, T, G, R, A, E, X, S, C, sinks, window, gamma,
         ALL: tl.constexpr, BASE: tl.constexpr, ALIGNED: tl.constexpr, FROZEN: tl.constexpr, D: tl.constexpr,
         BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
-    if not _is_due(note_ptr, FROZEN): return
+    if not is_due(note_ptr, FROZEN): return
     parts = S + 1 if BASE else S
     programs = tl.num_programs(0) // (T * parts)                      # sequences times key/value heads
     i_p = tl.program_id(0)
@@ -158,7 +143,7 @@ def _whole_kernel(
         b_q, k_ptr, v_ptr, k_desc, v_desc, i_b, i_g, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, scale, first,
         tl.where(base, tl.minimum(sunk, low) - first, 0), sunk, start, wide, high_a, end, b_low, b_high, 1,
         mean_ptr is not None, FROZEN, D, BM, BN, BD, STAGES)
-    _leave_note(note_ptr, l, FROZEN)
+    leave_note(note_ptr, l, FROZEN)
     some, m_o = tl.where(l == 0, 1., l), m_r[:, None] & (o_d < D)[None, :]
     o_r = ((i_b * G * R + i_h).to(tl.int64) * E + o_x // R) * parts + i_s
     tl.store(lse_ptr + o_r, tl.where(l == 0, -float("inf"), m + tl.log2(some)), mask=m_r)
@@ -244,7 +229,7 @@ def _window_kernel(
         q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, out_b, out_h, out_m, out_d, Q, N, T, G, R, A, X, P,
         sinks, window, gamma, reach, SKIP: tl.constexpr, ALIGNED: tl.constexpr, FROZEN: tl.constexpr, D: tl.constexpr,
         BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
-    if not _is_due(note_ptr, FROZEN): return
+    if not is_due(note_ptr, FROZEN): return
     i_p = tl.program_id(0)
     i_t, i_b, i_g = T - 1 - i_p % T, i_p // T // G, i_p // T % G
     first, begin, at, count = _grid(start_ptr, i_b, N, Q, X, gamma)
@@ -263,7 +248,7 @@ def _window_kernel(
         b_q, k_ptr, v_ptr, k_desc, v_desc, i_b, i_g, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, scale, first,
         tl.minimum(first + sinks, low) - first, first + sinks, low, wide, tl.maximum(a + 1, first),
         tl.maximum(z + 1, first), b_low, b_high, 0, False, FROZEN, D, BM, BN, BD, STAGES)
-    _leave_note(note_ptr, l, FROZEN)
+    leave_note(note_ptr, l, FROZEN)
     k_r = tl.maximum((pos - first) // gamma - at, 0)
     m_d = m_r & (pos >= first)
     if bias_ptr is not None:

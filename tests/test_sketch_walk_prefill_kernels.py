@@ -1,0 +1,292 @@
+"""The Triton kernels that choose blocks for a prompt, against Sketch&Walk's reference.
+
+`pytest -m gpu tests/test_sketch_walk_prefill_kernels.py` runs the sweep on a GPU. Without one, a covering design of
+small problems runs in Triton's interpreter, in processes of their own.
+"""
+import math
+import random
+import re
+
+import pytest
+import torch
+
+from covering import covering
+from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from sparse_nb.core.blocks import BlockPattern, block_attention
+from sparse_nb.core.exact import assert_close
+from sparse_nb.sketch_walk import SketchWalk, guessed_shares, heaviest_blocks, prompt_blocks, sketch_walk_prefill
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 2**-8, FP16: 2**-11, FP32: 1e-5} if GPU else {BF16: 2**-7, FP16: 2**-10, FP32: 2e-6}
+GAP = 1e-3  # of a share: a step of 4 bits that rounds the other way moves a score by no more
+
+
+def problem(B, G, R, Q, N, D, dtype, *, layout="plain", starts=None, seed=0):
+    "q, k, v with heavy blocks, and where the sequences start; NaN in the padding."
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    new = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator).to(dtype)
+    q, k, v = new(B, G * R, Q, D), *(LAYOUTS[layout](B, G, N, D, new) for _ in range(2))
+    k += 2 * new(B, G, -(-N // 16), D).repeat_interleave(16, 2)[:, :, :N]
+    if starts is None: return (q, k, v), None
+    starts = torch.tensor(starts, device=DEVICE)
+    for x in (k, v):
+        for b in range(B): x[b, :, :starts[b]] = math.nan
+    return (q, k, v), starts
+
+
+def chosen(index, count, blocks):
+    "Lists as a mask [B, P, M, K]; they must be in order."
+    used = torch.arange(index.shape[3], device=DEVICE) < count[..., None]
+    assert (index.diff(dim=-1)[used[..., 1:]] > 0).all() and (index[used] >= 0).all() and (index[used] < blocks).all()
+    place = torch.where(used, index, blocks).long()
+    return used.new_zeros(*count.shape, blocks + 1).scatter(-1, place, True)[..., :-1]
+
+
+def compare(q, k, starts=None, scale=None, engine=None, **settings):
+    "The kernels' lists beside the reference's: as long, and where they differ, shares do not. Returns both masks."
+    from sparse_nb.kernels.sketch_walk_prefill import choose_blocks, launch_choice
+    s = SketchWalk(**settings)
+    begin = torch.zeros(len(q), dtype=torch.int64, device=DEVICE) if starts is None else starts
+    prompt = prompt_blocks(s, q, k, begin)
+    a, _ = guessed_shares(s, q, k, prompt, scale)
+    want = heaviest_blocks(a, prompt.visible, prompt.forced, s.density)
+    same = dict(block=s.block, density=s.density, index=s.index, heads=s.heads, pool=s.pool, rotation=s.seed,
+                scale=scale, kv_start=starts)
+    lists = poisoned(lambda: (choose_blocks(q, k, **same) if engine is None else
+                              launch_choice(q, k, **same, engine=engine)))
+    assert lists[0].shape[3] >= want.sum(-1).max()
+    got = chosen(*lists, want.shape[3])
+    assert torch.equal(got.sum(-1), want.sum(-1))
+    lost, came = want & ~got, got & ~want
+    assert not (came & ~prompt.visible).any() and not (lost & prompt.forced).any()
+    best, worst = a.masked_fill(~lost, -math.inf).amax(-1), a.masked_fill(~came, math.inf).amin(-1)
+    there = lost.any(-1)
+    assert ((best - worst)[there] <= GAP * best[there]).all(), (best[there], worst[there])
+    return got, want
+
+
+def drawn(factors, seed=0):
+    draw = random.Random(seed)
+    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(300)]
+    slow = dict(index="fine4", pool="max", block=64)      # 16 rows of 16 sub-blocks: seconds in the interpreter
+    cases = [case for case in cases if GPU or not slow.items() <= case.items()]
+    return [cases[i] for i in covering(cases)]
+
+
+CASES = drawn(dict(index=("mean", "fine16", "fine4"), pool=("mean", "max"), heads=("group", "all"), R=(1, 3, 4),
+                   D=(64, 80, 128), dtype=(BF16, FP16, FP32), block=(32, 64, 128) if GPU else (32, 64),
+                   layout=("plain", "by position", "sliced"), engine=(None, False), ragged=(False, True),
+                   prefix=(False, True)))
+
+
+@kernel
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_cases(case):
+    c = dict(case)
+    R, D, dtype, layout, ragged, prefix = (c.pop(x) for x in ("R", "D", "dtype", "layout", "ragged", "prefix"))
+    Q, N = (1111, 3000) if GPU else (75, 141)
+    if not prefix: N = Q
+    (q, k, v), starts = problem(1 + ragged, 1, R, Q, N, D, dtype, layout=layout, starts=[0, N // 2] if ragged else None)
+    got, want = compare(q, k, starts, density=0.4, **c)
+    assert (got != want).sum() <= 0.01 * want.sum()
+
+
+@kernel
+def test_whole_calls():
+    "Outputs beside those of the reference's lists in float64, with padding that the call cuts off."
+    for R, D, index, starts in ((3, 24, "fine4", None), (2, 16, "fine16", [0, 41])):
+        x, starts = problem(2, 1, R, 100, 130, D, FP32, starts=starts)
+        keep = dict(block=32, density=0.5, index=index, kv_start=starts)
+        got = sketch_walk_prefill(*x, **keep, backend="triton")
+        want = sketch_walk_prefill(*(y.double() for y in x), **keep)
+        assert_close(got, want, rtol=TOLERANCE[FP32], name=index)
+        assert got.isfinite().all()
+
+
+@kernel
+def test_the_pattern_of_a_method_is_the_reference_s():
+    (q, k, v), _ = problem(1, 2, 2, 100, 100, 16, FP32)
+    s = SketchWalk(block=32, density=0.5)
+    want = s.pattern(q.double(), k.double())
+    if not GPU: assert s.pattern(q, k).index.shape == want.index.shape  # without a GPU nothing but "triton" uses them
+    from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
+    lists = choose_blocks(q, k, block=32, density=0.5, index="fine4", heads="group", pool="mean")
+    pattern = BlockPattern(*lists, queries=100, keys=100, query_block=32, key_block=32)
+    assert torch.equal(pattern.mask(), want.mask())
+    out = block_attention(q, k, v, pattern)
+    assert_close(out, sketch_walk_prefill(q, k, v, block=32, density=0.5, backend="torch"), rtol=1e-5)
+
+
+@kernel
+def test_equal_blocks_come_in_order():
+    from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
+    q, k = torch.ones(1, 2, 320, 16, device=DEVICE), torch.ones(1, 1, 320, 16, device=DEVICE)
+    index, count = choose_blocks(q, k, block=32, density=0.5, index="mean", heads="group", pool="mean")
+    for m in range(10):
+        size = max(2 if m else 1, math.ceil((m + 1) / 2))
+        assert index[0, 0, m, :count[0, 0, m]].tolist() == [*range(size - 1), m], m
+
+
+@kernel
+@pytest.mark.parametrize("Q, N, settings", [
+    (1, 1, dict()), (1, 65, dict(density=1.0)), (33, 34, dict(block=32)), (64, 64, dict(density=0.01)),
+    (100, 131, dict(block=32, density=1.0)), (40, 97, dict(block=32, pool="max", index="fine16"))], ids=str)
+def test_edges(Q, N, settings):
+    (q, k, _), _ = problem(1, 1, 2, Q, N, 16, FP32)
+    got, want = compare(q, k, **settings)
+    assert torch.equal(got, want)
+
+
+@kernel
+def test_padding_and_scale():
+    "Sequences that begin in the first block, in the middle of the queries, at the end, and not at all."
+    (q, k, _), starts = problem(4, 1, 1, 70, 100, 16, FP32, starts=[0, 13, 66, 99])
+    for index in ("mean", "fine16"):
+        got, want = compare(q, k, starts, scale=0.7, block=32, density=0.5, index=index)
+        assert torch.equal(got, want)
+    from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
+    same = dict(block=32, density=0.5, index="mean", heads="group", pool="mean")
+    assert not choose_blocks(q, k, kv_start=starts * 0 + 200, **same)[1].any()
+
+
+@kernel
+@pytest.mark.parametrize("seed", [1, 5])
+def test_the_rotation_has_the_reference_s_signs(seed):
+    (q, k, _), _ = problem(1, 1, 2, 100, 200, 24, FP32, seed=seed)
+    k[..., 0] *= 30                                       # 4 bits without a rotation, or with another, see nothing else
+    got, want = compare(q, k, block=32, density=0.5, index="fine16", seed=seed)
+    assert torch.equal(got, want)
+
+
+@kernel
+@pytest.mark.parametrize("frozen, ahead", [(True, 1), (True, 2), (False, 2)])
+def test_attention_keeps_a_maximum_and_takes_two_tiles_at_once(frozen, ahead):
+    from sparse_nb.kernels.blocks import launch_blocks
+    (q, k, v), starts = problem(2, 1, 3, 100, 230, 16, FP32, starts=[0, 40])
+    q[..., 0], k[..., 0] = 4, 0
+    k[:, :, 70:90, 0] = 120                               # a factor over 2^128 over all that came before
+    mask = torch.rand(2, 1, 4, 8, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.7
+    lists = BlockPattern.from_mask(mask, queries=100, keys=230, query_block=32, key_block=32)
+    want, sums = block_attention(*(x.double() for x in (q, k, v)), lists, kv_start=starts, return_lse=True)
+    got, lse = poisoned(lambda: launch_blocks(
+        q, k, v, lists.index, lists.count, None, 32, 32, True, None, starts, None, True, (32, 16, 4, 2, None), None,
+        frozen, ahead))
+    assert_close(got, want, rtol=120 * torch.finfo(FP32).eps)
+    some = sums > -math.inf
+    assert torch.equal(lse > -math.inf, some)
+    assert_close(lse[some], sums[some], rtol=1e-5)
+
+
+@kernel
+def test_what_has_no_kernel():
+    from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
+    (q, k, v), _ = problem(1, 1, 1, 4, 4, 16, torch.float64)
+    settings = dict(block=32, density=0.5, index="mean", heads="group", pool="mean")
+    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32"): choose_blocks(q, k, **settings)
+    wide = [y.float().repeat(1, 1, 1, 20) for y in (q, k)]
+    with pytest.raises(ValueError, match="q must have a head size of at most 256"): choose_blocks(*wide, **settings)
+
+
+@kernel
+def test_compiles_into_one_graph():
+    from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
+    (q, k, _), starts = problem(2, 1, 2, 70, 70, 16, BF16, starts=[0, 33])
+    def step(q, k, starts):
+        return choose_blocks(q, k, block=32, density=0.5, index="fine16", heads="group", pool="mean", kv_start=starts)
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
+    for a, b in zip(compiled(q, k, starts), step(q, k, starts)): assert torch.equal(a, b)
+
+
+@kernel
+def test_operator():
+    import sparse_nb.kernels.sketch_walk_prefill  # noqa: F401, registers it
+    (q, k, _), _ = problem(1, 1, 2, 40, 40, 16, FP32)
+    torch.library.opcheck(torch.ops.sparse_nb.choose_blocks, (q, k, 32, 0.5, "mean", "group", "mean", 0, None, None),
+                          test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_kernels_cannot_do_is_said():
+    q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 1, 8, 16)
+    call = lambda **kw: sketch_walk_prefill(q, k, k, backend="triton", **kw)
+    for settings, what in ((dict(index="oracle"), "the index 'oracle' is"), (dict(walk="softmax"), "a walk is"),
+                           (dict(heads="averaged"), "one list of averaged heads is")):
+        with pytest.raises(ValueError, match=f"backend must be 'torch' or 'auto' where {what} wanted, got 'triton'"):
+            call(**settings)
+    q.requires_grad_()
+    with pytest.raises(ValueError, match="where a gradient is wanted"): call()
+    with pytest.raises(ValueError, match="backend must be one of auto, torch, triton, got 'cuda'"):
+        sketch_walk_prefill(q, k, k, backend="cuda")
+    if not (GPU or INTERPRETED):
+        with pytest.raises(ValueError, match="q must be on a GPU"): sketch_walk_prefill(k, k, k, backend="triton")
+
+
+if GPU:
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("index", ["mean", "fine16", "fine4"])
+    def test_graph_without_a_wait(index):
+        from sparse_nb.bench import captured
+        (q, k, v), _ = problem(2, 2, 4, 1000, 2000, 128, BF16)
+        call = lambda: sketch_walk_prefill(q, k, v, index=index)
+        call()
+        torch.cuda.set_sync_debug_mode("error")
+        try: call()
+        finally: torch.cuda.set_sync_debug_mode("default")
+        replay, out = captured(call)
+        q.copy_(q.flip(2))
+        replay()
+        assert torch.equal(out, call())
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("index, pool", [("mean", "mean"), ("fine16", "max"), ("fine4", "mean")])
+    @pytest.mark.parametrize("H, G, N, D", [(8, 2, 9000, 128), (6, 2, 20000, 64)])
+    def test_long(H, G, N, D, index, pool):
+        (q, k, v), _ = problem(1, G, H // G, N, N, D, BF16)
+        got, want = compare(q, k, index=index, pool=pool, density=0.1)
+        assert (got != want).sum() <= 0.001 * want.sum()
+
+
+if not INTERPRETED:
+    SPILLS = {}  # bytes a thread, by kernel and index
+
+    def usage(launch, index, capability, kind="bf16", D=128):
+        "Registers, spills and shared memory of a kernel with the shipped tiles."
+        pytest.importorskip("triton")
+        from sparse_nb.kernels import sketch_walk_prefill as kernels
+        from sparse_nb.kernels.common import compiled_usage
+        rows = torch.empty(1, D, dtype=torch.bfloat16)
+        tiles, C = kernels.tile_settings(rows, engine=capability >= 90), {"mean": 1, "fine16": 4, "fine4": 16}[index]
+        types = dict.fromkeys(("row_ptr", "code_ptr"), "bf16") | dict.fromkeys(("index_ptr", "count_ptr"), "i32")
+        types |= dict(x_ptr=kind, start_ptr="i64", share="i64")
+        known = dict(INDEX=index, SIZE=64, F=64 // C, D=D, W=128, BD=128)
+        if index == "mean": known["step_ptr"] = None
+        if launch in ("queries", "keys"):
+            BS, warps = tiles.means
+            known |= dict(KEYS=launch == "keys", BS=BS) | (dict(step_ptr=None) if launch == "queries" else {})
+            return compiled_usage(kernels._means_kernel, known, types, capability, warps)
+        if launch == "choose":
+            return compiled_usage(kernels._choose_kernel, known | dict(BS=2048), types, capability, tiles.choose)
+        BM, BN, warps, stages = getattr(tiles, launch)
+        types |= {f"{x}_desc": f"tensordesc<bf16[{size}, 128]>" for x, size in (("row", BM), ("code", BN))}
+        known |= dict(MAX=False, ALL=False, BM=BM, BN=BN, STAGES=stages)
+        if capability < 90: known |= dict(row_desc=None, code_desc=None)
+        kernel = kernels._sums_kernel if launch == "sums" else kernels._shares_kernel
+        return compiled_usage(kernel, known, types, capability, warps)
+
+    @pytest.mark.parametrize("launch", ["queries", "keys", "sums", "shares", "choose"])
+    @pytest.mark.parametrize("index, capability", [("mean", 90), ("fine16", 90), ("fine4", 90), ("fine4", 80)])
+    def test_registers_and_spills(launch, index, capability):
+        used = usage(launch, index, capability)
+        print(used)
+        most = (227 if capability == 90 else 163) * 1024
+        assert used["spills"] <= SPILLS.get((launch, index), 0) and used["shared"] <= most, used
+
+    @pytest.mark.budget(40)
+    @pytest.mark.parametrize("shard", range(2))
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
+    def test_in_the_interpreter(forked_pytest, shard):
+        pytest.importorskip("triton")
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/2", __file__,
+                                   TRITON_INTERPRET="1")
+        print(said)
+        assert not code and re.search(r"\d passed", said), said[-4000:]
