@@ -74,10 +74,10 @@ def _round(x):
 
 @triton.jit
 def _to_bfloat16(x):
-    "The bits of a float32 that is not negative, rounded to bfloat16, in the upper half; NaN for what is not finite"
+    "The bits of a float32, rounded to bfloat16, in the upper half; NaN for infinity and NaN"
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    return tl.where(x < float("inf"), bits, 0x7FC00000)
+    return tl.where(tl.abs(x) < float("inf"), bits, 0x7FC00000)
 
 # %% ../../kernels/sketch_walk.ipynb #ce45d604
 @triton.jit
@@ -200,9 +200,10 @@ def _own_block(b_q, scale, reach, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr
     step, facts, place = tl.full([C], 1, tl.float32), few, (bg * room + own) * C + o_c
     whole = begin + (own + 1) * BLOCK <= end
     if MEAN:
-        code = b_m.to(tl.bfloat16)
-        tl.store(row_ptr + place[:, None] * D + o_d[None, :], code, mask=whole & m_d[None, :])
-        code = code.to(tl.float32)
+        bits = _to_bfloat16(b_m)
+        tl.store(row_ptr + place[:, None] * D + o_d[None, :], (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),
+                 mask=whole & m_d[None, :])
+        code = bits.to(tl.float32, bitcast=True)
     else:
         sign = tl.load(sign_ptr + o_d, mask=m_d, other=0.)
         b_m = _rotate(b_m * sign[None, :], C, W, STEPS) * W**-0.5
