@@ -8,8 +8,8 @@ __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'HEADS', 'POOLS', 'POWERS', 'AT_
            'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means', 'guessed_shares', 'true_shares',
            'drawn_shares', 'Asked', 'shares_of_blocks', 'earlier_shares', 'prompt_lists', 'Query', 'query_blocks',
            'own_rows', 'query_shares', 'true_query_shares', 'query_lists', 'keys_of', 'Blocks', 'packed_index',
-           'SketchWalk', 'bytes_a_key', 'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of', 'select_keys',
-           'served', 'by_kernels', 'decoded', 'sketch_walk_prefill', 'sketch_walk_decode']
+           'ByKernels', 'SketchWalk', 'bytes_a_key', 'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of',
+           'select_keys', 'served', 'by_kernels', 'decoded', 'sketch_walk_prefill', 'sketch_walk_decode']
 
 # %% ../nbs/50_sketch_walk.ipynb #85d6c96d
 import math
@@ -466,9 +466,18 @@ def packed_index(s, state, size, masked):
     state.keys = len(state)
     return state.packed
 
+# %% ../nbs/50_sketch_walk.ipynb #5c1ade04
+class ByKernels(Method):
+    "The part of `SketchWalk` that gives single queries to the kernels."
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+               state=None, step=None, backend="auto"):
+        "`sketch_walk_decode` with these settings."
+        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        return decoded(self, q, k, v, masks, seed, scale, return_stats, state, step, backend)
+
 # %% ../nbs/50_sketch_walk.ipynb #afab4550
 @dataclass(frozen=True)
-class SketchWalk(Method):
+class SketchWalk(ByKernels):
     """Blocks of keys that look heavy, for prompts and for single queries; with `walk`, by way of the layers below.
 
     Raises TypeError or ValueError for settings that can never work.
@@ -524,12 +533,6 @@ class SketchWalk(Method):
         "The visible keys of the chosen blocks, with weight 1. Raises as `sketch_walk_decode`."
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
         return select_keys(self, q, k, masks, seed, scale, state, step)
-
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
-               state=None, step=None, backend="auto"):
-        "`sketch_walk_decode` with these settings."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
-        return decoded(self, q, k, v, masks, seed, scale, return_stats, state, step, backend)
 
 # %% ../nbs/50_sketch_walk.ipynb #c57584af
 def bytes_a_key(s, head_dim):

@@ -26,7 +26,7 @@ REACH = 0.5                        # of a sub-block's radius, times |q|
 class Index(NamedTuple):
     "What a step knows of the blocks of each sequence: for each of its C sub-blocks a mean of W rotated numbers."
     rows: torch.Tensor          # means, two numbers of 4 bits in a byte [B, G, room, C, W / 2]; or bfloat16, [..., D]
-    facts: torch.Tensor         # step of the 4 bits, and how many keys: a bfloat16 each, upper and lower half [B, G, room, C], int32
+    facts: torch.Tensor         # step of the 4 bits above, and how many keys: two bfloat16 [B, G, room, C], int32
     radius: torch.Tensor | None # of a sub-block, likewise, float32
     begin: torch.Tensor         # first key of block 0 [B], int64
     sign: torch.Tensor          # of the numbers of a key, before the rotation [D], float32
@@ -140,7 +140,7 @@ def _log2(x):
 @triton.jit
 def _guess(b_s, facts, b_r, reach, MEAN: tl.constexpr, RADIUS: tl.constexpr, LP: tl.constexpr, BB: tl.constexpr,
            C: tl.constexpr, WARPS: tl.constexpr):
-    "log2 of the weights of BB blocks [LP, BB], from the products of queries and sub-block means [LP, BB C], as `_dealt`"
+    "log2 of the weights of BB blocks [LP, BB], from products of queries and means [LP, BB C] in the order `_dealt`"
     count = (facts << 16).to(tl.float32, bitcast=True)[None, :]
     b_z = b_s if MEAN else b_s * (facts & -65536).to(tl.float32, bitcast=True)[None, :]
     if RADIUS: b_z += reach[:, None] * b_r[None, :]
@@ -170,32 +170,39 @@ def _of_blocks(x, R: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, WARPS: tl.
         x = tl.permute(tl.reshape(x, [R, BB // WARPS, C // 8, WARPS, 8]), (0, 1, 3, 2, 4))
     return tl.reshape(x, [R, BB, C])
 
-# %% ../../kernels/sketch_walk.ipynb #d067e92e
+# %% ../../kernels/sketch_walk.ipynb #c8cc14c4
 @triton.jit
-def _own_block(b_q, scale, reach, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, score_ptr, bg, begin, own, end, X,
-               room, k_n, k_d, MEAN: tl.constexpr, RADIUS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
-               LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr):
-    "Score the block of the newest key, from its keys, and write its row to the index once it is full: scores [LP]"
-    C: tl.constexpr = BLOCK // FINE
+def _own_means(k_ptr, start, end, k_n, k_d, RADIUS: tl.constexpr, FINE: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+               W: tl.constexpr):
+    "Mean keys of the sub-blocks from key `start` on and before `end` [C, W], how many keys, and their radii [C]"
     FEW: tl.constexpr = 16 // C if C < 16 else 1                                             # keys of each at once
-    o_c, o_f, o_d, o_r = tl.arange(0, C), tl.arange(0, FEW), tl.arange(0, W), tl.arange(0, LP)
-    m_d, start = o_d < D, begin + own * BLOCK
-    key = start + (o_c * FINE)[:, None] + o_f[None, :]                                       # [C, FEW]
+    o_c, o_f, o_d = tl.arange(0, C), tl.arange(0, FEW), tl.arange(0, W)
+    key, m_d = start + (o_c * FINE)[:, None] + o_f[None, :], o_d < D                         # [C, FEW]
     p_k = k_ptr + key[:, :, None] * k_n + o_d.to(tl.int64)[None, None, :] * k_d
-    b_m = tl.zeros([C, W], tl.float32)
+    b_m, widest = tl.zeros([C, W], tl.float32), tl.zeros([C], tl.float32)
     for f in tl.static_range(0, FINE, FEW):
         there = (key + f < end)[:, :, None] & m_d[None, None, :]
         b_m += tl.sum(tl.load(p_k + f * k_n, mask=there, other=0.).to(tl.float32), 1)
     count = tl.minimum(tl.maximum(end - start - o_c * FINE, 0), FINE).to(tl.int32)
     b_m = tl.div_rn(b_m, tl.maximum(count, 1).to(tl.float32)[:, None] + tl.zeros([C, W], tl.float32))
-    widest = tl.zeros([C], tl.float32)
     if RADIUS:
         for f in tl.static_range(0, FINE, FEW):
             there = (key + f < end)[:, :, None] & m_d[None, None, :]
             far = tl.load(p_k + f * k_n, mask=there, other=0.).to(tl.float32) - b_m[:, None, :]
             far = tl.where(there, far, 0.)
             widest = tl.maximum(widest, tl.max(tl.sum(far * far, 2), 1))
-        widest = tl.sqrt(widest)
+    return b_m, count, tl.sqrt(widest)
+
+# %% ../../kernels/sketch_walk.ipynb #84cdc60b
+@triton.jit
+def _own_block(b_q, scale, reach, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, score_ptr, bg, begin, own, end, X,
+               room, k_n, k_d, MEAN: tl.constexpr, RADIUS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+               LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr):
+    "Score the block of the newest key, from its keys, and write its row to the index once it is full: scores [LP]"
+    C: tl.constexpr = BLOCK // FINE
+    o_c, o_d, o_r, start = tl.arange(0, C), tl.arange(0, W), tl.arange(0, LP), begin + own * BLOCK
+    m_d = o_d < D
+    b_m, count, widest = _own_means(k_ptr, start, end, k_n, k_d, RADIUS, FINE, C, D, W)
     few = count.to(tl.float32).to(tl.int32, bitcast=True) >> 16                              # a bfloat16
     step, facts, place = tl.full([C], 1, tl.float32), few, (bg * room + own) * C + o_c
     whole = begin + (own + 1) * BLOCK <= end
@@ -226,7 +233,7 @@ def _own_block(b_q, scale, reach, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr
     tl.store(score_ptr + (bg * LR + o_r) * X + own, found, mask=o_r < LR)
     return found
 
-# %% ../../kernels/sketch_walk.ipynb #139ef8eb
+# %% ../../kernels/sketch_walk.ipynb #2172ad36
 @triton.jit
 def _place(start_ptr, len_ptr, begin_ptr, i_b, N, BLOCK: tl.constexpr):
     "First visible key, end of the visible ones, first key of block 0, first visible block, and the newest key's"
@@ -277,7 +284,8 @@ def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_p
             m_c = o_c < i_1 * C
             if MEAN:
                 o_d = tl.arange(0, W)
-                b_x = tl.load(p_row + (o_c * D)[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.)
+                m_x = m_c[:, None] & (o_d < D)[None, :]
+                b_x = tl.load(p_row + (o_c * D)[:, None] + o_d[None, :], mask=m_x, other=0.)
                 b_s = dot(b_d, tl.trans(b_x)) * weight[:, None]
             else:
                 b_x = tl.load(p_row + (o_c * HALF)[:, None] + tl.arange(0, HALF)[None, :], mask=m_c[:, None], other=0)
@@ -297,7 +305,7 @@ def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_p
     tl.store(m_ptr + (bg * LR + o_r) * S + p, m, mask=o_r < LR)
     tl.store(l_ptr + (bg * LR + o_r) * S + p, l, mask=o_r < LR)
 
-# %% ../../kernels/sketch_walk.ipynb #3551102f
+# %% ../../kernels/sketch_walk.ipynb #4cb6becf
 @triton.jit
 def _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR: tl.constexpr, LP: tl.constexpr, BM: tl.constexpr,
            BS: tl.constexpr, WIDE: tl.constexpr):
@@ -315,7 +323,7 @@ def _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR: tl.constexpr, LP: 
     if WIDE: share = tl.sum(tl.exp2(b_z - log[:, None]), 0)
     else:
         share = tl.zeros([BM], tl.float32)
-        for r in range(LR):
+        for r in tl.range(LR, num_stages=1):
             b_z = tl.load(score_ptr + (bg * LR + r) * X + o_m, mask=there, other=-float("inf"))
             share += tl.exp2(b_z - tl.sum(tl.where(o_r == r, log, 0.), 0))
     return tl.where(share == share, share, float("inf")).to(tl.int32, bitcast=True)
@@ -346,7 +354,7 @@ def _select_kernel(score_ptr, m_ptr, l_ptr, begin_ptr, start_ptr, len_ptr, list_
     tl.store(list_ptr + bg * X + (before & 0xFFFF) + tl.minimum(tied, rest), o_m, mask=taken)
     tl.store(count_ptr + bg, want)
 
-# %% ../../kernels/sketch_walk.ipynb #f9050403
+# %% ../../kernels/sketch_walk.ipynb #653de0a8
 @triton.jit
 def _read_kernel(q_ptr, k_ptr, v_ptr, list_ptr, count_ptr, begin_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr, scale,
                  q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, G, X, BLOCK: tl.constexpr,
@@ -396,13 +404,13 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, P, D: tl
     out = tl.sum(b_o * part[:, None], 0) / tl.sum(l * part, 0)
     tl.store(out_ptr + bh // H * out_b + bh % H * out_h + o_d * out_d, out.to(out_ptr.dtype.element_ty), mask=m_d)
 
-# %% ../../kernels/sketch_walk.ipynb #0a575cec
+# %% ../../kernels/sketch_walk.ipynb #ec932bc9
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
-    score: tuple = (128, 4, 3, 4)         # sub-blocks at once, warps, stages, programs a multiprocessor
-    select: int = 8                       # warps, of up to 4,096 blocks
-    read: tuple = (64, 4, 3, 3, None)     # rows at once, warps, stages, programs a multiprocessor, registers of a thread
-    merge: tuple = (32, 4)                # numbers of a program, warps
+    score: tuple = (128, 4, 3, 4)     # sub-blocks at once, warps, stages, programs a multiprocessor
+    select: int = 8                   # warps, of up to 4,096 blocks
+    read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
+    merge: tuple = (32, 4)            # numbers of a program, warps
 
 class Settings(NamedTuple):
     "What the kernels know of a `SketchWalk`."
@@ -433,7 +441,7 @@ def score_tile(tiles, s, BD):
     of_row = 2 * BD if s.index == "mean" else BD // 2
     return max(1, 16 * s.fine // s.block, min(tiles.score[0], 2**14 // of_row) * s.fine // s.block)
 
-# %% ../../kernels/sketch_walk.ipynb #5ed0c54d
+# %% ../../kernels/sketch_walk.ipynb #8e467b91
 def launch(
     q, k, v,                                # as for `decode`, which checks them
     index: Index,
@@ -482,7 +490,7 @@ def launch(
             **more)
     return Found(out, blocks, count, score)
 
-# %% ../../kernels/sketch_walk.ipynb #957e2df8
+# %% ../../kernels/sketch_walk.ipynb #78a4ddfb
 def _launched(q, k, v, rows, facts, radius, begin, sign, s, *given):
     with torch.cuda.device_of(q): return launch(q, k, v, Index(rows, facts, radius, begin, sign), s, *given)
 
@@ -497,7 +505,7 @@ def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, f
 def _(q, k, v, rows, facts, radius, begin, sign, block, density, index, scale, kv_start, kv_len):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
-# %% ../../kernels/sketch_walk.ipynb #2e2b4ea9
+# %% ../../kernels/sketch_walk.ipynb #de21690b
 def no_kernel(
     q: torch.Tensor, # queries [B, H, Q, D]
     s: Settings,

@@ -37,13 +37,13 @@ def indexed(
     block: int = 64, # keys of a block
 ) -> Indexed:
     "The index of the keys of a case, whose first block begins at key 0."
-    (_, G, D), summary, device, rows = case.shape, Summary(kind, block), case.device, []
+    summary, device, rows = Summary(kind, block), case.device, []
     for keys in case.k.split(AT_ONCE * block, 2):
         M = math.ceil(keys.shape[2] / block)
         there = (torch.arange(M * block, device=device) < keys.shape[2]).view(1, 1, M, block, 1)
         blocks = torch.nn.functional.pad(keys, (0, 0, 0, M * block - keys.shape[2])).unflatten(2, (M, block))
         rows.append(summary(blocks, there))
-    rows, sign = torch.cat(rows, 2), signed_hadamard(D, None)[:, 0].sign().to(device)
+    rows, sign = torch.cat(rows, 2), signed_hadamard(case.shape.D, None)[:, 0].sign().to(device)
     return Indexed(case, summary, rows, pack(kind, rows, torch.zeros(1, device=device), sign))
 
 # %% ../../kernels/records/sketch_walk_launches.ipynb #6118c2dc
@@ -54,7 +54,7 @@ def worst_error(
     found: tuple,         # what `launch` returned for the same step
 ) -> float:               # of the groups that are looked at, every third
     "Largest relative error of a group. Raises `Refused` above a percent, and where other blocks were read."
-    (H, G, D), block, (M, worst) = x.case.shape, x.summary.block, (x.rows.shape[2], 0.0)
+    (H, G, D), block, M, worst = x.case.shape, x.summary.block, x.rows.shape[2], 0.0
     want = min(M, max(math.ceil(M * density * (1 - 1e-12)), 2))
     for g in range(0, G, 3):
         heads, blocks = slice(g * H // G, (g + 1) * H // G), found.blocks[0, g, :int(found.count[0, g])].long()
