@@ -108,7 +108,7 @@ def test_cases(case):
     p = problem(B, 1 + (case["R"] == 3), case["R"], N, case["D"], case["dtype"], layout=case["layout"],
                 ragged=case["ragged"])
     check(p, **{x: case[x] for x in ("index", "block", "density")},
-          tiles=Tiles((32, 4, 2, 8), 4, (16, 4, 2, 8, None), (16, 4)) if case["small"] else None)
+          tiles=Tiles((32, 4, 2, 8), (2, 4), (16, 4, 2, 8, None), (16, 4)) if case["small"] else None)
 
 
 @kernel
@@ -166,9 +166,9 @@ def test_a_nan_stays_in_its_group(where, index):
 
 
 @kernel
-@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("wide, bits", [(True, 1), (False, 2)])
 @pytest.mark.parametrize("M, want", [(5, 2), (100, 33), (129, 128), (200, 3)])
-def test_selection(M, want, wide):
+def test_selection(M, want, wide, bits):
     "Scores of three heads, of which many have the same share, or none; sums of parts, one of them without a block."
     from sparse_nb.kernels.sketch_walk import _select_kernel
     new = torch.Generator(DEVICE).manual_seed(M)
@@ -181,7 +181,7 @@ def test_selection(M, want, wide):
     lists, count = torch.full((M,), -1, device=DEVICE).int(), torch.zeros(1, device=DEVICE).int()
     begin = torch.zeros(1, device=DEVICE).long()
     _select_kernel[1,](z, m, l, begin, None, None, lists, count, M * 64, 1, M, 3, math.floor(want / M * 2**38),
-                       BLOCK=64, LR=3, LP=4, BM=256, BS=4, WIDE=wide, PDL=False, num_warps=4)
+                       BLOCK=64, LR=3, LP=4, BM=256, BS=4, WIDE=wide, BITS=bits, PDL=False, num_warps=4)
     share = (z - m.amax(1, keepdim=True) - (l * (m - m.amax(1, keepdim=True)).exp2()).sum(1, keepdim=True).log2())
     share = share.exp2().sum(0)
     share[[0, M - 1]] = many
@@ -389,8 +389,8 @@ if not INTERPRETED:
         _, warps, stages, _ = tiles.score
         found = {"score": usage("score", capability, kind, D, index=index, warps=warps, STAGES=stages)}
         for BM, wide in ((2048, True), (8192, True), (16384, False)):
-            warps = min(32, tiles.select * max(1, BM // 4096))
-            found[f"select {BM}"] = usage("select", capability, kind, D, warps=warps, BM=BM, BS=64, WIDE=wide)
+            bits, warps = tiles.select[0], min(32, tiles.select[1] * max(1, BM // 4096))
+            found[f"select {BM}"] = usage("select", capability, kind, D, warps=warps, BM=BM, BS=64, WIDE=wide, BITS=bits)
         _, warps, stages, _, registers = tiles.read
         BN = read_tile(tiles, triton.next_power_of_2(D), 4 if kind == "fp32" else 2)
         found["read"] = usage("read", capability, kind, D, warps=warps, registers=registers, BN=BN, STAGES=stages)

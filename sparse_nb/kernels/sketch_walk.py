@@ -242,6 +242,7 @@ def _place(start_ptr, len_ptr, begin_ptr, i_b, N, BLOCK: tl.constexpr):
     end, begin = first + n, tl.load(begin_ptr + i_b).to(tl.int32)
     return first, end, begin, tl.maximum(first - begin, 0) // BLOCK, tl.maximum(end - 1 - begin, 0) // BLOCK
 
+# %% ../../kernels/sketch_walk.ipynb #ad022d40
 @triton.jit
 def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_ptr, start_ptr, len_ptr, score_ptr,
                   m_ptr, l_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, N, G, X, room, MEAN: tl.constexpr,
@@ -305,7 +306,7 @@ def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_p
     tl.store(m_ptr + (bg * LR + o_r) * S + p, m, mask=o_r < LR)
     tl.store(l_ptr + (bg * LR + o_r) * S + p, l, mask=o_r < LR)
 
-# %% ../../kernels/sketch_walk.ipynb #4cb6becf
+# %% ../../kernels/sketch_walk.ipynb #7b633f74
 @triton.jit
 def _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR: tl.constexpr, LP: tl.constexpr, BM: tl.constexpr,
            BS: tl.constexpr, WIDE: tl.constexpr):
@@ -329,9 +330,27 @@ def _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR: tl.constexpr, LP: 
     return tl.where(share == share, share, float("inf")).to(tl.int32, bitcast=True)
 
 @triton.jit
+def _threshold(key, want, n, BITS: tl.constexpr):
+    "The largest number that `want` of n keys, which are not negative, reach; or one that just so many reach"
+    least, step, reached = tl.full([], 0, tl.int32), tl.full([], 1 << 30, tl.int32), n
+    while (step > 0) & (reached != want):
+        if BITS == 1: many, more = tl.sum((key >= least + step).to(tl.int32), 0), step
+        else:                                                                                # three sums in one
+            half = step >> 1
+            b_n = (key >= least + half).to(tl.int32) + ((key >= least + step).to(tl.int32) << 16)
+            total = tl.sum(b_n.to(tl.int64) + ((key >= least + step + half).to(tl.int64) << 32), 0)
+            low, mid, high = ((total & 0xFFFF).to(tl.int32), (total >> 16 & 0xFFFF).to(tl.int32),
+                              (total >> 32).to(tl.int32))
+            many = tl.where(high >= want, high, tl.where(mid >= want, mid, low))
+            more = tl.where(high >= want, step + half, tl.where(mid >= want, step, half))
+        least, reached, step = (tl.where(many >= want, least + more, least), tl.where(many >= want, many, reached),
+                                step >> BITS)
+    return least
+
+@triton.jit
 def _select_kernel(score_ptr, m_ptr, l_ptr, begin_ptr, start_ptr, len_ptr, list_ptr, count_ptr, N, G, X, S, share,
                    BLOCK: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
-                   WIDE: tl.constexpr, PDL: tl.constexpr):
+                   WIDE: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr):
     "The first block, the newest key's and those of the largest shares, as a list with the lowest first"
     if PDL: gdc_launch_dependents()
     bg, o_m = tl.program_id(0).to(tl.int64), tl.arange(0, BM)
@@ -342,11 +361,7 @@ def _select_kernel(score_ptr, m_ptr, l_ptr, begin_ptr, start_ptr, len_ptr, list_
     key = _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR, LP, BM, BS, WIDE)
     key = tl.where((o_m == low) | (o_m == own), 0x7FFFFFFF, key)
     key = tl.where(there, key, -1)
-    least, step, reached = tl.full([], 0, tl.int32), tl.full([], 1 << 30, tl.int32), n
-    while (step > 0) & (reached != want):                                                    # bit by bit
-        many = tl.sum((key >= least + step).to(tl.int32), 0)
-        enough = many >= want
-        least, reached, step = tl.where(enough, least + step, least), tl.where(enough, many, reached), step >> 1
+    least = _threshold(key, want, n, BITS)
     above, ties = (key > least).to(tl.int32), (key == least).to(tl.int32)
     before = tl.cumsum(above | (ties << 16), 0) - (above | (ties << 16))
     rest, tied = want - tl.sum(above, 0), (before >> 16) & 0xFFFF
@@ -354,7 +369,7 @@ def _select_kernel(score_ptr, m_ptr, l_ptr, begin_ptr, start_ptr, len_ptr, list_
     tl.store(list_ptr + bg * X + (before & 0xFFFF) + tl.minimum(tied, rest), o_m, mask=taken)
     tl.store(count_ptr + bg, want)
 
-# %% ../../kernels/sketch_walk.ipynb #653de0a8
+# %% ../../kernels/sketch_walk.ipynb #4685310e
 @triton.jit
 def _read_kernel(q_ptr, k_ptr, v_ptr, list_ptr, count_ptr, begin_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr, scale,
                  q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, G, X, BLOCK: tl.constexpr,
@@ -404,11 +419,11 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, P, D: tl
     out = tl.sum(b_o * part[:, None], 0) / tl.sum(l * part, 0)
     tl.store(out_ptr + bh // H * out_b + bh % H * out_h + o_d * out_d, out.to(out_ptr.dtype.element_ty), mask=m_d)
 
-# %% ../../kernels/sketch_walk.ipynb #ec932bc9
+# %% ../../kernels/sketch_walk.ipynb #1610ec9a
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
     score: tuple = (128, 4, 3, 4)     # sub-blocks at once, warps, stages, programs a multiprocessor
-    select: int = 8                   # warps, of up to 4,096 blocks
+    select: tuple = (1, 8)            # bits of the threshold at once, 1 or 2; warps for up to 4,096 blocks
     read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     merge: tuple = (32, 4)            # numbers of a program, warps
 
@@ -441,7 +456,7 @@ def score_tile(tiles, s, BD):
     of_row = 2 * BD if s.index == "mean" else BD // 2
     return max(1, 16 * s.fine // s.block, min(tiles.score[0], 2**14 // of_row) * s.fine // s.block)
 
-# %% ../../kernels/sketch_walk.ipynb #8e467b91
+# %% ../../kernels/sketch_walk.ipynb #4f608c11
 def launch(
     q, k, v,                                # as for `decode`, which checks them
     index: Index,
@@ -476,7 +491,7 @@ def launch(
         _select_kernel[B * G,](
             score, part_m, part_l, *place, blocks, count, N, G, X, S, share_in_units(float(s.density))[1],
             BLOCK=s.block, LP=LP, BM=BM, BS=triton.next_power_of_2(S), WIDE=LP * BM <= 2**15,
-            num_warps=min(32, tiles.select * max(1, BM // 2**12)), **same, **more)
+            BITS=tiles.select[0], num_warps=min(32, tiles.select[1] * max(1, BM // 2**12)), **same, **more)
     BN = read_tile(tiles, BD, q.element_size())
     if launches > 2:
         _read_kernel[P, B * G](
@@ -490,7 +505,7 @@ def launch(
             **more)
     return Found(out, blocks, count, score)
 
-# %% ../../kernels/sketch_walk.ipynb #78a4ddfb
+# %% ../../kernels/sketch_walk.ipynb #fd2153a0
 def _launched(q, k, v, rows, facts, radius, begin, sign, s, *given):
     with torch.cuda.device_of(q): return launch(q, k, v, Index(rows, facts, radius, begin, sign), s, *given)
 
@@ -505,7 +520,7 @@ def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, f
 def _(q, k, v, rows, facts, radius, begin, sign, block, density, index, scale, kv_start, kv_len):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
-# %% ../../kernels/sketch_walk.ipynb #de21690b
+# %% ../../kernels/sketch_walk.ipynb #c79045f3
 def no_kernel(
     q: torch.Tensor, # queries [B, H, Q, D]
     s: Settings,
