@@ -98,6 +98,8 @@ RECORDS = {
                                   "vAttention's kernels, launch by launch"),
     "saap_launches": Record(_HERE + "saap_launches:record", "{gpu}_saap_launches.json",
                             "SAAP's kernels, launch by launch, and its index"),
+    "sketch_walk_launches": Record(_HERE + "sketch_walk_launches:record", "{gpu}_sketch_walk_launches.json",
+                                   "Sketch&Walk's kernels, launch by launch"),
     "gather": Record(_HERE + "gather:record", "{gpu}_gather.json", "attention over chosen rows"),
     "host": Record(_HERE + "host:record", "{gpu}_host.json", "rows from host memory"),
     "blocks": Record(_HERE + "blocks:record", "{gpu}_blocks.json", "attention over chosen blocks"),

@@ -1,0 +1,411 @@
+"""The Triton kernels of Sketch&Walk's decode step against the chapter's rule: the same lists, and attention over them.
+
+`pytest -m gpu tests/test_sketch_walk_kernels.py` runs the sweep on a GPU. Without one, a covering design of small
+problems runs in Triton's interpreter, in processes of their own.
+"""
+import math
+import random
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from covering import covering
+from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from sparse_nb.core.exact import assert_close, attention
+from sparse_nb.sketch_walk import SketchWalk, block_scores, query_lists, signed_hadamard, sketch_walk_decode, state_of
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 0.01, FP16: 2**-10, FP32: 4e-6}
+KINDS = "fine4", "fine16", "mean"
+
+
+class Problem(NamedTuple):
+    "Queries, keys and values, and which keys a sequence sees."
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    start: torch.Tensor | None = None
+    stop: torch.Tensor | None = None
+
+    @property
+    def masks(self): return dict(kv_start=self.start, kv_len=self.stop)
+
+
+def problem(B, G, R, N, D, dtype, *, layout="plain", ragged=False, spread=1.5, seed=0):
+    "Keys that are alike within a stretch of some 20; NaN in what is hidden."
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    new = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator).to(dtype)
+    q = spread * torch.randn(B, G * R, 1, D, device=DEVICE, generator=generator)
+    k, v = (LAYOUTS[layout](B, G, N, D, new) for _ in range(2))
+    k.add_(torch.randn(B, G, N // 20 + 1, D, device=DEVICE, generator=generator).repeat_interleave(20, 2)[:, :, :N])
+    if not ragged: return Problem(q.to(dtype), k, v)
+    start = torch.tensor([b * N // 5 for b in range(B)], device=DEVICE)
+    stop = torch.tensor([N - b * N // 7 for b in range(B)], device=DEVICE, dtype=torch.int32)
+    for x in (k, v):
+        for b in range(B): x[b, :, :start[b]] = x[b, :, stop[b]:] = math.nan
+    return Problem(q.to(dtype), k, v, start, stop)
+
+
+def packed(p, s, n=None, room=None):
+    "The chapter's index of the first n keys, and the same packed."
+    from sparse_nb.kernels.sketch_walk import pack
+    n = p.k.shape[2] if n is None else n
+    stop = None if p.stop is None else p.stop.clamp(max=n)
+    state = state_of(s, p.q, p.k[:, :, :n], None, dict(causal=False, kv_start=p.start, kv_len=stop))
+    sign = signed_hadamard(p.k.shape[3], None)[:, 0].sign().to(DEVICE)
+    return state, pack(s.index, state.rows, state.begin, sign, room)
+
+
+def check(p, *, density=0.3, index="fine4", block=64, scale=None, tiles=None):
+    "A step against the rule in float64."
+    from sparse_nb.kernels import sketch_walk
+    s = SketchWalk(block, density, index)
+    state, given = packed(p, s)
+    more = {} if tiles is None else dict(tiles=tiles)
+    found = poisoned(lambda: sketch_walk.launch(
+        p.q, p.k, p.v, given, sketch_walk.Settings(block, density, index), scale, **p.masks, **more))
+    k, v = (x.nan_to_num() for x in (p.k, p.v))
+    lists, place, *_ = query_lists(s, p.q.double(), k, state, None, dict(causal=False, **p.masks), scale, None)
+    z = block_scores(s.summary, p.q.double(), state.rows.double(), scale)[:, :, 0] / math.log(2)
+    out, (B, H), G = torch.empty(p.q.shape).double(), p.q.shape[:2], p.k.shape[1]
+    for b in range(B):
+        first, end = (0, k.shape[2]) if p.start is None else (int(p.start[b]), int(p.stop[b]))
+        key = torch.arange(first, end, device=DEVICE)
+        seen, own = place.visible[b, 0, 0], int(place.own[b, 0])
+        rows = [x for x in seen.nonzero()[:, 0].tolist() if x != own]
+        assert_close(found.score[b][:, rows], z[b][:, rows], rtol=1e-5) if rows else None
+        for g in range(G):
+            want = lists[b, g, 0].nonzero()[:, 0].tolist()
+            assert found.blocks[b, g, :found.count[b, g]].tolist() == want, "other blocks than by the rule"
+            read = key[torch.isin((key - state.begin[b]) // block, torch.tensor(want, device=DEVICE))]
+            heads = slice(g * H // G, (g + 1) * H // G)
+            factor = p.q.shape[3]**-0.5 if scale is None else scale
+            log = factor * p.q[b, heads, 0].double() @ k[b, g, read].double().T
+            out[b, heads, 0] = (log.softmax(-1) @ v[b, g, read].double()).cpu()
+    assert found.out.dtype == p.q.dtype
+    assert_close(found.out, out.to(DEVICE), rtol=TOLERANCE[p.q.dtype])
+    return found
+
+
+def drawn(factors, seed=0):
+    draw = random.Random(seed)
+    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
+    return [cases[i] for i in covering(cases)]
+
+
+CASES = drawn(dict(index=KINDS, block=(32, 64, 128), density=(0.01, 0.3, 0.77, 1.0), dtype=(BF16, FP16, FP32),
+                   D=(64, 80, 96, 128), R=(1, 3, 4), layout=tuple(LAYOUTS), ragged=(False, True),
+                   small=(False, True)))
+
+
+@kernel
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_cases(case):
+    from sparse_nb.kernels.sketch_walk import Tiles
+    B, N = (3, 5003) if GPU else (1 + case["ragged"], 7 * case["block"] + 9)
+    p = problem(B, 1 + (case["R"] == 3), case["R"], N, case["D"], case["dtype"], layout=case["layout"],
+                ragged=case["ragged"])
+    check(p, **{x: case[x] for x in ("index", "block", "density")},
+          tiles=Tiles((32, 4, 2, 8), (2, 4), (16, 4, 2, 8, None), (16, 4)) if case["small"] else None)
+
+
+@kernel
+@pytest.mark.parametrize("index, N", [
+    ("fine4", 1), ("fine4", 64), ("mean", 65), ("fine16", 127), ("fine4", 128), ("fine16", 129), ("mean", 200)])
+def test_edges(index, N): check(problem(1, 1, 2, N, 64, FP32), index=index, density=1e-6, scale=0.3)
+
+
+@kernel
+@pytest.mark.parametrize("R, D, index", [(16, 64, "fine4"), (20, 64, "fine16"), (2, 256, "fine4"), (2, 16, "mean")])
+def test_large_groups_and_other_heads(R, D, index): check(problem(1, 1, R, 333, D, BF16), index=index)
+
+
+@kernel
+def test_strides_of_q():
+    p = problem(2, 1, 3, 200, 64, FP32)
+    wide = torch.zeros(2, 1, 3, 129, device=DEVICE)
+    wide[:, 0, :, 1::2] = p.q[:, :, 0]
+    q = wide[:, 0, :, None, 1::2]
+    assert q.stride(-1) == 2
+    check(p._replace(q=q))
+
+
+@kernel
+@pytest.mark.parametrize("index", KINDS)
+def test_all_blocks_are_exact_attention(index):
+    p = problem(2, 2, 3, 300, 64, FP32, ragged=True)
+    out = check(p, density=1.0, index=index).out
+    assert_close(out, attention(p.q, p.k.nan_to_num(), p.v.nan_to_num(), **p.masks), rtol=TOLERANCE[FP32])
+
+
+@kernel
+@pytest.mark.parametrize("index", KINDS)
+def test_of_equal_shares_the_earlier_wins(index):
+    "Nine blocks of equal keys: the first three and the last."
+    p = problem(1, 1, 2, 9 * 64, 64, FP32)
+    found = check(p._replace(k=p.k[:, :, :1].expand(p.k.shape).clone()), density=4 / 9, index=index)
+    assert found.blocks[0, 0, :4].tolist() == [0, 1, 2, 8]
+
+
+@kernel
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("where", [3, 200, 500, 575])
+@pytest.mark.parametrize("index", KINDS)
+def test_a_nan_stays_in_its_group(where, index):
+    "In the first block, in those between, and in the newest; a block that nothing else would have read is read."
+    from sparse_nb.kernels import sketch_walk
+    p, s = problem(1, 2, 2, 576, 64, FP32), SketchWalk(index=index)
+    settings = sketch_walk.Settings(64, 0.3, index)
+    whole = sketch_walk.launch(p.q, p.k, p.v, packed(p, s)[1], settings)
+    p.k[0, 0, where, 3] = math.nan
+    bad = sketch_walk.launch(p.q, p.k, p.v, packed(p, s)[1], settings)
+    assert bad.out[0, :2].isnan().all() and torch.equal(bad.out[:, 2:], whole.out[:, 2:])
+    assert where // 64 in bad.blocks[0, 0, :bad.count[0, 0]].tolist() and bad.count.tolist() == whole.count.tolist()
+
+
+@kernel
+@pytest.mark.parametrize("wide, bits", [(True, 1), (False, 2)])
+@pytest.mark.parametrize("M, want", [(5, 2), (100, 33), (129, 128), (200, 3)])
+def test_selection(M, want, wide, bits):
+    "Scores of three heads, of which many have the same share, or none; sums of parts, one of them without a block."
+    from sparse_nb.kernels.sketch_walk import _select_kernel
+    new = torch.Generator(DEVICE).manual_seed(M)
+    z = torch.randint(-3, 3, (3, M), generator=new, device=DEVICE).float()
+    z[:, M // 2:M // 2 + M // 8] = -200
+    many, cuts = math.inf, [0, M // 3, M // 3, M]
+    m, l = torch.full((3, 3), -1e38, device=DEVICE), torch.zeros(3, 3, device=DEVICE)
+    for i, (a, b) in enumerate(zip(cuts, cuts[1:])):
+        if a < b: m[:, i], l[:, i] = z[:, a:b].amax(1), (z[:, a:b] - z[:, a:b].amax(1, keepdim=True)).exp2().sum(1)
+    lists, count = torch.full((M,), -1, device=DEVICE).int(), torch.zeros(1, device=DEVICE).int()
+    begin = torch.zeros(1, device=DEVICE).long()
+    _select_kernel[1,](z, m, l, begin, None, None, lists, count, M * 64, 1, M, 3, math.floor(want / M * 2**38),
+                       BLOCK=64, LR=3, LP=4, BM=256, BS=4, WIDE=wide, BITS=bits, PDL=False, num_warps=4)
+    share = (z - m.amax(1, keepdim=True) - (l * (m - m.amax(1, keepdim=True)).exp2()).sum(1, keepdim=True).log2())
+    share = share.exp2().sum(0)
+    share[[0, M - 1]] = many
+    best = share.argsort(descending=True, stable=True)[:want].sort().values
+    assert int(count) == want and torch.equal(lists[:want].long(), best) and (lists[want:] == -1).all()
+
+
+# the index
+
+@kernel
+@pytest.mark.parametrize("index, block, D, dtype", [
+    ("fine4", 64, 128, BF16), ("fine16", 128, 80, FP32), ("mean", 32, 64, FP16), ("fine4", 128, 64, FP32),
+    ("fine4", 32, 96, FP16), ("fine16", 64, 64, BF16), ("mean", 64, 24, FP32)], ids=str)
+def test_a_full_block_enters_the_index(index, block, D, dtype):
+    "At its last key, for each sequence at another time; nothing else is written."
+    from sparse_nb.kernels import sketch_walk
+    N = 3 * block
+    p = problem(2, 2, 2, N + 5, D, dtype)
+    p, s = p._replace(start=torch.tensor([0, 5], device=DEVICE)), SketchWalk(block, index=index)
+    settings, whole = sketch_walk.Settings(block, 0.5, index), packed(p, s)[1]
+    grown = packed(p, s, N - 1, room=4)[1]
+    before = [x if x is None else x.clone() for x in grown]
+    for n in range(N - 1, N + 6):
+        sketch_walk.decode(p.q, p.k[:, :, :n], p.v[:, :, :n], grown, settings, kv_start=p.start)
+        for b in range(2):
+            done = 3 if n >= N + 5 * b else 2
+            for x, old, want in zip(grown[:2 if grown.radius is None else 3], before, whole):
+                if x.dtype == FP32: assert_close(x[b, :, :done], want[b, :, :done], rtol=1e-6)
+                else: assert torch.equal(x[b, :, :done], want[b, :, :done])
+                assert torch.equal(x[b, :, done:], old[b, :, done:])
+
+
+@kernel
+def test_packing_keeps_every_bit():
+    p = problem(2, 2, 1, 300, 80, BF16, ragged=True)
+    state, index = packed(p, SketchWalk(index="fine16"), room=9)
+    code = torch.stack([index.rows & 15, index.rows >> 4], -1).flatten(-2).float() - 8
+    step, count = (index.facts & -65536).view(FP32), (index.facts << 16).view(FP32)
+    M = state.rows.shape[2]
+    assert torch.equal((code * step[..., None])[:, :, :M], state.rows[..., :-2]) and index.rows.shape[2] == 9
+    assert torch.equal(count[:, :, :M], state.rows[..., -1]) and not index.facts[:, :, M:].any()
+    assert torch.equal(index.radius[:, :, :M], state.rows[..., -2])
+
+
+# the method
+
+@kernel
+@pytest.mark.parametrize("ragged, settings", [
+    (True, dict(density=0.4)), (False, dict(density=0.3, index="fine16", block=32)),
+    (True, dict(density=0.5, index="mean"))], ids=str)
+def test_the_method_by_kernels_is_the_reference(ragged, settings):
+    "Key by key, several at once, after a crop and in another order: as from scratch in PyTorch."
+    p = problem(2, 2, 2, 420, 64, FP32)
+    start = torch.tensor([0, 70], device=DEVICE) if ragged else None
+    method = SketchWalk(**settings)
+    def both(n, row=slice(None), **kw):
+        k, v = p.k[row, :, :n], p.v[row, :, :n]
+        given = dict(kv_start=start if start is None else start[row], return_stats=True, **kw)
+        got, want = (method.decode(p.q, k, v, backend=by, state=x, **given)
+                     for by, x in (("triton", state), ("torch", None)))
+        assert_close(got[0], want[0], rtol=1e-5)
+        for name in "keys_scored", "values_read", "index_bytes", "density", "budget":
+            assert torch.equal(*(torch.as_tensor(getattr(x[1], name)) for x in (got, want))), name
+    state = method.new_state()
+    def grow(n, row=slice(None)):
+        i = torch.arange(len(state), n, device=DEVICE)
+        shown = None if start is None else i >= start[row, None]
+        state.append(p.k[row, :, len(state):n], p.v[row, :, len(state):n], shown=shown)
+    grow(318)
+    both(318)
+    kept = state.packed
+    for n in (319, 320, 321):
+        grow(n)
+        both(n)
+        assert state.packed is kept  # a block was completed by the kernels
+    grow(340)
+    both(340)
+    assert state.packed is not kept
+    both(340, kv_len=torch.tensor([340, 331], device=DEVICE))
+    state.crop(330)
+    both(330)
+    back = torch.tensor([1, 0], device=DEVICE)
+    state.pick_rows(back)
+    both(330, back)
+    grow(420, back)
+    both(420, back)
+    state.reset()
+    grow(200)
+    both(200)
+
+
+@kernel
+def test_which_backend():
+    p = problem(1, 1, 2, 200, 64, FP32)
+    by = lambda q=p.q, **kw: sketch_walk_decode(q, p.k, p.v, **kw)
+    assert_close(by(backend="triton"), by(backend="torch"), rtol=1e-5)
+    with pytest.raises(ValueError, match="backend must be one of"): by(backend="cuda")
+    with pytest.raises(ValueError, match="q must have one query"): by(p.q.repeat(1, 1, 2, 1), backend="triton")
+    for name, other in dict(heads="all", pool="max", walk="softmax").items():
+        with pytest.raises(ValueError, match=f"{name} must be .* for backend='triton', got '{other}'"):
+            by(backend="triton", **{name: other})
+        if name != "walk": by(**{name: other})
+    with pytest.raises(ValueError, match="index must be one of fine4, fine16, mean for backend='triton', got 'oracle'"):
+        by(backend="triton", index="oracle")
+    learns = p.q.clone().requires_grad_()
+    with pytest.raises(ValueError, match="where a gradient is wanted"): by(learns, backend="triton")
+    assert by(learns).requires_grad
+
+
+# what the launcher refuses, and PyTorch's compiler
+
+@kernel
+def test_what_has_no_kernel():
+    from sparse_nb.kernels.sketch_walk import Settings, decode
+    p, s = problem(1, 1, 1, 200, 64, FP32), Settings()
+    index = packed(p, SketchWalk())[1]
+    with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32"):
+        decode(p.q.double(), p.k, p.v, index, s)
+    with pytest.raises(ValueError, match="q must have a head size of at most 256"):
+        decode(*(x.repeat(1, 1, 1, 5) for x in p[:3]), index, s)
+    with pytest.raises(ValueError, match="q must have a head size above 32 .* got 32"):
+        decode(*(x[..., :32] for x in p[:3]), index, s)
+    with pytest.raises(ValueError, match="q must have one query"): decode(p.q.repeat(1, 1, 2, 1), p.k, p.v, index, s)
+    with pytest.raises(ValueError, match=r"index must be of .* = \[1, 2, 16\], got \[1, 1, 16\]"):
+        decode(p.q.repeat(1, 2, 1, 1), *(x.repeat(1, 2, 1, 1) for x in p[1:3]), index, s)
+    with pytest.raises(ValueError, match=r"index must be of .* = \[1, 1, 32\]"):
+        decode(*p[:3], index, s._replace(block=128))
+    with pytest.raises(ValueError, match="index must have room for 7 blocks, got 4"):
+        decode(p.q, *(x.repeat(1, 1, 2, 1) for x in p[1:3]), index, s)
+    with pytest.raises(ValueError, match="index must be packed as 'mean', got another kind"):
+        decode(*p[:3], index._replace(rows=index.rows[..., :1, :]), s._replace(index="mean"))
+    with pytest.raises(ValueError, match="index must be one of fine4, fine16, mean"):
+        decode(*p[:3], index, s._replace(index="sketch"))
+    with pytest.raises(ValueError, match="k must have at most 32768 blocks"):
+        decode(p.q, *(x[:, :, :1].expand(1, 1, 2**21 + 1, 64) for x in p[1:3]), index, s)
+
+
+@kernel
+def test_compiles_into_one_graph():
+    from sparse_nb.kernels.sketch_walk import Settings, decode
+    p = problem(2, 1, 2, 200, 64, BF16, ragged=True)
+    index = packed(p, SketchWalk())[1]
+    step = lambda q, k, v: decode(q, k, v, index, Settings(density=0.5), **p.masks).out
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
+    assert torch.equal(compiled(*p[:3]), step(*p[:3]))
+
+
+@kernel
+def test_operator():
+    p = problem(1, 1, 2, 192, 64, FP32)
+    given = (*p[:3], *packed(p, SketchWalk())[1], 64, 0.5, "fine4", None, None, None)
+    torch.library.opcheck(torch.ops.sparse_nb.sketch_walk_decode, given, test_utils=("test_schema", "test_faketensor"))
+
+
+if GPU:
+    @pytest.mark.gpu
+    def test_graph_without_a_wait():
+        "A cache that is filled key by key: a replay completes blocks, and nobody waits."
+        from sparse_nb.bench import captured
+        from sparse_nb.kernels.sketch_walk import Settings, decode
+        p, s = problem(2, 2, 4, 5000, 128, BF16), SketchWalk()
+        index, whole = packed(p, s, 4030, room=79)[1], packed(p, s)[1]
+        stop = torch.full((2,), 4030, dtype=torch.int32, device=DEVICE)
+        call = lambda: decode(p.q, p.k, p.v, index, Settings(density=0.1), kv_len=stop).out
+        call()
+        torch.cuda.set_sync_debug_mode("error")
+        try: call()
+        finally: torch.cuda.set_sync_debug_mode("default")
+        replay, out = captured(call)
+        for _ in range(4030, 4200):
+            stop += 1
+            replay()
+        assert torch.equal(out, decode(p.q, p.k, p.v, whole, Settings(density=0.1), kv_len=stop).out)
+        assert torch.equal(index.rows[:, :, :4200 // 64], whole.rows[:, :, :4200 // 64])
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("N, R, index", [(131072, 4, "fine4"), (70001, 8, "fine16"), (1100003, 3, "fine4")])
+    def test_long(N, R, index): check(problem(1, 2, R, N, 128, BF16), density=0.1, index=index)
+
+
+if not INTERPRETED:
+    def usage(name, capability, kind, D, *, index="fine4", block=64, warps=4, registers=None, **own):
+        "Registers, spills and shared memory of a kernel with the shipped tiles."
+        triton = pytest.importorskip("triton")
+        from sparse_nb.kernels import sketch_walk
+        from sparse_nb.kernels.common import compiled_usage
+        BD, s = triton.next_power_of_2(D), sketch_walk.Settings(block, 0.1, index)
+        types = dict.fromkeys(("fact_ptr", "len_ptr", "list_ptr", "count_ptr"), "i32")
+        types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), kind) | dict(
+            start_ptr="i64", begin_ptr="i64", share="i64", row_ptr="bf16" if index == "mean" else "u8")
+        known = dict(LR=4, LP=4, D=D, W=BD, BD=BD, BR=16, STEPS=BD.bit_length() - 1, PDL=capability >= 90,
+                     MEAN=index == "mean", RADIUS=index == "fine16", REACH=0.5, FINE=s.fine, BLOCK=block, WARPS=warps,
+                     BB=sketch_walk.score_tile(sketch_walk.Tiles(), s, BD))
+        if index != "fine16": known |= dict(radius_ptr=None)
+        kernel_ = getattr(sketch_walk, f"_{name}_kernel")
+        return compiled_usage(kernel_, known | own, types, capability, warps, registers)
+
+    @pytest.mark.parametrize("capability, kind, D, index", [
+        (80, "fp16", 128, "mean"), (90, "bf16", 128, "fine4"), (90, "fp32", 80, "fine16")])
+    def test_registers_and_spills(capability, kind, D, index):
+        triton = pytest.importorskip("triton")
+        from sparse_nb.kernels.sketch_walk import Tiles, read_tile
+        tiles = Tiles()
+        _, warps, stages, _ = tiles.score
+        found = {"score": usage("score", capability, kind, D, index=index, warps=warps, STAGES=stages)}
+        for BM, wide in ((2048, True), (8192, True), (16384, False)):
+            bits, warps = tiles.select[0], min(32, tiles.select[1] * max(1, BM // 4096))
+            found[f"select {BM}"] = usage("select", capability, kind, D, warps=warps, BM=BM, BS=64, WIDE=wide, BITS=bits)
+        _, warps, stages, _, registers = tiles.read
+        BN = read_tile(tiles, triton.next_power_of_2(D), 4 if kind == "fp32" else 2)
+        found["read"] = usage("read", capability, kind, D, warps=warps, registers=registers, BN=BN, STAGES=stages)
+        found["merge"] = usage("merge", capability, kind, D, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
+        for name, used in found.items():
+            print(name, used)
+            most = 96 if name == "select 16384" else 0  # the running sum over a million keys' blocks, once a step
+            assert used["spills"] <= most and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
+
+    @pytest.mark.budget(40)
+    @pytest.mark.parametrize("shard", range(3))
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
+    def test_in_the_interpreter(forked_pytest, shard):
+        pytest.importorskip("triton")
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/3", __file__,
+                                   TRITON_INTERPRET="1")
+        print(said)
+        assert not code and re.search(r"\d passed", said), said[-4000:]
