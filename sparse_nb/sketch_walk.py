@@ -449,6 +449,7 @@ class SketchWalk(Method):
 
     random = property(lambda self: self.index == "random", doc="Does it draw?")
     scores_all = property(lambda self: self.index == "oracle", doc="Is it an oracle?")
+    sees_ahead = property(lambda self: self.index != "random", doc="Do later queries of a block choose with its first?")
     reads_state = property(lambda self: self.walk is not None, doc="Does a prompt in parts need the index?")
 
     def __post_init__(self): check_settings(self)

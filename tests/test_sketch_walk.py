@@ -521,11 +521,28 @@ def test_prompts_in_chunks_and_batches(llama, method):
             with sparsify(llama, decode=method, seed=[fold_in(0, b)], **reads):
                 assert torch.equal(ids_of(llama, TOKENS[:, :200 - pad])[0], together[b])
 
+def test_a_perplexity_that_would_leak_is_refused(llama):
+    "A token that is read may be helped by a list that knows the next ones; one that is decoded is not."
+    from sparse_nb.delta import Delta
+    from sparse_nb.text import token_bits
+    method = SketchWalk(**DENSE)
+    for given in (method, Delta(base=method), {2: method}, replace(method, walk="softmax", index="oracle")):
+        with pytest.raises(ValueError, match="prefill must choose without a look at later tokens .* got SketchWalk in"):
+            token_bits(llama, TOKENS, read=100, prefill=given)
+    assert len(token_bits(llama, TOKENS, read=100, prefill=replace(method, index="random"))[0][0]) == 99
+    assert len(token_bits(llama, TOKENS, read=100, prefill=method, decode=method)[0][0]) == 99
+
+@pytest.mark.parametrize("method", [
+    SketchWalk(walk="softmax", **DENSE | dict(dense_layers=0)), SketchWalk(**DENSE | dict(dense_layers=0)),
+    SketchWalk(sketch=8, **DENSE | PAPER | dict(dense_layers=0))], ids=["walk", "default", "paper"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
 @pytest.mark.filterwarnings("ignore:every layer of .* has a sliding window:UserWarning")
-def test_every_family(family):
-    model, method = build(family), SketchWalk(walk="softmax", **DENSE | dict(dense_layers=0))
-    if has_holes(model): method = replace(method, walk=None)
+def test_every_family(family, method):
+    model = build(family)
+    if has_holes(model):
+        if method.walk and not all(has_window(layer) for layer in attention_layers(model).values()):
+            with pytest.raises(ValueError, match="must be SketchWalk in every layer"): sparsify(model, decode=method)
+        method = replace(method, walk=None)
     pads = torch.tensor([0, 41])
     both = torch.stack([TOKENS[0, :140], torch.cat([TOKENS.new_zeros(41), TOKENS[0, :99]])])
     with sparsify(model, prefill=method, decode=method):
