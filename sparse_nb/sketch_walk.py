@@ -439,7 +439,7 @@ class SketchWalk(Method):
 
     Raises TypeError or ValueError for settings that can never work.
     """
-    block: int = 64         # keys of a block, and queries of a prompt that share a list: 32, 64, 128; decoding: 4, 8, 16
+    block: int = 64         # keys of a block, queries of a prompt with one list: 32, 64 or 128; decoding also 4, 8, 16
     density: float = 0.2    # share of the visible blocks to read, in (0, 1]; the first and the own are among them
     index: str = "fine4"    # what is kept of a block: one of `INDEXES`
     sketch: int = 64        # numbers of a sketch, for `index="sketch"`
@@ -550,7 +550,7 @@ def select_keys(s, q, k, masks, seed, scale, state, step):
     if s.walk == "unmasked" and q.shape[2] > 1:
         raise ValueError(f"q must be one query for a walk without a mask, got {q.shape[2]}")
     if s.walk is not None and s.index == "oracle":
-        raise ValueError("walk must be None for single queries of an oracle, which keeps no earlier rows, got 'softmax'")
+        raise ValueError("walk must be None for single queries of an oracle, which keeps no rows, got 'softmax'")
     state = state_of(s, q, k, state, masks)
     with torch.no_grad(): lists, place, first, end = query_lists(s, q, k, state, step, masks, scale, seed)
     return keys_of(lists, place, first, end, s.block, q, k)

@@ -84,7 +84,7 @@ def _check_ahead(model, prefill):
         inner = [method, *getattr(method, "__dict__", {}).values()]
         if ahead := next((x for x in inner if getattr(x, "sees_ahead", False)), None):
             raise ValueError("prefill must choose without a look at later tokens where their bits are measured, got "
-                             f"{type(ahead).__name__} in layer {i}, whose blocks of queries share a list; decode with it")
+                             f"{type(ahead).__name__} in layer {i}, whose queries share lists; decode with it")
 
 @torch.no_grad()
 def token_bits(

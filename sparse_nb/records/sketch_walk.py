@@ -118,7 +118,8 @@ def grids() -> dict: # name -> `Grid`
     for model, tasks, length, prompts in READS:
         arms = named({x: READ for x in (0.1, 0.2)}, blocks_by, lambda x: readers(x, length)) | shared_readers()
         found |= {f"{model}.read.{task.replace(':', '.')}.{length}": Grid(
-            model, [task], [length], {}, arms, prompts=prompts, chunk=length, batch=410_000 if model == "pocket" else 140_000, **about)
+            model, [task], [length], {}, arms, prompts=prompts, chunk=length,
+            batch=410_000 if model == "pocket" else 140_000, **about)
             for task in tasks}
     for model, tasks, length, wanted, prompts, batch in DECODES:
         arms = named(wanted, blocks_by, lambda x: deciders(x, length))

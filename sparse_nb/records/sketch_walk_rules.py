@@ -69,7 +69,8 @@ RULES = { # name -> settings, bytes
     **{f"fine4 of {n} each": (dict(kind="four", fine=4, block=n, each=True), 8.5) for n in (64, 4)},
     "fine4 of 64, variance": (dict(kind="variance", fine=4, block=64), 8.75),
     "signs of 4": (dict(kind="sign", block=4), 8.5), "pairs of 4": (dict(kind="two", fine=2, block=4), 9),
-    "two bits of 64": (dict(kind="two", fine=1, block=64), 18), "two bits of 4": (dict(kind="two", fine=1, block=4), 18),
+    "two bits of 64": (dict(kind="two", fine=1, block=64), 18),
+    "two bits of 4": (dict(kind="two", fine=1, block=4), 18),
     "sorted, oracle of 64": (dict(kind="truth", block=64, stretch=4096), 0),
     "sorted, means of 64": (dict(kind="mean", fine=64, block=64, stretch=4096), 2),
     "sorted, fine4 of 64": (dict(kind="four", fine=4, block=64, stretch=4096), 8.5),
@@ -124,7 +125,7 @@ def read_by(
 
     The first 64, and those from the first query's own block on, are read and counted.
     """
-    (H, Q, _), (G, N, _), size = q.shape, k.shape, rule["block"]
+    Q, (G, N, _), size = q.shape[1], k.shape, rule["block"]
     place, last = torch.arange(N - Q, N), (N - Q) // 64 * 64
     q = q.unflatten(0, (G, -1)) * scale
     order = torch.arange(N).expand(G, -1)
