@@ -77,27 +77,28 @@ def prefill_rows(
 # %% ../nbs/72_evaluate.ipynb #c340d884
 class Watch:
     "Adds up what the decoded queries of each row of a batch read, and how far they are from exact attention"
+    NAMES = "queries", "density", "error", "bytes", "dense_bytes"
+
     def __init__(self,
         tokens: torch.Tensor, # of each row's prompt and answer [B]: what a row writes after them does not count
     ):
-        self.tokens, self.sums = tokens, {}
+        self.tokens, self.sums = tokens, None  # [B, NAMES]
 
     def take(self,
         rows: torch.Tensor, # which rows of the batch the next queries are of [R], int64
     ): # a function that takes a query, for `Dispatch.observe`
         "What adds up the queries of some rows"
         def add(query):
+            read, device = hf.reads_of(query, audit=True), query.out.device
+            x = torch.stack([read[name].double().to(device) for name in self.NAMES], 1).sum((2, 3))
             counts = query.view.count < self.tokens[rows].to(query.view.count.device)
-            for name, x in hf.reads_of(query, audit=True).items():
-                sums = self.sums.setdefault(name, torch.zeros(len(self.tokens), dtype=torch.float64, device=x.device))
-                sums.index_add_(0, rows.to(x.device), x.double().sum((1, 2)) * counts.to(x.device))
+            if self.sums is None: self.sums = x.new_zeros(len(self.tokens), len(self.NAMES))
+            self.sums.index_add_(0, rows.to(device), x * counts.to(device)[:, None])
         return add
 
     def means(self):
         "Means over queries, layers and heads: a dict for each row"
-        names = "density", "error", "bytes", "dense_bytes"
-        columns = {x: (self.sums[x] / self.sums["queries"]).tolist() for x in names}
-        return [dict(zip(columns, row)) for row in zip(*columns.values())]
+        return [dict(zip(self.NAMES[1:], row)) for row in (self.sums[:, 1:] / self.sums[:, :1]).tolist()]
 
 def _write_rows(model, cache, text, first, own, methods, new, seeds, watch):
     "Greedy tokens [B, new] after `text` [B, T], whose last `own` tokens are the method's; `cache` grows"

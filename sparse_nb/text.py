@@ -78,6 +78,14 @@ def speeches(
     return found
 
 # %% ../nbs/84_text.ipynb #7cf29230
+def _check_ahead(model, prefill):
+    "Raise ValueError for a method whose choice for a query knows later tokens: these would help to guess themselves."
+    for i, method in hf.by_layer("prefill", prefill, hf.attention_layers(model), "prefill").items():
+        inner = [method, *getattr(method, "__dict__", {}).values()]
+        if ahead := next((x for x in inner if getattr(x, "sees_ahead", False)), None):
+            raise ValueError("prefill must choose without a look at later tokens where their bits are measured, got "
+                             f"{type(ahead).__name__} in layer {i}, whose queries share lists; decode with it")
+
 @torch.no_grad()
 def token_bits(
     model,              # a transformers decoder, in evaluation mode
@@ -91,10 +99,12 @@ def token_bits(
 ) -> tuple: # bits of tokens `read` + 1 to N - 1 [B, N - 1 - read], float64, on the CPU; rows of `forced_decode`
     """How many bits each token of given texts costs the model.
 
-    Raises ValueError for a `read` that leaves no token, and as `hf.sparsify`.
+    Raises ValueError for a `read` that leaves no token, for tokens that are read by a method that looks ahead, and as
+    `hf.sparsify`.
     """
     check_count("read", read, high=ids.shape[-1] - 2)
     check_count("every", every)
+    if decode is None: _check_ahead(model, prefill)
     ids = ids.to(model.device)
     with hf.sparsify(model, prefill=prefill, setup="context", seed=seed) as session:
         if decode is None:

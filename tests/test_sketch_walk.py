@@ -15,9 +15,12 @@ from sparse_nb.sketch_walk import (
 SMALL = dict(block=32, density=0.4, sketch=16)
 PAPER = dict(index="sketch", walk="literal", heads="averaged")
 GUESSING = [SketchWalk(index=x, **SMALL) for x in ("fine4", "fine16", "mean", "sketch")]
+PIECES = [SketchWalk(block=16, density=0.3), SketchWalk(block=4, density=0.3, heads="each")]
 GUESSING += [SketchWalk(heads="all", **SMALL), SketchWalk(heads="averaged", index="mean", **SMALL),
-             SketchWalk(pool="max", **SMALL), SketchWalk(pool="max", index="mean", heads="all", **SMALL)]
-PLAIN = [*GUESSING, SketchWalk(index="oracle", **SMALL), SketchWalk(index="random", **SMALL)]
+             SketchWalk(pool="max", **SMALL), SketchWalk(pool="max", index="mean", heads="all", **SMALL),
+             SketchWalk(heads="each", **SMALL), SketchWalk(heads="each", pool="max", **SMALL)]
+PLAIN = [*GUESSING, SketchWalk(index="oracle", **SMALL), SketchWalk(index="random", **SMALL),
+         SketchWalk(index="oracle", heads="each", **SMALL), SketchWalk(index="random", heads="each", **SMALL)]
 WALKING = [SketchWalk(walk=x, **SMALL) for x in ("softmax", "renormalised", "literal")]
 WALKING += [SketchWalk(walk="softmax", power="matrix", degree=3, index="mean", **SMALL),
             SketchWalk(**SMALL | PAPER), SketchWalk(**SMALL | PAPER, power="matrix", degree=2)]
@@ -90,7 +93,7 @@ def test_without_a_mask_the_future_moves_the_past():
         return bool((found[0] != found[1])[:, :, :300 // 32].any())
     assert moved("unmasked") and not moved("literal")
 
-@pytest.mark.parametrize("method", PLAIN, ids=repr)
+@pytest.mark.parametrize("method", PLAIN + PIECES, ids=repr)
 def test_a_query_does_not_know_later_keys(method):
     "One call for several queries, whose index holds keys that most of them must not see."
     q, k, v = problem(Q=5, N=230)
@@ -245,6 +248,37 @@ def test_lists_of_a_group_by_hand(index, pool):
         want = best(p.amax(0) if pool == "max" else p.mean(0), 7)
         for h in (2 * g, 2 * g + 1): assert {int(i) // 32 for i in read[h].nonzero()[:, 0]} == want
 
+@pytest.mark.parametrize("index", ["fine4", "mean", "oracle", "random"])
+@pytest.mark.parametrize("walk", [None, "softmax"])
+def test_a_list_for_each_head_is_that_of_a_model_with_one_group_a_head(index, walk):
+    if walk and index == "random": pytest.skip("refused")
+    method = SketchWalk(index=index, heads="each", walk=walk, **SMALL)
+    q, k, v = problem(Q=230)
+    keys, values, steps = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), [{}, {}, {}]
+    more = lambda i: {"step": steps[i]} if walk else {}
+    for _ in range(2):
+        found = lists(method, q, k, seed=3, **more(0))
+        assert torch.equal(found, lists(replace(method, heads="group"), q, keys, seed=3, **more(1)))
+        assert found.shape[1] == 4 and (walk or not torch.equal(found[:, 0], found[:, 1]))
+    one = q[:, :, -1:]
+    if walk and index == "oracle": return
+    assert_close(method.decode(one, k, v, state=heard(method, q, k), seed=3),
+                 replace(method, heads="group").decode(one, keys, values, state=heard(method, q, keys), seed=3), 1e-12)
+
+@pytest.mark.parametrize("index", ["fine4", "fine16", "mean"])
+def test_lists_of_pieces_by_hand(index):
+    "Blocks too small for the tiles of a prompt, of the same index."
+    method = SketchWalk(block=16, index=index, density=0.25)
+    q, k, v = problem(B=1, Q=1)
+    read = method.select(q, k).dense(230)[0, :, 0]
+    for g in range(2):
+        p = sum(scores_by_hand(method, q[0, h, 0], k[0, g], 16).softmax(0) for h in (2 * g, 2 * g + 1))
+        order = sorted(range(1, 14), key=lambda j: -float(p[j]))
+        for h in (2 * g, 2 * g + 1): assert {int(i) // 16 for i in read[h].nonzero()[:, 0]} == {0, 14, *order[:2]}
+    assert method.index_bytes(64) == SketchWalk(index=index).index_bytes(64) * (4 if index == "mean" else 1)
+    stats = method.decode(q, k, v, return_stats=True)[1]
+    assert (stats.values_read == 3 * 16 + 6).all()
+
 # the index
 
 @pytest.mark.parametrize("size", [16, 12, 5, 80, 96])
@@ -346,7 +380,7 @@ def flipped(q, k):
     q[:, 2:], k[:, 1:] = q[:, 2:] * sign, k[:, 1:] * sign
     return q, k
 
-@pytest.mark.parametrize("heads", ["group", "all", "averaged"])
+@pytest.mark.parametrize("heads", ["group", "each", "all", "averaged"])
 def test_another_basis_of_one_group_changes_no_list(heads):
     "But for heads that are averaged before they are asked."
     method = SketchWalk(index="mean", heads=heads, block=32, density=0.25)
@@ -382,7 +416,8 @@ def test_head_sizes_that_are_no_powers_of_two(size):
         assert method.decode(q[:, :, -1:], k, v, seed=0).isfinite().all()
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(block=16), "block must be 32, 64 or 128, got 16"),
+    (dict(block=24), "block must be 4, 8, 16, 32, 64 or 128, got 24"),
+    (dict(block=8, index="fine16"), "block must be at least 16 for sub-blocks of as many keys, got 8"),
     (dict(density=0.0), r"density must lie in \(0, 1\], got 0"),
     (dict(density=1.5), "density must lie in"), (dict(index="box"), "index must be one of fine4"),
     (dict(sketch=0), "sketch must be at least 1"), (dict(degree=0), "degree must be at least 1"),
@@ -405,6 +440,8 @@ def test_calls_that_cannot_work():
     walk, plain = SketchWalk(walk="softmax", **SMALL), SketchWalk(**SMALL)
     other = heard(replace(walk, index="mean"), problem(Q=230)[0], k)
     calls = [
+        (lambda: SketchWalk(block=16).prefill(q, k, v), "block must be 32, 64 or 128, got 16"),
+        (lambda: SketchWalk(block=16).pattern(q, k), "block must be 32, 64 or 128, got 16"),
         (lambda: walk.prefill(q, k, v), "state must be the index of this walk, .* got NoneType"),
         (lambda: walk.prefill(q, k, v, state=other), "state must be the index of this walk"),
         (lambda: walk.decode(q[:, :, -1:], k, v), "state must know the queries of all keys for a walk, got None"),
@@ -413,7 +450,9 @@ def test_calls_that_cannot_work():
         (lambda: SketchWalk(index="sketch", sketch=64).prefill(q, k, v), "sketch must be at most .* 16, got 64"),
         (lambda: replace(walk, walk="unmasked").decode(q, k, v, state=heard(walk, problem(Q=230)[0], k)),
          "q must be one query for a walk without a mask, got 100"),
-        (lambda: SketchWalk(walk="softmax", index="oracle").prefill(q, k, v), "q must be a whole prompt")]
+        (lambda: SketchWalk(walk="softmax", index="oracle").prefill(q, k, v), "q must be a whole prompt"),
+        (lambda: SketchWalk(walk="softmax", index="oracle").decode(q[:, :, -1:], k, v, state=heard(walk, k, k)),
+         "walk must be None for single queries of an oracle")]
     for call, message in calls:
         with pytest.raises(ValueError, match=message): call()
     step = {}
@@ -475,7 +514,7 @@ def step_by_step(model, method, new=6, seed=0):
         for _ in range(new - 1): found.append(likeliest(found[-1][:, None]))
     return torch.stack(found, 1)
 
-@pytest.mark.parametrize("method", WITHIN, ids=repr)
+@pytest.mark.parametrize("method", [*WITHIN, SketchWalk(**DENSE | dict(block=16))], ids=repr)
 def test_every_way_to_generate(llama, method):
     with sparsify(llama, decode=method, audit=True) as session:
         want = ids_of(llama)
@@ -521,11 +560,28 @@ def test_prompts_in_chunks_and_batches(llama, method):
             with sparsify(llama, decode=method, seed=[fold_in(0, b)], **reads):
                 assert torch.equal(ids_of(llama, TOKENS[:, :200 - pad])[0], together[b])
 
+def test_a_perplexity_that_would_leak_is_refused(llama):
+    "A token that is read may be helped by a list that knows the next ones; one that is decoded is not."
+    from sparse_nb.delta import Delta
+    from sparse_nb.text import token_bits
+    method = SketchWalk(**DENSE)
+    for given in (method, Delta(base=method), {2: method}, replace(method, walk="softmax", index="oracle")):
+        with pytest.raises(ValueError, match="prefill must choose without a look at later tokens .* got SketchWalk in"):
+            token_bits(llama, TOKENS, read=100, prefill=given)
+    assert len(token_bits(llama, TOKENS, read=100, prefill=replace(method, index="random"))[0][0]) == 99
+    assert len(token_bits(llama, TOKENS, read=100, prefill=method, decode=method)[0][0]) == 99
+
+@pytest.mark.parametrize("method", [
+    SketchWalk(walk="softmax", **DENSE | dict(dense_layers=0)), SketchWalk(**DENSE | dict(dense_layers=0)),
+    SketchWalk(sketch=8, **DENSE | PAPER | dict(dense_layers=0))], ids=["walk", "default", "paper"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
 @pytest.mark.filterwarnings("ignore:every layer of .* has a sliding window:UserWarning")
-def test_every_family(family):
-    model, method = build(family), SketchWalk(walk="softmax", **DENSE | dict(dense_layers=0))
-    if has_holes(model): method = replace(method, walk=None)
+def test_every_family(family, method):
+    model = build(family)
+    if has_holes(model):
+        if method.walk and not all(has_window(layer) for layer in attention_layers(model).values()):
+            with pytest.raises(ValueError, match="must be SketchWalk in every layer"): sparsify(model, decode=method)
+        method = replace(method, walk=None)
     pads = torch.tensor([0, 41])
     both = torch.stack([TOKENS[0, :140], torch.cat([TOKENS.new_zeros(41), TOKENS[0, :99]])])
     with sparsify(model, prefill=method, decode=method):
@@ -575,7 +631,7 @@ def test_signs_of_one_group_leave_a_model_and_our_lists_alone(llama):
         layer.self_attn.q_proj.weight.data[2 * D:] *= -1
         layer.self_attn.k_proj.weight.data[D:] *= -1
     assert torch.equal(forward(llama, TOKENS), forward(other, TOKENS))
-    for heads in ("group", "all", "averaged"):
+    for heads in ("group", "each", "all", "averaged"):
         method = SketchWalk(index="mean", heads=heads, **DENSE)
         with sparsify(llama, prefill=method): want = forward(llama, TOKENS)
         with sparsify(other, prefill=method): got = forward(other, TOKENS)

@@ -23,10 +23,12 @@ SIZES = 32, 64, 128 # of a block
 def check_block(
     name: str, # of the setting, for the message
     size,      # positions in a block
+    more=(),   # other sizes that will do
 ):
     "Raise TypeError unless `size` is an int, ValueError unless kernels have blocks of this size."
     check_count(name, size)
-    if size not in SIZES: raise ValueError(f"{name} must be 32, 64 or 128, got {size}")
+    *some, last = *more, *SIZES
+    if size not in (*some, last): raise ValueError(f"{name} must be {', '.join(map(str, some))} or {last}, got {size}")
 
 def _check_pattern(p):
     "Raise unless the tensors of a pattern say what they should."
