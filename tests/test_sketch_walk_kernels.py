@@ -390,7 +390,8 @@ if not INTERPRETED:
         found = {"score": usage("score", capability, kind, D, index=index, warps=warps, STAGES=stages)}
         for BM, wide in ((2048, True), (8192, True), (16384, False)):
             bits, warps = tiles.select[0], min(32, tiles.select[1] * max(1, BM // 4096))
-            found[f"select {BM}"] = usage("select", capability, kind, D, warps=warps, BM=BM, BS=64, WIDE=wide, BITS=bits)
+            chosen = dict(BM=BM, BS=64, WIDE=wide, BITS=bits)
+            found[f"select {BM}"] = usage("select", capability, kind, D, warps=warps, **chosen)
         _, warps, stages, _, registers = tiles.read
         BN = read_tile(tiles, triton.next_power_of_2(D), 4 if kind == "fp32" else 2)
         found["read"] = usage("read", capability, kind, D, warps=warps, registers=registers, BN=BN, STAGES=stages)

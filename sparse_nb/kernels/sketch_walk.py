@@ -94,7 +94,7 @@ def _asked(q_ptr, sign_ptr, bg, G, q_b, q_h, q_d, MEAN: tl.constexpr, LR: tl.con
 
 @triton.jit
 def _digits(b_q, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
-    "Queries as rows that tensor cores multiply exactly [4 LP, W]: row i LP + r is digit i of row r; units of the rows"
+    "Queries as rows that tensor cores multiply exactly [4 LP, W]: row i LP + r is digit i of row r; what each counts"
     i = tl.arange(0, 4)[:, None, None]
     if MEAN:                                                                                 # parts in bfloat16
         unit = tl.full([LP], 1, tl.float32)
@@ -109,7 +109,10 @@ def _digits(b_q, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
         d_1 = _round((b_x - d_0) * 254)
         d_2 = _round(((b_x - d_0) * 254 - d_1) * 254)
     b_d = tl.where(i == 0, d_0[None, :, :], tl.where(i == 1, d_1[None, :, :], tl.where(i == 2, d_2[None, :, :], 0.)))
-    return tl.reshape(b_d, [4 * LP, W]).to(tl.bfloat16 if MEAN else tl.int8), unit
+    i = tl.arange(0, 4)[:, None]
+    worth = 1. if MEAN else tl.where(i == 0, 1., tl.where(i == 1, 1 / 254, 1 / 64516))
+    weight = tl.reshape(worth * unit[None, :] + tl.zeros([4, LP], tl.float32), [4 * LP])
+    return tl.reshape(b_d, [4 * LP, W]).to(tl.bfloat16 if MEAN else tl.int8), weight
 
 # %% ../../kernels/sketch_walk.ipynb #4186c100
 @triton.jit
@@ -267,13 +270,11 @@ def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_p
                          STEPS)
         m, l = tl.where(b_z == b_z, tl.maximum(b_z, -1e38), -1e38), tl.full([LP], 1, tl.float32)
     else:
-        b_d, unit = _digits(b_q, MEAN, LP, W)
+        b_d, weight = _digits(b_q, MEAN, LP, W)
+        weight *= scale
         if not MEAN:
             b_even, b_odd = tl.split(tl.reshape(b_d, [4 * LP, HALF, 2]))
             base = tl.sum(b_d.to(tl.int32), 1)[:, None] * -8 + tl.zeros([4 * LP, BN], tl.int32)
-        place = tl.arange(0, 4)[:, None]
-        worth = 1. if MEAN else tl.where(place == 0, 1., tl.where(place == 1, 1 / 254, 1 / 64516))
-        weight = tl.reshape(worth * unit[None, :] * scale + tl.zeros([4, LP], tl.float32), [4 * LP])
         tiles = (own - low + BB - 1) // BB
         i_0, i_1 = low + (p - 1) * tiles // (S - 1) * BB, tl.minimum(low + p * tiles // (S - 1) * BB, own)
         p_fact, p_score = fact_ptr + bg * room * C, score_ptr + (bg * LR + o_r)[:, None] * X
@@ -347,6 +348,7 @@ def _threshold(key, want, n, BITS: tl.constexpr):
                                 step >> BITS)
     return least
 
+# %% ../../kernels/sketch_walk.ipynb #89fd1f4e
 @triton.jit
 def _select_kernel(score_ptr, m_ptr, l_ptr, begin_ptr, start_ptr, len_ptr, list_ptr, count_ptr, N, G, X, S, share,
                    BLOCK: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
@@ -369,7 +371,7 @@ def _select_kernel(score_ptr, m_ptr, l_ptr, begin_ptr, start_ptr, len_ptr, list_
     tl.store(list_ptr + bg * X + (before & 0xFFFF) + tl.minimum(tied, rest), o_m, mask=taken)
     tl.store(count_ptr + bg, want)
 
-# %% ../../kernels/sketch_walk.ipynb #4685310e
+# %% ../../kernels/sketch_walk.ipynb #abf12acd
 @triton.jit
 def _read_kernel(q_ptr, k_ptr, v_ptr, list_ptr, count_ptr, begin_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr, scale,
                  q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, G, X, BLOCK: tl.constexpr,
@@ -419,7 +421,7 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, P, D: tl
     out = tl.sum(b_o * part[:, None], 0) / tl.sum(l * part, 0)
     tl.store(out_ptr + bh // H * out_b + bh % H * out_h + o_d * out_d, out.to(out_ptr.dtype.element_ty), mask=m_d)
 
-# %% ../../kernels/sketch_walk.ipynb #1610ec9a
+# %% ../../kernels/sketch_walk.ipynb #2dbb0aa5
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
     score: tuple = (128, 4, 3, 4)     # sub-blocks at once, warps, stages, programs a multiprocessor
@@ -456,7 +458,7 @@ def score_tile(tiles, s, BD):
     of_row = 2 * BD if s.index == "mean" else BD // 2
     return max(1, 16 * s.fine // s.block, min(tiles.score[0], 2**14 // of_row) * s.fine // s.block)
 
-# %% ../../kernels/sketch_walk.ipynb #4f608c11
+# %% ../../kernels/sketch_walk.ipynb #12ce6a3f
 def launch(
     q, k, v,                                # as for `decode`, which checks them
     index: Index,
@@ -505,7 +507,7 @@ def launch(
             **more)
     return Found(out, blocks, count, score)
 
-# %% ../../kernels/sketch_walk.ipynb #fd2153a0
+# %% ../../kernels/sketch_walk.ipynb #69f613b9
 def _launched(q, k, v, rows, facts, radius, begin, sign, s, *given):
     with torch.cuda.device_of(q): return launch(q, k, v, Index(rows, facts, radius, begin, sign), s, *given)
 
@@ -520,7 +522,7 @@ def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, f
 def _(q, k, v, rows, facts, radius, begin, sign, block, density, index, scale, kv_start, kv_len):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
-# %% ../../kernels/sketch_walk.ipynb #c79045f3
+# %% ../../kernels/sketch_walk.ipynb #18f8712c
 def no_kernel(
     q: torch.Tensor, # queries [B, H, Q, D]
     s: Settings,
