@@ -60,6 +60,7 @@ def _rotated(b_x, seed, W: tl.constexpr, BD: tl.constexpr):
     b_y = dot(b_a, b_h, dot(b_b, b_h, dot(_halves(b_x)[0], b_h))) * W**-0.5
     return tl.where(o_d[None, :] < W, b_y, 0.)
 
+# %% ../../kernels/sketch_walk_prefill.ipynb #7114a558
 @triton.jit
 def _means_kernel(
         x_ptr, row_ptr, step_ptr, more_ptr, start_ptr, seed, x_b, x_h, x_n, x_d, rows, N, H, M, C, MP,
@@ -101,7 +102,7 @@ def _means_kernel(
         tl.store(row_ptr + o_r, b_a, mask=m_s[:, None])
         tl.store(row_ptr + o_r + MP * BD, _halves(b_b)[0], mask=m_s[:, None])
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #c3dce920
+# %% ../../kernels/sketch_walk_prefill.ipynb #d3fd3132
 @triton.jit
 def _load_rows(x_ptr, x_desc, i_r, BM: tl.constexpr, BD: tl.constexpr):
     "Rows i_r, ..., i_r + BM - 1 of a table"
@@ -130,7 +131,7 @@ def _load_asked(row_ptr, row_desc, length_ptr, i_y, i_m, scale, MP, BM: tl.const
     b_a, b_b = _load_rows(row_ptr, row_desc, i_r, BM, BD), _load_rows(row_ptr, row_desc, i_r + MP, BM, BD)
     return b_a, b_b, tl.maximum(length, 1e-30)                        # 0 times -inf would be no number
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #c1a856b8
+# %% ../../kernels/sketch_walk_prefill.ipynb #3c8f6df9
 @triton.jit
 def _sums_kernel(
         row_ptr, code_ptr, row_desc, code_desc, length_ptr, step_ptr, more_ptr, sum_ptr, start_ptr, scale,
@@ -162,7 +163,7 @@ def _sums_kernel(
     lse = tl.where((l == 0) | (count == 0), float("inf"), m + tl.log2(l))
     tl.store(sum_ptr + i_y.to(tl.int64) * MQ + o_m, lse)
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #3a5825d0
+# %% ../../kernels/sketch_walk_prefill.ipynb #e56e76e5
 @triton.jit
 def _shares_kernel(
         row_ptr, code_ptr, row_desc, code_desc, length_ptr, step_ptr, more_ptr, sum_ptr, share_ptr, start_ptr, scale, Q,
@@ -193,7 +194,7 @@ def _shares_kernel(
     p_s = share_ptr + (i_p.to(tl.int64) * MQ + i_t * BM) * MK + i_n * BN
     tl.store(p_s + tl.arange(0, BM)[:, None] * MK + tl.arange(0, BN)[None, :], pooled)
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #6740dae4
+# %% ../../kernels/sketch_walk_prefill.ipynb #3a66a828
 @triton.jit
 def _choose_kernel(
         share_ptr, index_ptr, count_ptr, start_ptr, share, Q, N, M, P, MQ, MK, S, SIZE: tl.constexpr, BS: tl.constexpr):
@@ -219,7 +220,7 @@ def _choose_kernel(
     tl.store(p_i + size + o_j, 0, mask=size + o_j < S)
     tl.store(count_ptr + i_p.to(tl.int64) * M + i_m, size)
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #71cfa93d
+# %% ../../kernels/sketch_walk_prefill.ipynb #87d647f5
 class Tiles(NamedTuple):
     "Settings of the launches."
     means: tuple = (32, 8)         # sub-blocks of a program, warps
@@ -234,7 +235,7 @@ class Table(NamedTuple):
     more: torch.Tensor        # [B, G, C, M']: what is added; of queries [B, H, C, M'], their lengths
     fine: int                 # positions of a sub-block
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #566ea319
+# %% ../../kernels/sketch_walk_prefill.ipynb #ce6eab0a
 def tile_settings(rows, engine=None):
     "Those for tables of such rows"
     if rows.shape[-1] <= 128 and (by_engine(rows) if engine is None else engine): return Tiles()
@@ -259,7 +260,7 @@ def pair(asked, table, BM, BN, engine):
     if not (by_engine(*rows) if engine is None else engine): return *rows, None, None
     return *rows, described(rows[0], BM), described(rows[1], BN)
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #07902713
+# %% ../../kernels/sketch_walk_prefill.ipynb #7d51cb82
 def log_sums(asked, table, index, block, scale, Q, N, kv_start, tiles=None, engine=None):
     "log2 of the sum of the weights of each mean query [B, H, S, M']; inf where there is no query"
     (B, H, S, _, MQ, BD), (G, C, MK) = asked.rows.shape, table.rows.shape[1:4]
@@ -272,7 +273,7 @@ def log_sums(asked, table, index, block, scale, Q, N, kv_start, tiles=None, engi
         num_warps=warps)
     return sums
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #1d024a61
+# %% ../../kernels/sketch_walk_prefill.ipynb #4af9e723
 def block_shares(asked, table, sums, index, pool, heads, block, scale, Q, N, kv_start, tiles=None,
                  engine=None):
     "Shares of blocks for each list [B, P, M', M'], float32; those of blocks that a row does not see mean nothing"
@@ -301,7 +302,7 @@ def heaviest(shares, density, block, Q, N, kv_start, tiles=None):
         BS=triton.next_power_of_2(K), num_warps=(tiles or Tiles()).choose)
     return index, count
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #0172fa22
+# %% ../../kernels/sketch_walk_prefill.ipynb #7eae9e19
 def launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_start, tiles=None, engine=None):
     "Launch all five"
 
@@ -313,7 +314,7 @@ def launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_
     shares = block_shares(asked, table, sums, index, pool, heads, block, scale, Q, N, kv_start, tiles, engine)
     return heaviest(shares, density, block, Q, N, kv_start, tiles)
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #d1532c1c
+# %% ../../kernels/sketch_walk_prefill.ipynb #2f96d666
 def _lists_like(q, k, block, density, heads):
     "Empty lists: numbers [B, P, M, S], and how many [B, P, M]"
     B, P, (M, K) = q.shape[0], 1 if heads == "all" else k.shape[1], (triton.cdiv(x.shape[2], block) for x in (q, k))
@@ -331,7 +332,7 @@ def _choice_op(q: torch.Tensor, k: torch.Tensor, block: int, density: float, ind
 def _(q, k, block, density, index, heads, pool, rotation, scale, kv_start):
     return _lists_like(q, k, block, density, heads)
 
-# %% ../../kernels/sketch_walk_prefill.ipynb #87d02968
+# %% ../../kernels/sketch_walk_prefill.ipynb #6be6afd2
 def choose_blocks(
     q: torch.Tensor,                      # queries [B, H, Q, D] on a GPU, the last Q positions, D <= 256
     k: torch.Tensor,                      # keys [B, G, N, D], any strides

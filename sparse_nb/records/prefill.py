@@ -121,12 +121,11 @@ def listed(
 class Truth:
     "Some rows of the first and the last head in float64, by the equations."
     def __init__(self, prompt, some=20):
-        self.p, n, s = prompt, prompt.n, prompt.setting
+        self.p, self.heads, n, s = prompt, (0, prompt.shape.H - 1), prompt.n, prompt.setting
         drawn = torch.randint(n, (some,), generator=torch.Generator().manual_seed(1))
         more = [0, 1, s.gamma, n // 2 // s.gamma * s.gamma, n - s.tail - 1, n - s.tail, n - 1]
         self.rows = torch.cat([drawn, torch.tensor(more).clamp(0, n - 1)]).unique().to(prompt.device)
-        self.heads, self.i = (0, prompt.shape.H - 1), torch.arange(n, device=prompt.device)
-        self.scale = prompt.shape.D**-0.5
+        self.i, self.scale = torch.arange(n, device=prompt.device), prompt.shape.D**-0.5
 
     def query(self, h, rows): return self.p.q[0, h, rows].double()
 
