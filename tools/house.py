@@ -43,6 +43,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "records.first_token": ["records.generate"],
     "records.saap": ["records.saap_partition"],
     "records.saap_heads": ["records.saap_partition"],
+    "records.sketch_walk_rules": ["records.sketch_walk"],
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
 }

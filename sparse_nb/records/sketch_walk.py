@@ -112,6 +112,7 @@ READ = ("mean", "mean max", "fine16", "fine16 max", "oracle", "oracle max", "pap
         "vertical-slash")
 READS = [("pocket", (*HARD, "variable_tracking"), 2048, 200), ("pocket", HARD, 8192, 100), ("witness", EASY, 2048, 200)]
 
+# %% ../../kernels/records/sketch_walk.ipynb #0b99f90e
 def grids() -> dict: # name -> `Grid`
     "All of the record."
     found, about = {}, dict(dense_layers=(0, 1))
@@ -162,6 +163,7 @@ def sized_alike(
         some[1].append(ids)
     return {sizes: (seeds, torch.tensor(ids)) for sizes, (seeds, ids) in found.items()}
 
+# %% ../../kernels/records/sketch_walk.ipynb #6509451f
 @torch.no_grad()
 def forced_loss(
     model,
