@@ -511,7 +511,8 @@ if not INTERPRETED:
         types |= dict.fromkeys(("slot_ptr", "found_ptr", "gap_ptr"), "i32")
         types |= dict.fromkeys(("order_ptr", "start_ptr", "len_ptr"), "i64")
         types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{kind}[1, 1, {BN}, {BD}]>")
-        known = dict(CAUSAL=True, QB=128, KB=128, BS=16, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages)
+        known = dict(CAUSAL=True, QB=128, KB=128, FROZEN=False, AHEAD=1, note_ptr=None, BS=16, D=D, BM=BM, BN=BN, BD=BD,
+                     STAGES=stages)
         if not engine: known |= dict.fromkeys(("k_desc", "v_desc"))
         if not extra: known |= dict.fromkeys(("gap_ptr", "start_ptr", "len_ptr", "lse_ptr"))
         fn = blocks._block_kernel if listed else blocks._streaming_kernel
