@@ -280,10 +280,11 @@ def test_which_backend():
     assert_close(by(backend="triton"), by(backend="torch"), rtol=1e-5)
     with pytest.raises(ValueError, match="backend must be one of"): by(backend="cuda")
     with pytest.raises(ValueError, match="q must have one query"): by(p.q.repeat(1, 1, 2, 1), backend="triton")
-    for name, other in dict(heads="all", pool="max", walk="softmax").items():
-        with pytest.raises(ValueError, match=f"{name} must be .* for backend='triton', got '{other}'"):
+    for name, other in (("heads", "all"), ("heads", "each"), ("pool", "max"), ("block", 16), ("block", 4),
+                        ("walk", "softmax")):
+        with pytest.raises(ValueError, match=f"^{name} must be .* for backend='triton', got '?{other}'?$"):
             by(backend="triton", **{name: other})
-        if name != "walk": by(**{name: other})
+        if name != "walk": assert torch.equal(by(**{name: other}), by(backend="torch", **{name: other}))
     with pytest.raises(ValueError, match="index must be one of fine4, fine16, mean for backend='triton', got 'oracle'"):
         by(backend="triton", index="oracle")
     learns = p.q.clone().requires_grad_()

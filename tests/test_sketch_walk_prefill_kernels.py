@@ -159,8 +159,7 @@ def test_the_rotation_has_the_reference_s_signs(seed):
 
 
 @kernel
-@pytest.mark.parametrize("frozen, ahead", [(True, 1), (True, 2), (False, 2)])
-def test_attention_keeps_a_maximum_and_takes_two_tiles_at_once(frozen, ahead):
+def test_attention_keeps_a_maximum_and_repeats_where_it_is_too_small():
     from sparse_nb.kernels.blocks import launch_blocks
     (q, k, v), starts = problem(2, 1, 3, 100, 230, 16, FP32, starts=[0, 40])
     q[..., 0], k[..., 0] = 4, 0
@@ -169,8 +168,7 @@ def test_attention_keeps_a_maximum_and_takes_two_tiles_at_once(frozen, ahead):
     lists = BlockPattern.from_mask(mask, queries=100, keys=230, query_block=32, key_block=32)
     want, sums = block_attention(*(x.double() for x in (q, k, v)), lists, kv_start=starts, return_lse=True)
     got, lse = poisoned(lambda: launch_blocks(
-        q, k, v, lists.index, lists.count, None, 32, 32, True, None, starts, None, True, (32, 16, 4, 2, None), None,
-        frozen, ahead))
+        q, k, v, lists.index, lists.count, None, 32, 32, True, None, starts, None, True, (32, 16, 4, 2, None)))
     assert_close(got, want, rtol=120 * torch.finfo(FP32).eps)
     some = sums > -math.inf
     assert torch.equal(lse > -math.inf, some)
@@ -210,7 +208,8 @@ def test_what_kernels_cannot_do_is_said():
     q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 1, 8, 16)
     call = lambda **kw: sketch_walk_prefill(q, k, k, backend="triton", **kw)
     for settings, what in ((dict(index="oracle"), "the index 'oracle' is"), (dict(walk="softmax"), "a walk is"),
-                           (dict(heads="averaged"), "one list of averaged heads is")):
+                           (dict(heads="averaged"), "one list of averaged heads is"),
+                           (dict(heads="each"), "a list of its own for each head is")):
         with pytest.raises(ValueError, match=f"backend must be 'torch' or 'auto' where {what} wanted, got 'triton'"):
             call(**settings)
     q.requires_grad_()
