@@ -6,12 +6,14 @@ small problems runs in Triton's interpreter, in processes of their own.
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from covering import covering
 from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from sparse_nb import sketch_walk
 from sparse_nb.core.blocks import BlockPattern, block_attention
 from sparse_nb.core.exact import assert_close
 from sparse_nb.sketch_walk import SketchWalk, guessed_shares, heaviest_blocks, prompt_blocks, sketch_walk_prefill
@@ -218,6 +220,19 @@ def test_what_kernels_cannot_do_is_said():
         sketch_walk_prefill(q, k, k, backend="cuda")
     if not (GPU or INTERPRETED):
         with pytest.raises(ValueError, match="q must be on a GPU"): sketch_walk_prefill(k, k, k, backend="triton")
+
+
+def test_a_prompt_without_kernels_is_not_handed_over(monkeypatch):
+    "As on a GPU, where `auto` means the kernels for what they can do."
+    monkeypatch.setattr(sketch_walk, "HAS_TRITON", True)
+    there = SimpleNamespace(is_cuda=True, dtype=BF16, shape=(1, 2, 8, 64), requires_grad=False)
+    chooses = lambda backend="auto", **kw: sketch_walk.by_kernel(SketchWalk(**kw), there, there, backend)
+    for index in ("mean", "fine16", "fine4"):
+        for more in ({}, dict(heads="all"), dict(pool="max"), dict(block=32)): assert chooses(index=index, **more)
+    for settings in (dict(heads="each"), dict(heads="averaged"), dict(walk="softmax"), dict(index="oracle"),
+                     dict(index="random"), dict(index="sketch"), dict(block=16), dict(block=4)):
+        assert not chooses(**settings), settings
+        with pytest.raises(ValueError, match="'triton'"): chooses("triton", **settings)
 
 
 if GPU:
