@@ -294,7 +294,7 @@ def test_which_backend():
 
 
 OTHERS = (dict(heads="all"), dict(heads="each"), dict(heads="averaged"), dict(pool="max"), dict(walk="softmax"),
-          dict(block=4), dict(block=8), dict(block=16), dict(index="oracle"), dict(index="random"), dict(index="sketch"))
+          *(dict(block=x) for x in (4, 8, 16)), *(dict(index=x) for x in ("oracle", "random", "sketch")))
 
 
 @kernel

@@ -23,8 +23,9 @@ from .sketch_walk_launches import Indexed, indexed, worst_error
 # %% ../../kernels/records/sketch_walk_tiles.ipynb #b0b33206
 LENGTHS, PROMPT, DENSITY = (131072, 524288), 131072, 0.1  # keys of a step, positions of a prompt
 STEPS = dict(
-    score=((128, 4, 3, 4), (128, 4, 3, 3), (128, 4, 4, 4), (128, 4, 2, 4), (256, 4, 3, 3), (256, 4, 3, 2), (64, 4, 4, 4),
-           (64, 2, 4, 6), (128, 2, 3, 5), (64, 1, 4, 8), (128, 8, 3, 2), (256, 8, 3, 2), (64, 4, 3, 6), (128, 4, 3, 6)),
+    score=((128, 4, 3, 4), (128, 4, 3, 3), (128, 4, 4, 4), (128, 4, 2, 4), (256, 4, 3, 3), (256, 4, 3, 2),
+           (64, 4, 4, 4), (64, 2, 4, 6), (128, 2, 3, 5), (64, 1, 4, 8), (128, 8, 3, 2), (256, 8, 3, 2), (64, 4, 3, 6),
+           (128, 4, 3, 6)),
     select=((1, 8), (2, 8), (1, 4), (2, 4), (1, 16), (2, 16)),
     read=((64, 4, 3, 3, None), (64, 4, 4, 3, None), (64, 4, 3, 4, 128), (64, 4, 2, 4, None), (64, 4, 3, 2, None),
           (64, 8, 3, 3, None), (32, 4, 4, 4, 128), (32, 4, 4, 5, None), (128, 8, 3, 2, None), (128, 4, 2, 2, None),
@@ -52,6 +53,7 @@ def measure_step(
     recorder.measure_row(lambda: call().out, lambda out: worst_error(out, x, DENSITY, found), what="step", launch=name,
                          n=x.case.n, tiles=value, shipped=tiles == steps.Tiles())
 
+# %% ../../kernels/records/sketch_walk_tiles.ipynb #c33c33d9
 class Choice:
     "The launches of a choice, each alone."
     def __init__(self, p, index):
