@@ -246,16 +246,6 @@ def method_from(
         raise ValueError(f"{option}: samples must be at most {MOST_SAMPLES}, got {built.samples}, in {text!r}")
     return built
 
-def words_of(
-    method, # a `Method`
-) -> str:
-    "What `method_from` reads as this method: its name, and the settings that are not its defaults."
-    from dataclasses import fields
-    from sparse_nb.core.methods import Method
-    said = lambda x: f"({words_of(x)})" if isinstance(x, Method) else x
-    given = [f"{f.name}={said(x)}" for f in fields(method) if (x := getattr(method, f.name)) != f.default]
-    return type(method).__name__.lower() + (f":{','.join(given)}" if given else "")
-
 def _value(text, kinds):
     "What `text` means for a setting of these types; the text itself if that is nothing better."
     if text.lower() == "none" and type(None) in kinds: return None
@@ -265,6 +255,21 @@ def _value(text, kinds):
         try: return kind(text)
         except ValueError: pass
     return text
+
+# %% ../nbs/95_cli.ipynb #569e2106
+def words_of(
+    method, # a `Method`
+) -> str:
+    "What `method_from` reads as this method: its name, and the settings that are not its defaults."
+    from dataclasses import fields, replace
+    from sparse_nb.core.methods import Method
+    said = lambda x: f"({words_of(x)})" if isinstance(x, Method) else x
+    def follows(f): # from the other settings
+        try: return f.default is None and replace(method, **{f.name: None}) == method
+        except ValueError: return False
+    given = [f"{f.name}={said(x)}" for f in fields(method)
+             if (x := getattr(method, f.name)) != f.default and not follows(f)]
+    return type(method).__name__.lower() + (f":{','.join(given)}" if given else "")
 
 # %% ../nbs/95_cli.ipynb #c81a756f
 def rehearse(

@@ -337,8 +337,9 @@ def santa_decode(
 
     SANTA Eq. 4 and S2ANTA, section 2.1. `Stats` counts all visible keys as scored and the different rows of v as read,
     those of the pilots included. With eps and delta keys are drawn by their weight times the length of their value, and
-    `Stats.certificate` is a `Certificate`; heads that would need as many draws as they see keys are computed exactly. The number of draws is then looked at, for which a GPU must be
-    waited for. A gradient reaches the rows of v that were drawn, not q and k.
+    `Stats.certificate` is a `Certificate`; heads that would need as many draws as they see keys are computed exactly.
+    The number of draws is then looked at, for which a GPU must be waited for. A gradient reaches the rows of v that
+    were drawn, not q and k.
     Raises as `select_santa`, and TypeError or ValueError for a bad `eps`, `delta`, `bound`, `value_norms`, `backend` or
     `return_stats`.
     """

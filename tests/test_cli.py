@@ -413,7 +413,7 @@ def test_methods_are_written_as_they_are_read(text):
     ("topk:budget=0", ["at least 1 key, got 0"]), ("topk:budget=1.5", ["(0, 1]", "got 1.5"]),
     ("topp:mass=nan", ["got nan"]),
     ("santa:samples=2.5", ["samples must be an int, got float"]), ("santa:samples=many", ["got str"]),
-    ("santa:samples=65537", ["at most 65536, got 65537"]), ("santa:scheme=none", ["scheme must be one of", "'none'"]),
+    ("santa:samples=65537", ["at most 65536, got 65537"]), ("santa:scheme=all", ["scheme must be one of", "'all'"]),
     ("santa:eps=0.1", ["delta"]), ("vattention:predictor=quest", ["predictor must be"]),
     ("vattention:predictor=(quest:page=0)", ["page must be at least 1, got 0"]),
     ("vattention:predictor=(quest", ["predictor"])])

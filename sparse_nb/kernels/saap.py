@@ -530,7 +530,7 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, fac
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
     route: tuple = (32, 4)            # clusters of a program, warps
-    select: tuple = (32, 128, 8)      # clusters of a program, and those compared with them at once, warps
+    select: tuple = (32, 256, 8)      # clusters of a program, and those compared with them at once, warps
     read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     means: int = 128                  # clusters of a program, at most
     merge: tuple = (32, 4)            # numbers of a program, warps

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CORRECTIONS', 'SKETCHES', 'BLOCK', 'LENGTHS', 'MOST', 'ALLOWED', 'FLEX', 'RIVALS', 'SLOW', 'BRIEF', 'LISTS', 'LISTED',
            'TILED', 'SPLIT', 'NEAR', 'WHOLE', 'MEANS', 'LONGEST', 'DENSE_CALLS', 'Setting', 'Prompt', 'Work', 'needed',
-           'chosen', 'listed', 'Truth', 'ours', 'by_lists', 'window_mask', 'flex', 'sdpa', 'flashinfer', 'fa4',
+           'chosen', 'listed', 'Rows', 'Truth', 'ours', 'by_lists', 'window_mask', 'flex', 'sdpa', 'flashinfer', 'fa4',
            'fa4_lists', 'fa4_window', 'note', 'attempt', 'measure_calls', 'pairs_of_blocks', 'measure_lists', 'Steps',
            'measure_launches', 'variants', 'measure_tiles', 'compile_jobs', 'compile_some', 'compile_all',
            'check_lengths', 'measure_prompts', 'bench_prefill', 'record', 'over_dense', 'pays_from', 'plot_prompts']
@@ -118,8 +118,8 @@ def listed(
     return blocks[:, :-1].repeat_interleave(BLOCK, 1)[:, :p.n]
 
 # %% ../../kernels/records/prefill.ipynb #4d4c5eb8
-class Truth:
-    "Some rows of the first and the last head in float64, by the equations."
+class Rows:
+    "Some rows of the first and the last head, in float64."
     def __init__(self, prompt, some=20):
         self.p, self.heads, n, s = prompt, (0, prompt.shape.H - 1), prompt.n, prompt.setting
         drawn = torch.randint(n, (some,), generator=torch.Generator().manual_seed(1))
@@ -145,6 +145,9 @@ class Truth:
         low = (self.anchor(rows) if aligned else rows) - self.p.setting.window + 1
         return self.past(rows) & ((self.i < self.p.setting.sinks) | (self.i >= low[:, None]))
 
+# %% ../../kernels/records/prefill.ipynb #dc6be6eb
+class Truth(Rows):
+    "What these rows should be, by the equations."
     def out(self, h, method):
         "What a head's rows should be."
         rows, j = self.rows, self.anchor(self.rows)
@@ -260,11 +263,12 @@ def flashinfer(
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (p.q, p.k, p.v))
     return lambda: single_prefill_with_kv_cache(q, k, v, causal=True)[None].transpose(1, 2)
 
+# %% ../../kernels/records/prefill.ipynb #68b291cb
 def fa4(
     p: Prompt,
     pattern: BlockPattern | None = None, # the blocks to read; None: all
 ) -> Callable:
-    "FlashAttention-4's forward, in the layout that it likes; of a pattern by its lists of whole and of partial blocks."
+    "FlashAttention-4's forward, in the layout that it likes; of a pattern by lists of whole and of partial blocks."
     from flash_attn.cute import flash_attn_func
     q, k, v = (x.transpose(1, 2).contiguous() for x in (p.q, p.k, p.v))
     given = dict(causal=True) if pattern is None else fa4_lists(p, pattern)
@@ -389,8 +393,9 @@ def measure_lists(
         row = dict(part="lists", lists=name, density=float(f"{float(pattern.density()):.4g}"))
         if name != "random":
             choice = Protocol(warmup=1, runs=3, buffer_mb=recorder.protocol.buffer_mb)
-            recorder.measure_row(lambda: method.pattern(p.q, p.k, seed=0).count.float(), None, plain=choice, **row, by="choice",
-                                 mode="eager", runs=choice.runs, n=p.n, H=p.shape.H, G=p.shape.G, D=p.shape.D)
+            recorder.measure_row(lambda: method.pattern(p.q, p.k, seed=0).count.float(), None, plain=choice, **row,
+                                 by="choice", mode="eager", runs=choice.runs, n=p.n, H=p.shape.H, G=p.shape.G,
+                                 D=p.shape.D)
         note(recorder, p, by_lists(p, pattern), check, work, **row, by="ours")
         if "fa4" not in without:
             attempt(recorder, f"fa4, {name}, n={p.n}",
