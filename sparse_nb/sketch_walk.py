@@ -555,7 +555,8 @@ def by_kernel(s, q, k, backend):
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k))
     lacks = [what for what, asked in ((f"the index {s.index!r} is", s.index not in ("mean", *FINE)), (
         "a walk is", s.walk is not None), ("one list of averaged heads is", s.heads == "averaged"), (
-        "a gradient is", learns)) if asked]
+        "a list of its own for each head is", s.heads == "each"), (
+        "a block of fewer than 32 keys is", s.block < 32), ("a gradient is", learns)) if asked]
     if backend == "triton" and lacks:
         raise ValueError(f"backend must be 'torch' or 'auto' where {lacks[0]} wanted, got 'triton'")
     fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not lacks
@@ -638,6 +639,7 @@ def served(s, q, k, v, backend):
     for name, only in dict(walk=None, heads="group", pool="mean").items():
         if (got := getattr(s, name)) != only:
             error = error or ValueError(f"{name} must be {only!r} for backend='triton', got {got!r}")
+    if s.block < 32: error = error or ValueError(f"block must be 32, 64 or 128 for backend='triton', got {s.block}")
     if learns: error = ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
     if error and backend == "triton": raise error
     return error is None

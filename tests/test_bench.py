@@ -589,3 +589,19 @@ def test_readme_says_what_the_records_of_prompts_and_clusters_say():
     step = {row["n"]: row["median_us"] for row in own if row.get("launch") == "merge"}
     dense = {n: min(row["median_us"] for row in own if row["n"] == n and "variant" in row) for n in step}
     assert list(said.groups()) == [f"{dense[n] / step[n]:.1f}" for n in (171008, 524288, 1048576)]
+
+
+def test_readme_says_what_the_records_of_sketch_walk_say():
+    text, folder = (ROOT / "README.md").read_text(), ROOT / "kernels/results"
+    launches, prompts = (json.loads((folder / f"nvidia_h200_{name}.json").read_text())["rows"]
+                         for name in ("sketch_walk_launches", "prefill"))
+    said = re.search(r"reads 10 % of the blocks, takes a step ([\d.]+) times .* at 131k keys, ([\d.]+) at 524k and "
+                     r"([\d.]+) at 1M .* 131k positions, choice included, ([\d.]+) times as fast as FlashAttention-4, "
+                     r"([\d.]+) times cuDNN and ([\d.]+) times FlashAttention-2", text)
+    step = {row["n"]: row["median_us"] for row in launches if row.get("launch") == "merge"
+            and (row["asked"], row["index"]) == (0.1, "fine4")}
+    dense = {n: min(row["median_us"] for row in launches if row["n"] == n and "variant" in row) for n in step}
+    at = {row["method"]: row["median_us"] for row in prompts if row.get("method") and row["n"] == 131072}
+    assert list(said.groups()) == [f"{x:.1f}" for x in (
+        *(dense[n] / step[n] for n in (131072, 524288, 1048576)),
+        *(at[name] / at["sketch_walk_10"] for name in ("fa4", "sdpa_cudnn", "sdpa_flash")))]

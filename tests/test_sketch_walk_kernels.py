@@ -13,6 +13,7 @@ import torch
 
 from covering import covering
 from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from sparse_nb import sketch_walk
 from sparse_nb.core.exact import assert_close, attention
 from sparse_nb.sketch_walk import SketchWalk, block_scores, query_lists, signed_hadamard, sketch_walk_decode, state_of
 
@@ -280,15 +281,33 @@ def test_which_backend():
     assert_close(by(backend="triton"), by(backend="torch"), rtol=1e-5)
     with pytest.raises(ValueError, match="backend must be one of"): by(backend="cuda")
     with pytest.raises(ValueError, match="q must have one query"): by(p.q.repeat(1, 1, 2, 1), backend="triton")
-    for name, other in dict(heads="all", pool="max", walk="softmax").items():
-        with pytest.raises(ValueError, match=f"{name} must be .* for backend='triton', got '{other}'"):
+    for name, other in (("heads", "all"), ("heads", "each"), ("pool", "max"), ("block", 16), ("block", 4),
+                        ("walk", "softmax")):
+        with pytest.raises(ValueError, match=f"^{name} must be .* for backend='triton', got '?{other}'?$"):
             by(backend="triton", **{name: other})
-        if name != "walk": by(**{name: other})
+        if name != "walk": assert torch.equal(by(**{name: other}), by(backend="torch", **{name: other}))
     with pytest.raises(ValueError, match="index must be one of fine4, fine16, mean for backend='triton', got 'oracle'"):
         by(backend="triton", index="oracle")
     learns = p.q.clone().requires_grad_()
     with pytest.raises(ValueError, match="where a gradient is wanted"): by(learns, backend="triton")
     assert by(learns).requires_grad
+
+
+OTHERS = (dict(heads="all"), dict(heads="each"), dict(heads="averaged"), dict(pool="max"), dict(walk="softmax"),
+          *(dict(block=x) for x in (4, 8, 16)), *(dict(index=x) for x in ("oracle", "random", "sketch")))
+
+
+@kernel
+def test_a_step_without_a_kernel_is_not_handed_over(monkeypatch):
+    "As on a GPU, where `auto` means the kernels for what they can do."
+    monkeypatch.setattr(sketch_walk, "has_kernels", lambda q: True)
+    p = problem(1, 1, 2, 200, 64, FP32)
+    serves = lambda backend="auto", **kw: sketch_walk.served(SketchWalk(**kw), p.q, p.k, p.v, backend)
+    for index in KINDS:
+        for block in (32, 64, 128): assert serves(index=index, block=block) and not serves("torch", index=index)
+    for settings in OTHERS:
+        assert not serves(**settings), settings
+        with pytest.raises(ValueError, match=next(iter(settings))): serves("triton", **settings)
 
 
 # what the launcher refuses, and PyTorch's compiler
@@ -367,17 +386,17 @@ if not INTERPRETED:
     def usage(name, capability, kind, D, *, index="fine4", block=64, warps=4, registers=None, **own):
         "Registers, spills and shared memory of a kernel with the shipped tiles."
         triton = pytest.importorskip("triton")
-        from sparse_nb.kernels import sketch_walk
+        from sparse_nb.kernels import sketch_walk as kernels
         from sparse_nb.kernels.common import compiled_usage
-        BD, s = triton.next_power_of_2(D), sketch_walk.Settings(block, 0.1, index)
+        BD, s = triton.next_power_of_2(D), kernels.Settings(block, 0.1, index)
         types = dict.fromkeys(("fact_ptr", "len_ptr", "list_ptr", "count_ptr"), "i32")
         types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), kind) | dict(
             start_ptr="i64", begin_ptr="i64", share="i64", row_ptr="bf16" if index == "mean" else "u8")
         known = dict(LR=4, LP=4, D=D, W=BD, BD=BD, BR=16, STEPS=BD.bit_length() - 1, PDL=capability >= 90,
                      MEAN=index == "mean", RADIUS=index == "fine16", REACH=0.5, FINE=s.fine, BLOCK=block, WARPS=warps,
-                     BB=sketch_walk.score_tile(sketch_walk.Tiles(), s, BD))
+                     BB=kernels.score_tile(kernels.Tiles(), s, BD))
         if index != "fine16": known |= dict(radius_ptr=None)
-        kernel_ = getattr(sketch_walk, f"_{name}_kernel")
+        kernel_ = getattr(kernels, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
 
     @pytest.mark.parametrize("capability, kind, D, index", [

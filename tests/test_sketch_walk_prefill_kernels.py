@@ -6,12 +6,14 @@ small problems runs in Triton's interpreter, in processes of their own.
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from covering import covering
 from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from sparse_nb import sketch_walk
 from sparse_nb.core.blocks import BlockPattern, block_attention
 from sparse_nb.core.exact import assert_close
 from sparse_nb.sketch_walk import SketchWalk, guessed_shares, heaviest_blocks, prompt_blocks, sketch_walk_prefill
@@ -159,8 +161,7 @@ def test_the_rotation_has_the_reference_s_signs(seed):
 
 
 @kernel
-@pytest.mark.parametrize("frozen, ahead", [(True, 1), (True, 2), (False, 2)])
-def test_attention_keeps_a_maximum_and_takes_two_tiles_at_once(frozen, ahead):
+def test_attention_keeps_a_maximum_and_repeats_where_it_is_too_small():
     from sparse_nb.kernels.blocks import launch_blocks
     (q, k, v), starts = problem(2, 1, 3, 100, 230, 16, FP32, starts=[0, 40])
     q[..., 0], k[..., 0] = 4, 0
@@ -169,8 +170,7 @@ def test_attention_keeps_a_maximum_and_takes_two_tiles_at_once(frozen, ahead):
     lists = BlockPattern.from_mask(mask, queries=100, keys=230, query_block=32, key_block=32)
     want, sums = block_attention(*(x.double() for x in (q, k, v)), lists, kv_start=starts, return_lse=True)
     got, lse = poisoned(lambda: launch_blocks(
-        q, k, v, lists.index, lists.count, None, 32, 32, True, None, starts, None, True, (32, 16, 4, 2, None), None,
-        frozen, ahead))
+        q, k, v, lists.index, lists.count, None, 32, 32, True, None, starts, None, True, (32, 16, 4, 2, None)))
     assert_close(got, want, rtol=120 * torch.finfo(FP32).eps)
     some = sums > -math.inf
     assert torch.equal(lse > -math.inf, some)
@@ -210,7 +210,8 @@ def test_what_kernels_cannot_do_is_said():
     q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 1, 8, 16)
     call = lambda **kw: sketch_walk_prefill(q, k, k, backend="triton", **kw)
     for settings, what in ((dict(index="oracle"), "the index 'oracle' is"), (dict(walk="softmax"), "a walk is"),
-                           (dict(heads="averaged"), "one list of averaged heads is")):
+                           (dict(heads="averaged"), "one list of averaged heads is"),
+                           (dict(heads="each"), "a list of its own for each head is")):
         with pytest.raises(ValueError, match=f"backend must be 'torch' or 'auto' where {what} wanted, got 'triton'"):
             call(**settings)
     q.requires_grad_()
@@ -219,6 +220,19 @@ def test_what_kernels_cannot_do_is_said():
         sketch_walk_prefill(q, k, k, backend="cuda")
     if not (GPU or INTERPRETED):
         with pytest.raises(ValueError, match="q must be on a GPU"): sketch_walk_prefill(k, k, k, backend="triton")
+
+
+def test_a_prompt_without_kernels_is_not_handed_over(monkeypatch):
+    "As on a GPU, where `auto` means the kernels for what they can do."
+    monkeypatch.setattr(sketch_walk, "HAS_TRITON", True)
+    there = SimpleNamespace(is_cuda=True, dtype=BF16, shape=(1, 2, 8, 64), requires_grad=False)
+    chooses = lambda backend="auto", **kw: sketch_walk.by_kernel(SketchWalk(**kw), there, there, backend)
+    for index in ("mean", "fine16", "fine4"):
+        for more in ({}, dict(heads="all"), dict(pool="max"), dict(block=32)): assert chooses(index=index, **more)
+    for settings in (dict(heads="each"), dict(heads="averaged"), dict(walk="softmax"), dict(index="oracle"),
+                     dict(index="random"), dict(index="sketch"), dict(block=16), dict(block=4)):
+        assert not chooses(**settings), settings
+        with pytest.raises(ValueError, match="'triton'"): chooses("triton", **settings)
 
 
 if GPU:

@@ -160,8 +160,8 @@ def _block_kernel(
         q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, slot_ptr, found_ptr, order_ptr, gap_ptr, start_ptr,
         len_ptr, note_ptr, scale, q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d,
         out_b, out_h, out_m, out_d, gap_b, gap_l, gap_m, gap_x, Q, N, C, L, M, S, X, H, R, A, CAUSAL: tl.constexpr,
-        QB: tl.constexpr, KB: tl.constexpr, FROZEN: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
-        BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
+        QB: tl.constexpr, KB: tl.constexpr, FROZEN: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+        BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
     if not is_due(note_ptr, FROZEN): return
     i_p = tl.program_id(0)
     i_w = tl.load(order_ptr + i_p // A).to(tl.int32)                  # block of queries of X heads
@@ -180,28 +180,18 @@ def _block_kernel(
     TILES: tl.constexpr = KB // BN
     fulls, parts = tl.load(found_ptr + 2 * i_f) * TILES, tl.load(found_ptr + 2 * i_f + 1) * TILES
     p_s = slot_ptr + i_f.to(tl.int64) * S
-    some = 1 if FROZEN else 0                                         # full tiles that the first loop takes
-    some = tl.minimum(fulls, some + (fulls - some) % AHEAD)
+    some = tl.minimum(fulls, 1) if FROZEN else 0                      # full tiles that the first loop takes
     m, l, acc = _partial(
         b_q, k_ptr, v_ptr, k_desc, v_desc, p_s, gap_ptr, i_b, i_g, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, b_lo, b_hi,
         pos, scale, first, n, parts, some, S, N, start_ptr is not None or len_ptr is not None, CAUSAL, KB, D,
         BM, BN, BD)
-    for i_x in tl.range(some, fulls, AHEAD, num_stages=STAGES):
+    for i_x in tl.range(some, fulls, num_stages=STAGES):
         i_n = tl.load(p_s + i_x // TILES) * KB + i_x % TILES * BN
         b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
         b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
         b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
-        if AHEAD == 2:
-            i_n = tl.load(p_s + (i_x + 1) // TILES) * KB + (i_x + 1) % TILES * BN
-            b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
-            b_w = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
-            b_t = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32))
-        if not FROZEN:
-            new = tl.maximum(m, tl.max(tl.maximum(b_s, b_t) if AHEAD == 2 else b_s, 1) * scale)
-            old = tl.exp2(m - new)
-            m, l, acc = new, l * old, acc * old[:, None]
-        l, acc = _add(b_s, b_v, m, l, acc, scale)
-        if AHEAD == 2: l, acc = _add(b_t, b_w, m, l, acc, scale)
+        if FROZEN: l, acc = _add(b_s, b_v, m, l, acc, scale)
+        else: m, l, acc = _fold(b_s, b_v, m, l, acc, scale, False)
     leave_note(note_ptr, l, FROZEN)
     l = tl.where(parts < 0, float("nan"), l)
     _store(out_ptr, lse_ptr, m, l, acc, i_b, i_h, o_m, m_r, out_b, out_h, out_m, out_d, H, Q, D, BD)
@@ -240,8 +230,7 @@ def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse, tiles
     return out, sums
 
 # %% ../../kernels/blocks.ipynb #70074789
-def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse, tiles=None, engine=None,
-                  frozen=False, ahead=1):
+def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse, tiles=None, engine=None):
     "Sort the lists, order the work, and launch it"
     (B, H, Q, D), (G, N), (L, M, S) = q.shape, k.shape[1:3], index.shape[1:]
     C, X = (H, 1) if L == H else (G, H // G)
@@ -257,13 +246,13 @@ def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, k
     order = found.sum(-1).expand(B, C, M).flatten().argsort(descending=True)
     out, sums = _empty(q, lse)
     A = triton.cdiv(X * QB, BM)
-    passes = (True, False) if frozen and q.dtype != torch.float16 else (False,)
+    passes = (False,) if q.dtype == torch.float16 else (True, False)
     note = torch.empty(B * C * M * A, dtype=torch.int32, device=q.device) if len(passes) > 1 else None
     for frozen in passes:
         _block_kernel[B * C * M * A,](
             q, k, v, *descriptors, out, sums if lse else None, slot, found, order, gap, kv_start, kv_len, note, scale,
             *q.stride(), *k.stride(), *v.stride(), *out.stride(), *gaps, Q, N, C, L, M, S, X, H, H // G, A,
-            CAUSAL=causal, QB=QB, KB=KB, FROZEN=frozen, AHEAD=ahead, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages,
+            CAUSAL=causal, QB=QB, KB=KB, FROZEN=frozen, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages,
             **launch_limits(warps, registers))
     return out, sums
 

@@ -424,10 +424,10 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, P, D: tl
 # %% ../../kernels/sketch_walk.ipynb #2dbb0aa5
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
-    score: tuple = (128, 4, 3, 4)     # sub-blocks at once, warps, stages, programs a multiprocessor
-    select: tuple = (1, 8)            # bits of the threshold at once, 1 or 2; warps for up to 4,096 blocks
-    read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
-    merge: tuple = (32, 4)            # numbers of a program, warps
+    score: tuple = (256, 8, 3, 2)     # sub-blocks at once, warps, stages, programs a multiprocessor
+    select: tuple = (2, 8)            # bits of the threshold at once, 1 or 2; warps for up to 4,096 blocks
+    read: tuple = (32, 4, 4, 5, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
+    merge: tuple = (32, 2)            # numbers of a program, warps
 
 class Settings(NamedTuple):
     "What the kernels know of a `SketchWalk`."

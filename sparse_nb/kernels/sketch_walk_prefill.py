@@ -223,10 +223,10 @@ def _choose_kernel(
 # %% ../../kernels/sketch_walk_prefill.ipynb #87d647f5
 class Tiles(NamedTuple):
     "Settings of the launches."
-    means: tuple = (32, 8)         # sub-blocks of a program, warps
-    sums: tuple = (64, 64, 4, 2)   # blocks of queries and of keys, warps, stages
-    shares: tuple = (64, 64, 8, 2) # likewise
-    choose: int = 4                # warps
+    means: tuple = (32, 4)         # sub-blocks of a program, warps
+    sums: tuple = (128, 64, 4, 2)  # blocks of queries and of keys, warps, stages
+    shares: tuple = (64, 64, 4, 2) # likewise
+    choose: int = 1                # warps
 
 class Table(NamedTuple):
     "Mean rows of sub-blocks, as the kernels read them."
@@ -305,7 +305,6 @@ def heaviest(shares, density, block, Q, N, kv_start, tiles=None):
 # %% ../../kernels/sketch_walk_prefill.ipynb #7eae9e19
 def launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_start, tiles=None, engine=None):
     "Launch all five"
-
     Q, D, N = q.shape[2], q.shape[3], k.shape[2]
     scale, fine = (D**-0.5 if scale is None else scale) * LOG2E, FINE[index] or block
     asked = mean_table(q, False, index, block, block if pool == "mean" else fine, rotation, N, kv_start, tiles)

@@ -100,6 +100,8 @@ RECORDS = {
                             "SAAP's kernels, launch by launch, and its index"),
     "sketch_walk_launches": Record(_HERE + "sketch_walk_launches:record", "{gpu}_sketch_walk_launches.json",
                                    "Sketch&Walk's kernels, launch by launch"),
+    "sketch_walk_tiles": Record(_HERE + "sketch_walk_tiles:record", "{gpu}_sketch_walk_tiles.json",
+                                "Sketch&Walk's kernels, with other tiles"),
     "gather": Record(_HERE + "gather:record", "{gpu}_gather.json", "attention over chosen rows"),
     "host": Record(_HERE + "host:record", "{gpu}_host.json", "rows from host memory"),
     "blocks": Record(_HERE + "blocks:record", "{gpu}_blocks.json", "attention over chosen blocks"),
