@@ -43,7 +43,7 @@ _PALETTES = {
     "bounds": {"plain": "#55d495", "clt": "#8000ea", "bernstein": "#aa4015", "hoeffding": "#eaaaff"},
     "setups": {"A": "#95d46a", "B": "#ff80d4"},
     "contenders": {"dense": "#aa1540", "flashinfer": "#2a40bf", "flashinfer_tc": "#808095", "sdpa_flash": "#558015",
-                   "sdpa_cudnn": "#55d400", "flex": "#ea6aff", "fa4": "#ff7f2a"},
+                   "sdpa_cudnn": "#55d400", "flex": "#ea6aff", "fa4": "#480048"},
     "networks": {"drawn": "#999911", "short run": "#0066ff", "other layer": "#004444"},
     "corrections": {"none": "#4b4b0f", "aligned": "#96c300", "recompute": "#3cd2b4", "delta": "#1e69a5",
                     "tangent": "#0f3cf0"},
