@@ -177,8 +177,7 @@ def _average(v, draws, scheme, samples):
     "The output of each replicate [B, H, Q, P, D]: gather and add, then one division; flash must weigh its tiles."
     rows = promote(take_rows(v, draws.index))
     if scheme == "flash": return (rows * draws.share[..., None].to(rows.dtype)).sum(-2)
-    if isinstance(samples, int): return rows.sum(-2) / samples
-    return rows.masked_fill(draws.share[..., None] == 0, 0).sum(-2) / samples[..., None, None]
+    return rows.sum(-2) / samples
 
 def _estimates(q, k, v, *, samples, scheme, tile, replicates, seed, scale=None, **masks):
     """Outputs [P, B, H, Q, D] of `santa_decode` with the seeds fold_in(seed, r), from one pass over the keys.
@@ -276,6 +275,11 @@ def _sampled(q, k, v, bounds, seeds, samples, scheme, tile, scale):
         found.append((out, _distinct(draws.index, used)[..., 0], used.sum(-1)[..., 0]))
     return [torch.cat(x, 2) for x in zip(*found)]
 
+def _lengths(v):
+    "The lengths of the rows of v, float32 or float64; their squares may be beyond float32."
+    return v.double().norm(dim=-1).to(promote(v).dtype)
+
+@torch.no_grad()
 def _by_length(scores, norms):
     "Scores of draws in proportion to the weight times the length of the value, and the mean length [B, H, Q]."
     weight = scores.double().softmax(-1)
@@ -355,8 +359,8 @@ def santa_decode(
     visible, certificate = _visible(q, bounds), None
     if eps is None: out, read, budget = _sampled(q, k, v, bounds, seeds, samples, scheme, tile, scale)
     else:
-        norms = promote(to_device_of(v, q)).norm(dim=-1) if value_norms is None else value_norms
-        norms = norms.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+        norms = _lengths(to_device_of(v, q)) if value_norms is None else value_norms
+        norms = norms.detach().repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
         out, read, certificate = _sampled_as_promised(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, delta,
                                                       bound)
         whole = certificate.samples == 0
@@ -639,7 +643,7 @@ class ValueNorms(State):
     "The lengths of the values [B, G, N], for the promise of an error."
     def features(self, k, v):
         "The length of each new value [B, G, n], float32 or float64."
-        return promote(v).norm(dim=-1)
+        return _lengths(v)
 
 # %% ../nbs/10_santa.ipynb #702492d4
 @dataclass(frozen=True)

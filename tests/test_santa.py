@@ -574,7 +574,7 @@ def test_promises_at_the_edges():
     one = decode(eps=0.5, delta=0.2, seed=0, kv_start=start, kv_len=start + 1)
     assert_close(one, torch.stack([v[0, :, 0], v[1, :, 5]]).repeat_interleave(3, 1)[:, :, None].expand(2, 6, 3, 8),
                  1e-6)
-    norms = v.norm(dim=-1)
+    norms = v.double().norm(dim=-1).float()
     norms[1, :, :5] = nan                                             # padding
     kept = dict(eps=0.4, delta=0.2, seed=0, kv_start=start, kv_len=stop, return_stats=True)
     (a, first), (b, second) = decode(**kept), decode(value_norms=norms, **kept)
@@ -637,6 +637,34 @@ def test_a_gradient_reaches_the_values_that_were_drawn_and_nothing_else():
         assert a.grad is None and b.grad is None and 0 < int((c.grad != 0).any(-1).sum()) < 60
         # each of 12 heads shares out 1 for each of 8 numbers
         assert_close(c.grad.sum(), torch.tensor(2.0 * 6 * 8), 1e-6)
+
+
+def test_a_gradient_of_promised_draws_is_that_of_attention_on_average():
+    "Lengths and weights decide what is drawn, and no gradient passes through either"
+    g = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(1, 1, n, 8, generator=g, dtype=torch.float64).requires_grad_() for n in (1, 300, 300))
+    weight, found = attention_weights(a, b)[0, 0, 0].detach(), []
+    for seed in range(300):
+        c.grad = None
+        out, stats_ = santa_decode(a, b, c + 2, eps=0.3, delta=0.1, seed=seed, return_stats=True)
+        assert (stats_.certificate.samples > 0).all()
+        out[..., 0].sum().backward()
+        assert a.grad is None and b.grad is None and not c.grad[..., 1:].any()
+        found.append(c.grad[0, 0, :, 0].clone())
+    found, often = torch.stack(found), weight > 1 / 300
+    z = (found.mean(0) - weight)[often] / (found.std(0)[often] / 300**0.5)
+    assert often.sum() > 50 and z.abs().max() < stats.norm.isf(ALARM)
+
+
+def test_a_promise_for_values_whose_squares_overflow():
+    values = (3 + torch.randn(1, 1, 50, 8, generator=torch.Generator().manual_seed(1))).bfloat16() * 1e20
+    flat = torch.zeros(1, 1, 50, 8, dtype=torch.bfloat16)
+    state = ValueNorms()
+    state.append(flat, values)
+    norms = values.double().norm(dim=-1)
+    assert_close(state.rows.double(), norms, 1e-6)
+    out, stats_ = santa_decode(flat[:, :, :1], flat, values, eps=0.5, delta=0.2, seed=0, return_stats=True)
+    assert stats_.certificate.norm.isfinite().all() and out.isfinite().all()
 
 
 # the method
