@@ -555,7 +555,6 @@ def by_kernel(s, q, k, backend):
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k))
     lacks = [what for what, asked in ((f"the index {s.index!r} is", s.index not in ("mean", *FINE)), (
         "a walk is", s.walk is not None), ("one list of averaged heads is", s.heads == "averaged"), (
-        "a list of its own for each head is", s.heads == "each"), (
         "a block of fewer than 32 keys is", s.block < 32), ("a gradient is", learns)) if asked]
     if backend == "triton" and lacks:
         raise ValueError(f"backend must be 'torch' or 'auto' where {lacks[0]} wanted, got 'triton'")

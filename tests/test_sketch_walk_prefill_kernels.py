@@ -75,7 +75,7 @@ def drawn(factors, seed=0):
     return [cases[i] for i in covering(cases)]
 
 
-CASES = drawn(dict(index=("mean", "fine16", "fine4"), pool=("mean", "max"), heads=("group", "all"), R=(1, 3, 4),
+CASES = drawn(dict(index=("mean", "fine16", "fine4"), pool=("mean", "max"), heads=("group", "all", "each"), R=(1, 3, 4),
                    D=(64, 80, 128), dtype=(BF16, FP16, FP32), block=(32, 64, 128) if GPU else (32, 64),
                    layout=("plain", "by position", "sliced"), engine=(None, False), ragged=(False, True),
                    prefix=(False, True)))
@@ -210,8 +210,7 @@ def test_what_kernels_cannot_do_is_said():
     q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 1, 8, 16)
     call = lambda **kw: sketch_walk_prefill(q, k, k, backend="triton", **kw)
     for settings, what in ((dict(index="oracle"), "the index 'oracle' is"), (dict(walk="softmax"), "a walk is"),
-                           (dict(heads="averaged"), "one list of averaged heads is"),
-                           (dict(heads="each"), "a list of its own for each head is")):
+                           (dict(heads="averaged"), "one list of averaged heads is")):
         with pytest.raises(ValueError, match=f"backend must be 'torch' or 'auto' where {what} wanted, got 'triton'"):
             call(**settings)
     q.requires_grad_()
@@ -228,9 +227,10 @@ def test_a_prompt_without_kernels_is_not_handed_over(monkeypatch):
     there = SimpleNamespace(is_cuda=True, dtype=BF16, shape=(1, 2, 8, 64), requires_grad=False)
     chooses = lambda backend="auto", **kw: sketch_walk.by_kernel(SketchWalk(**kw), there, there, backend)
     for index in ("mean", "fine16", "fine4"):
-        for more in ({}, dict(heads="all"), dict(pool="max"), dict(block=32)): assert chooses(index=index, **more)
-    for settings in (dict(heads="each"), dict(heads="averaged"), dict(walk="softmax"), dict(index="oracle"),
-                     dict(index="random"), dict(index="sketch"), dict(block=16), dict(block=4)):
+        for more in ({}, dict(heads="all"), dict(heads="each"), dict(pool="max"), dict(block=32)):
+            assert chooses(index=index, **more)
+    for settings in (dict(heads="averaged"), dict(walk="softmax"), dict(index="oracle"), dict(index="random"),
+                     dict(index="sketch"), dict(block=16), dict(block=4)):
         assert not chooses(**settings), settings
         with pytest.raises(ValueError, match="'triton'"): chooses("triton", **settings)
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PIECED', 'RULES', 'SMALL', 'PIECES', 'RIVALS', 'WALKING', 'ALL', 'FEW', 'PLAIN', 'SHORT', 'LONG', 'EASY', 'HARD',
-           'SOME', 'DECODES', 'LOSSES', 'READ', 'READS', 'blocks_by', 'deciders', 'readers', 'shared_readers', 'named',
-           'grids', 'loss_grids', 'quick_grids', 'sized_alike', 'forced_loss', 'losses', 'pairs_of', 'record']
+           'SOME', 'DECODES', 'LOSSES', 'READ', 'EACH', 'READS', 'blocks_by', 'deciders', 'readers', 'shared_readers',
+           'named', 'grids', 'loss_grids', 'quick_grids', 'sized_alike', 'forced_loss', 'losses', 'pairs_of', 'record']
 
 # %% ../../kernels/records/sketch_walk.ipynb #b2012449
 import math
@@ -60,9 +60,11 @@ def readers(
     density: float, # share of the visible blocks, or about that of the pairs
     length: int,    # tokens of a prompt
 ) -> dict:          # name -> method
-    "Rivals that choose blocks of prompts."
-    lines = max(64, round(density * length / 4))
-    return {"xattention": XAttention(density=density, query_block=64, key_block=64),
+    "Lists of heads, and rivals that choose blocks of prompts."
+    lines, each = max(64, round(density * length / 4)), blocks_by(density)
+    found = {f"{name} each": replace(each[name], heads="each")
+             for name in ("fine16 max", "fine4 max", "oracle", "oracle max")}
+    return found | {"xattention": XAttention(density=density, query_block=64, key_block=64),
             "vertical-slash": VerticalSlash(lines, lines, rounding="pool")}
 
 def shared_readers() -> dict: # name -> method
@@ -110,14 +112,18 @@ LOSSES = [ # likewise, but the last
     ("witness", EASY[1:2], 8000, dict.fromkeys((0.05, 0.1, 0.2), (*LONG, *RIVALS)), 100)]
 READ = ("mean", "mean max", "fine16", "fine16 max", "oracle", "oracle max", "paper", "random", "xattention",
         "vertical-slash")
-READS = [("pocket", (*HARD, "variable_tracking"), 2048, 200), ("pocket", HARD, 8192, 100), ("witness", EASY, 2048, 200)]
+EACH = "fine4 max", "fine4 max each", "oracle max each"
+READS = [ # model, tasks, length, prompts, names of arms
+    ("pocket", (*HARD, "variable_tracking"), 2048, 200, (*READ, *EACH, "fine16 max each", "oracle each")),
+    ("pocket", HARD, 8192, 100, (*READ, *EACH, "fine16 max each", "oracle each")),
+    ("witness", EASY, 2048, 200, (*READ, *EACH))]
 
 # %% ../../kernels/records/sketch_walk.ipynb #0b99f90e
 def grids() -> dict: # name -> `Grid`
     "All of the record."
     found, about = {}, dict(dense_layers=(0, 1))
-    for model, tasks, length, prompts in READS:
-        arms = named({x: READ for x in (0.1, 0.2)}, blocks_by, lambda x: readers(x, length)) | shared_readers()
+    for model, tasks, length, prompts, wanted in READS:
+        arms = named({x: wanted for x in (0.1, 0.2)}, blocks_by, lambda x: readers(x, length)) | shared_readers()
         found |= {f"{model}.read.{task.replace(':', '.')}.{length}": Grid(
             model, [task], [length], {}, arms, prompts=prompts, chunk=length,
             batch=410_000 if model == "pocket" else 140_000, **about)
