@@ -179,7 +179,7 @@ def test_cases(case):
              "given": dict(guess=guess)}[case["route"]]
     how = dict(probes=int(case["how"]), budget=None) if isinstance(case["how"], str) else dict(budget=case["how"])
     check(p, tail=case["tail"], density=case["density"], **how, **given,
-          tiles=Tiles((16, 4), (4, 8, 4), (16, 4, 2, 8, None), 16, (16, 4)) if case["small"] else None)
+          tiles=Tiles((16, 4), (4, 8, 4, None), (16, 4, 2, 8, None), False, 16, 16, (16, 4)) if case["small"] else None)
 
 
 @kernel

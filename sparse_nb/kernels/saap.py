@@ -8,6 +8,7 @@ __all__ = ['assign_tile', 'assign', 'lists_of', 'cluster_sums', 'Index', 'build_
 
 # %% ../../kernels/saap.ipynb #3540bc80
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -189,50 +190,60 @@ def build_index(
 
 # %% ../../kernels/saap.ipynb #d7dea6d6
 @triton.jit
-def _products(b_q, x_ptr, to_ptr, bg, o_c, C, scale, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
+def _products(x_ptr, x_h, x_d, y_ptr, o_c, C, scale, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
               BD: tl.constexpr):
+    "The queries from x_ptr on [BR, BD], and their products with rows o_c of y_ptr [BR, BN]"
     o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
-    m_c = o_c < C
-    b_x = tl.load(x_ptr + o_c[:, None] * D + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.)
-    b_s = dot(b_q, tl.trans(b_x.to(b_q.dtype))) * scale                                                    # [BR, BN]
-    tl.store(to_ptr + (bg * LR + o_r)[:, None] * C + o_c[None, :], b_s, mask=(o_r < LR)[:, None] & m_c[None, :])
+    p_x, m_x = x_ptr + o_r[:, None] * x_h + o_d[None, :] * x_d, (o_r < LR)[:, None] & (o_d < D)[None, :]
+    b_x = tl.load(p_x, mask=m_x, other=0.)
+    b_y = tl.load(y_ptr + o_c[:, None] * D + o_d[None, :], mask=(o_c < C)[:, None] & (o_d < D)[None, :], other=0.)
+    return b_x, dot(b_x, tl.trans(b_y.to(b_x.dtype))) * scale
 
 @triton.jit
-def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, score_ptr, guess_ptr, scale, q_b, q_h, q_d, a_b, a_h, a_d,
-                  f_b, f_g, G, C, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-                  BD: tl.constexpr, PDL: tl.constexpr):
-    "Products with mean keys, and of the queries that ask with centroids"
+def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, given_ptr, log_ptr, variance_ptr, score_ptr, guess_ptr, m_ptr,
+                  l_ptr, scale, q_b, q_h, q_d, a_b, a_h, a_d, f_b, f_g, G, C, LR: tl.constexpr, D: tl.constexpr,
+                  BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
+    "Scores of mean keys; guesses of what clusters get, and of each tile of them their maximum and sum"
     if PDL: gdc_launch_dependents()
-    bg, o_c = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
-    o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
-    m_q, i_h = (o_r < LR)[:, None] & (o_d < D)[None, :], bg % G * LR + o_r
+    bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
+    i_b, i_h, m_c = bg // G, bg % G * LR, o_c < C
+    at, m_s = (bg * LR + o_r)[:, None] * C + o_c[None, :], (o_r < LR)[:, None] & m_c[None, :]
+    log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))
+    if given_ptr is not None: b_x = tl.load(given_ptr + at, mask=m_s, other=0.).to(tl.float32) * 1.4426950408889634
+    elif fit_ptr is not None:
+        p_a = ask_ptr + i_b * a_b + i_h * a_h
+        _, b_x = _products(p_a, a_h, a_d, fit_ptr + i_b * f_b + bg % G * f_g, o_c, C, scale, LR, D, BR, BD)
     if mean_ptr is not None:
-        b_q = tl.load(q_ptr + bg // G * q_b + i_h[:, None] * q_h + o_d[None, :] * q_d, mask=m_q, other=0.)
-        _products(b_q, mean_ptr + bg * C * D, score_ptr, bg, o_c, C, scale, LR, D, BR, BD)
-    if fit_ptr is not None:
-        b_a = tl.load(ask_ptr + bg // G * a_b + i_h[:, None] * a_h + o_d[None, :] * a_d, mask=m_q, other=0.)
-        _products(b_a, fit_ptr + bg // G * f_b + bg % G * f_g, guess_ptr, bg, o_c, C, scale, LR, D, BR, BD)
+        p_q = q_ptr + i_b * q_b + i_h * q_h
+        b_q, b_s = _products(p_q, q_h, q_d, mean_ptr + bg * C * D, o_c, C, scale, LR, D, BR, BD)
+        if score_ptr is not None: tl.store(score_ptr + at, b_s, mask=m_s)
+        if variance_ptr is not None:                                                         # moments guess
+            b_q = b_q.to(tl.float32) * scale
+            half = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) * 0.34657359027997264  # ln 2 / 2
+            b_x = b_s + tl.sum(b_q * b_q, 1)[:, None] * half[None, :]
+    b_x = tl.where(m_s & (log_n > -float("inf"))[None, :], b_x + log_n[None, :], -float("inf"))
+    m = tl.max(b_x, 1)
+    l = tl.sum(tl.exp2(b_x - tl.where(m == -float("inf"), 0., m)[:, None]), 1)
+    p_m = (bg * LR + o_r) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(guess_ptr + at, b_x, mask=m_s)
+    tl.store(m_ptr + p_m, m, mask=o_r < LR)
+    tl.store(l_ptr + p_m, l, mask=o_r < LR)
 
 # %% ../../kernels/saap.ipynb #080f820c
 @triton.jit
-def _bias(log_n, variance, q_ptr, q_h, q_d, scale, MOMENTS: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr,
-          D: tl.constexpr, BD: tl.constexpr):
-    "log2 of the counts [LP, BC]; where moments route with half the variance of a product"
-    o_r, o_d = tl.arange(0, LP), tl.arange(0, BD)
-    bias = log_n[None, :] + tl.zeros([LP, 1], tl.float32)
-    if MOMENTS:
-        m_q = (o_r < LR)[:, None] & (o_d < D)[None, :]
-        b_q = tl.load(q_ptr + o_r[:, None] * q_h + o_d[None, :] * q_d, mask=m_q, other=0.).to(tl.float32) * scale
-        bias += tl.sum(b_q * b_q, 1)[:, None] * (variance * 0.34657359027997264)[None, :]    # ln 2 / 2
-    return bias
+def _norms(m_ptr, l_ptr, bg, S, LR: tl.constexpr, LP: tl.constexpr, BS: tl.constexpr):
+    "log2 of the sum of a head's guesses [LP], from those of S tiles"
+    o_r, o_s = tl.arange(0, LP), tl.arange(0, BS)
+    at, m_s = (bg * LR + o_r)[:, None] * S + o_s[None, :], (o_r < LR)[:, None] & (o_s < S)[None, :]
+    m, l = tl.load(m_ptr + at, mask=m_s, other=-float("inf")), tl.load(l_ptr + at, mask=m_s, other=0.)
+    top = tl.max(m, 1)
+    top = tl.where(top == -float("inf"), 0., top)
+    return top + tl.log2(tl.sum(l * tl.exp2(m - top[:, None]), 1))
 
 @triton.jit
-def _rank(b_x, m_x):
-    "log2 of each cluster's share, summed over the heads of a group: b_x [LP, BC] in log2, where m_x"
-    b_x = tl.where(m_x, b_x, -float("inf"))
-    top = tl.max(b_x, 1)
-    top = tl.where(top == -float("inf"), 0., top)[:, None]
-    b_x = tl.where(m_x, b_x - top - tl.log2(tl.sum(tl.exp2(b_x - top), 1))[:, None], -float("inf"))
+def _rank(b_x, m_x, log):
+    "log2 of each cluster's share, summed over the heads of a group: b_x [LP, BC] and its sums [LP] in log2, where m_x"
+    b_x = tl.where(m_x, b_x - log[:, None], -float("inf"))
     high = tl.max(b_x, 0)
     seen = tl.where(high == -float("inf"), 0., high)
     total = seen + tl.log2(tl.sum(tl.exp2(b_x - seen[None, :]), 0))
@@ -258,14 +269,13 @@ def _passed(key, list_ptr, at, o_m, C, BC: tl.constexpr, BM: tl.constexpr, BK: t
     place, before = tl.sum(place, 0), tl.sum(before, 0)
     return place + tl.sum(first.to(tl.int32), 0), before + tl.sum(tl.where(first, n[:, None], 0), 0)
 
-
 # %% ../../kernels/saap.ipynb #d3530da9
 @triton.jit
-def _select_kernel(q_ptr, score_ptr, log_ptr, variance_ptr, list_ptr, end_ptr, base_ptr, rest_ptr, fact_ptr,
-                   start_ptr, len_ptr, q_b, q_h, q_d, scale, N, G, C, probes, budget, share,
-                   MOMENTS: tl.constexpr, DENSITY: tl.constexpr, PROBES: tl.constexpr, LR: tl.constexpr,
-                   LP: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-                   BD: tl.constexpr, PDL: tl.constexpr):
+def _select_kernel(guess_ptr, m_ptr, l_ptr, log_ptr, list_ptr, end_ptr, base_ptr, rest_ptr, fact_ptr,
+                   start_ptr, len_ptr, N, G, C, S, probes, budget, share,
+                   DENSITY: tl.constexpr, PROBES: tl.constexpr, LR: tl.constexpr,
+                   LP: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+                   BS: tl.constexpr, PDL: tl.constexpr):
     "How many of the newest keys of each of BM clusters are read, and where their lists lie"
     if PDL: gdc_launch_dependents()
     bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.arange(0, BC), tl.arange(0, LP)
@@ -273,8 +283,6 @@ def _select_kernel(q_ptr, score_ptr, log_ptr, variance_ptr, list_ptr, end_ptr, b
     _, seen = visible(start_ptr, len_ptr, i_b, N)
     there = tl.load(p_list + 1 + o_c, mask=m_c, other=0) > tl.load(p_list + o_c, mask=m_c, other=0)
     log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=0.)
-    variance = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) if MOMENTS else log_n
-    bias = _bias(log_n, variance, q_ptr + i_b * q_b + bg % G * LR * q_h, q_h, q_d, scale, MOMENTS, LR, LP, D, BD)
     lists, total = tl.sum(there.to(tl.int32), 0), tl.load(p_list + C)
     o_m = at + tl.arange(0, BM)
     m_m = o_m < C
@@ -282,7 +290,8 @@ def _select_kernel(q_ptr, score_ptr, log_ptr, variance_ptr, list_ptr, end_ptr, b
     n = end_m - tl.load(p_list + o_m, mask=m_m, other=0)
     m_x = (o_r < LR)[:, None] & there[None, :]
     if PDL: gdc_wait()
-    rank = _rank(bias + tl.load(score_ptr + (bg * LR + o_r)[:, None] * C + o_c[None, :], mask=m_x, other=0.), m_x)
+    b_x = tl.load(guess_ptr + (bg * LR + o_r)[:, None] * C + o_c[None, :], mask=m_x, other=0.)
+    rank = _rank(b_x, m_x, _norms(m_ptr, l_ptr, bg, S, LR, LP, BS))
     if DENSITY: rank -= log_n
     bits = tl.where(rank == rank, rank + 0., float("inf")).to(tl.int32, bitcast=True)
     key = tl.where(there, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2**31)               # the order of the ranks
@@ -305,7 +314,6 @@ def _select_kernel(q_ptr, score_ptr, log_ptr, variance_ptr, list_ptr, end_ptr, b
     tl.store(p_fact + 2, tl.where(cut, o_m, -1), mask=last)                                  # the cluster that is cut
     tl.store(p_fact + 3, tl.where(cut, before, 0), mask=last)                                # its first slot
     tl.store(p_fact + 4, tl.where(cut, taken, 0), mask=last)                                 # its slots
-
 
 # %% ../../kernels/saap.ipynb #98a03dc0
 @triton.jit
@@ -338,6 +346,13 @@ def _four_lists(end_ptr, base_ptr, i, C):
     end_3, base_3 = _list(end_ptr, base_ptr, i + 3, C)
     return end_0, end_1, end_2, end_3, base_0, base_1 - base_0, base_2 - base_1, base_3 - base_2
 
+@triton.jit
+def _number(order_ptr, o_s, stop, listed, end_0, end_1, end_2, base, more_1, more_2, more_3):
+    "Entries of `order` for the slots o_s of four lists, and what is there; with `listed` false rows, and nothing"
+    place = base + o_s + tl.where(o_s >= end_0, more_1, 0)
+    place += tl.where(o_s >= end_1, more_2, 0) + tl.where(o_s >= end_2, more_3, 0)
+    return place, tl.load(order_ptr + place, mask=(o_s < stop) & listed, other=0)
+
 # %% ../../kernels/saap.ipynb #0b2a0339
 @triton.jit
 def _next(m, l, b_s):
@@ -347,61 +362,70 @@ def _next(m, l, b_s):
     old, b_p = tl.exp2(m - seen), tl.exp2(b_s - seen[:, None])
     return new, l * old + tl.sum(b_p, 1), b_p, old
 
+# %% ../../kernels/saap.ipynb #44e7c7eb
 @triton.jit
-def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_d, v_n, v_d, LR: tl.constexpr,
-               D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    "Partial softmax of sinks and of what is behind the lists: their numbers `low` to `high`; nothing in row LR"
+def _read_slots(m, l, acc, scores, squares, keys, b_q, k_ptr, v_ptr, order_ptr, low, stop, listed, cut, end_cut,
+                end_0, end_1, end_2, base, more_1, more_2, more_3, scale, k_n, k_d, v_n, v_d, CUT: tl.constexpr,
+                SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+                BD: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr):
+    "Slots of four lists joined to a partial softmax, and sums over those from `cut` to `end_cut`"
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
-    m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
-    for at in tl.range(low, high, BN, num_stages=1):
+    m_d, is_sum = o_d < D, o_r == LR
+    _, number = _number(order_ptr, low + o_n, stop, listed, end_0, end_1, end_2, base, more_1, more_2, more_3)
+    for at in tl.range(low, stop, BN, num_stages=STAGES):
         o_s = at + o_n
-        m_n = o_s < high
-        row = tl.where(o_s < sinks, first + o_s, built + o_s - sinks).to(tl.int64)
-        m_k = m_n[:, None] if BD == D else m_n[:, None] & (o_d < D)[None, :]
+        m_n = o_s < stop
+        place, found = _number(order_ptr, o_s, stop, listed, end_0, end_1, end_2, base, more_1, more_2, more_3)
+        row = tl.where(listed, number if AHEAD else found, place).to(tl.int64)
+        if AHEAD: _, number = _number(order_ptr, o_s + BN, stop, listed, end_0, end_1, end_2, base, more_1, more_2,
+                                      more_3)
+        m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
         b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
         b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))         # [BR, BN]
         m, l, b_p, old = _next(m, l, b_s)
-        b_p = tl.where((o_r < LR)[:, None], b_p, 0.)
+        if CUT:
+            counted = (o_s >= cut) & (o_s < tl.minimum(end_cut, stop))
+            scores += tl.sum(tl.where(counted[None, :], b_s, 0.), 1)
+            b_p = tl.where(is_sum[:, None], counted.to(tl.float32)[None, :], b_p)
+            old = tl.where(is_sum, 1., old)
+            if SECOND:
+                b_x = tl.where(counted[:, None], b_k.to(tl.float32), 0.)
+                squares, keys = squares + tl.sum(b_x * b_x, 1), keys + tl.sum(b_x, 0)
         b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
-    return m, l, acc
+    return m, l, acc, scores, squares, keys
 
-# %% ../../kernels/saap.ipynb #44e7c7eb
 @triton.jit
-def _read_rows(m, l, acc, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, low, high, cut, end_cut, scale, k_n, k_d,
-               v_n, v_d, C, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr,
-               BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
-    "Slots joined to a partial softmax, and sums over those from `cut` to `end_cut`: scores, lengths, keys, values"
-    o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
-    m_d, is_sum = o_d < D, o_r == LR
+def _read_rows(b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, bg,
+               p, scale, k_n, k_d, v_n, v_d, N, G, C, P, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr,
+               D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+               AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+    "Part p of P of what is in no list, then of the lists; and of the cut one scores, lengths, keys and values, summed"
+    m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
     scores, squares, keys = tl.zeros([BR], tl.float32), tl.zeros([BN], tl.float32), tl.zeros([BD], tl.float32)
-    i_l = _list_of(end_ptr, low, C, BC)
-    while low < high:
-        end_0, end_1, end_2, end_3, base, more_1, more_2, more_3 = _four_lists(end_ptr, base_ptr, i_l, C)
-        stop = tl.minimum(end_3, high)
-        for at in tl.range(low, stop, BN, num_stages=STAGES):
-            o_s = at + o_n
-            m_n = o_s < stop
-            place = base + o_s + tl.where(o_s >= end_0, more_1, 0)
-            place += tl.where(o_s >= end_1, more_2, 0) + tl.where(o_s >= end_2, more_3, 0)
-            row = tl.load(order_ptr + place, mask=m_n, other=0).to(tl.int64)
-            m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
-            b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
-            b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))     # [BR, BN]
-            m, l, b_p, old = _next(m, l, b_s)
-            if CUT:
-                counted = (o_s >= cut) & (o_s < tl.minimum(end_cut, stop))
-                scores += tl.sum(tl.where(counted[None, :], b_s, 0.), 1)
-                b_p = tl.where(is_sum[:, None], counted.to(tl.float32)[None, :], b_p)
-                old = tl.where(is_sum, 1., old)
-                if SECOND:
-                    b_x = tl.where(counted[:, None], b_k.to(tl.float32), 0.)
-                    squares, keys = squares + tl.sum(b_x * b_x, 1), keys + tl.sum(b_x, 0)
-            b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
-            acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                           # [BR, BD]
-        low, i_l = stop, i_l + 4
+    first, sinks, built, slots = _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N)
+    cut, end_cut, i_l = slots * 0, slots * 0, slots * 0
+    for phase in tl.range(0, 2, num_stages=1):
+        listed = phase > 0
+        if listed:
+            if PDL: gdc_wait()
+            slots, cut = tl.load(fact_ptr + bg * 8 + 1), tl.load(fact_ptr + bg * 8 + 3)
+            end_cut = cut + tl.load(fact_ptr + bg * 8 + 4)
+        low = p * (slots // P) + tl.minimum(p, slots % P)
+        high = low + slots // P + (p < slots % P).to(tl.int32)
+        if listed: i_l = _list_of(end_ptr, low, C, BC)
+        while low < high:
+            end_0, end_1, end_2, end_3 = sinks, sinks * 0 + (2**31 - 1), sinks * 0 + (2**31 - 1), sinks * 0 + (2**31 - 1)
+            base, more_1, more_2, more_3 = first, built - sinks - first, sinks * 0, sinks * 0
+            if listed:
+                end_0, end_1, end_2, end_3, base, more_1, more_2, more_3 = _four_lists(end_ptr, base_ptr, i_l, C)
+            stop = tl.minimum(end_3, high)
+            m, l, acc, scores, squares, keys = _read_slots(
+                m, l, acc, scores, squares, keys, b_q, k_ptr, v_ptr, order_ptr, low, stop, listed, cut, end_cut, end_0,
+                end_1, end_2, base, more_1, more_2, more_3, scale, k_n, k_d, v_n, v_d, CUT, SECOND, LR, D, BR, BN, BD,
+                AHEAD, STAGES)
+            low, i_l = stop, i_l + 4
     return m, l, acc, scores, tl.sum(squares, 0), keys
-
 
 # %% ../../kernels/saap.ipynb #c9c87cd2
 @triton.jit
@@ -430,99 +454,108 @@ def _read_means(b_q, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, b
 
 # %% ../../kernels/saap.ipynb #37d02f72
 @triton.jit
-def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, end_ptr,
-                 base_ptr, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr,
-                 sum_s_ptr, sum_x_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, S, G, C, P,
+def _read_cut(b_q, sum_ptr, rest_s_ptr, rest_x_ptr, fact_ptr, bg, scale, C, LR: tl.constexpr, D: tl.constexpr,
+              BR: tl.constexpr, BD: tl.constexpr):
+    "The sums of the cluster that is cut, where merge finds them at once, and the sum of its scores; zeros without one"
+    o_r, o_d, cut = tl.arange(0, BR), tl.arange(0, BD), tl.load(fact_ptr + bg * 8 + 2)
+    p_sum, p_x, m_d = sum_ptr + (bg * C + cut) * (2 + 2 * D), rest_x_ptr + bg * (2 + 2 * D), (o_d < D) & (cut >= 0)
+    n, square = tl.load(p_sum, mask=cut >= 0, other=0.), tl.load(p_sum + 1, mask=cut >= 0, other=0.)
+    b_k, b_v = tl.load(p_sum + 2 + o_d, mask=m_d, other=0.), tl.load(p_sum + 2 + D + o_d, mask=m_d, other=0.)
+    tl.store(rest_s_ptr + bg * LR + o_r, tl.sum(b_q.to(tl.float32) * scale * b_k[None, :], 1), mask=o_r < LR)
+    tl.store(p_x, n)
+    tl.store(p_x + 1, square)
+    tl.store(p_x + 2 + o_d, b_k, mask=o_d < D)
+    tl.store(p_x + 2 + D + o_d, b_v, mask=o_d < D)
+
+@triton.jit
+def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, sum_ptr,
+                 end_ptr, base_ptr, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr,
+                 sum_s_ptr, sum_x_ptr, rest_s_ptr, rest_x_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d,
+                 v_b, v_g, v_n, v_d, N, S, G, C, P,
                  CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
                  BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-                 TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                 TILES: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     "Attention over a part of the rows, or over the means of some clusters"
     if PDL: gdc_launch_dependents()
-    bg, p = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    bg, p, A = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     o_r, o_d, i_b, i_g = tl.arange(0, BR), tl.arange(0, BD), bg // G, bg % G
-    m_r, m_d = o_r < LR, o_d < D
+    m_d = o_d < D
     p_q = q_ptr + i_b * q_b + (i_g * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
-    b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)
+    b_q = tl.load(p_q, mask=(o_r < LR)[:, None] & m_d[None, :], other=0.)
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
-    p_k, p_v, part = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g, p.to(tl.int64)
-    if p < P:                                                                                # needs no choice
-        first, sinks, built, near = _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N)
-        m, l, acc = _read_near(b_q, p_k, p_v, (part * near // P).to(tl.int32), ((part + 1) * near // P).to(tl.int32),
-                               first, sinks, built, scale, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD)
-    if PDL: gdc_wait()
+    scores = tl.zeros([BR], tl.float32)
     if p < P:
-        slots, cut = tl.load(fact_ptr + bg * 8 + 1), tl.load(fact_ptr + bg * 8 + 3)
-        low, high = (part * slots // P).to(tl.int32), ((part + 1) * slots // P).to(tl.int32)
-        end_cut = cut + tl.load(fact_ptr + bg * 8 + 4)
-        m, l, acc, scores, squares, keys = _read_rows(
-            m, l, acc, b_q, p_k, p_v, order_ptr + bg * S, end_ptr + bg * C, base_ptr + bg * C, low, high, cut,
-            end_cut, scale, k_n, k_d, v_n, v_d, C, CUT, SECOND, LR, D, BR, BN, BD, BC, STAGES)
-        if CUT:
-            if (low < end_cut) & (high > cut):
-                tl.store(sum_s_ptr + (bg * LR + o_r) * P + p, scores, mask=m_r)
-                p_x = sum_x_ptr + (bg * P + p) * (2 * D + 1)
-                tl.store(p_x + o_d, tl.sum(tl.where((o_r == LR)[:, None], acc, 0.), 0), mask=m_d)
-                if SECOND:
-                    tl.store(p_x + D + o_d, keys, mask=m_d)
-                    tl.store(p_x + 2 * D, squares)
+        m, l, acc, scores, square, keys = _read_rows(
+            b_q, k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g, order_ptr + bg * S, end_ptr + bg * C,
+            base_ptr + bg * C, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, bg, p, scale, k_n, k_d, v_n, v_d,
+            N, G, C, P, CUT, SECOND, LR, D, BR, BN, BD, BC, AHEAD, STAGES, PDL)
+        if CUT and SECOND:
+            p_x = sum_x_ptr + (bg * P + p) * (D + 1)
+            tl.store(p_x + o_d, keys, mask=m_d)
+            tl.store(p_x + D, square)
     elif TILES > 0:
+        if PDL: gdc_wait()
         m, l, acc = _read_means(b_q, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, bg,
                                 (p - P) * (BT * TILES), scale, G, C, SECOND, LR, D, BR, BT, BD, TILES)
-    i_o = (bg * LR + o_r) * tl.num_programs(0) + p
-    tl.store(m_ptr + i_o, m, mask=m_r)
-    tl.store(l_ptr + i_o, l, mask=m_r)
-    tl.store(o_ptr + i_o[:, None] * D + o_d[None, :], acc, mask=m_r[:, None] & m_d[None, :])
+        if CUT:
+            if p == P: _read_cut(b_q, sum_ptr, rest_s_ptr, rest_x_ptr, fact_ptr, bg, scale, C, LR, D, BR, BD)
+    i_o, rows = (bg * LR + o_r) * A + p, LR + 1 if CUT else LR
+    tl.store(m_ptr + i_o, m, mask=o_r < LR)
+    tl.store(l_ptr + i_o, l, mask=o_r < LR)
+    if CUT: tl.store(sum_s_ptr + i_o, scores, mask=o_r < LR)
+    p_o = o_ptr + ((bg * rows + o_r) * A + p)[:, None] * D + o_d[None, :]
+    tl.store(p_o, acc, mask=(o_r < rows)[:, None] & m_d[None, :])
 
 # %% ../../kernels/saap.ipynb #f587cd9f
 @triton.jit
-def _rest_of_cut(q_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, factor_ptr, bh, bg, i_h, cut, taken, p_low, p_high, scale, P, C,
-                 q_d, o_v, SECOND: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr):
-    "Score of the mean key of what was left of a cluster, as often as there are keys, and numbers o_v of its mean value"
-    o_p, o_d = tl.arange(0, BP), tl.arange(0, BD)
-    m_p, m_d, p_sum = (o_p >= p_low) & (o_p <= p_high), o_d < D, sum_ptr + (bg * C + cut) * (2 + 2 * D)
-    left = tl.load(p_sum) - taken.to(tl.float32)
-    b_q = tl.load(q_ptr + o_d * q_d, mask=m_d, other=0.).to(tl.float32) * scale
-    b_k = tl.load(p_sum + 2 + o_d, mask=m_d, other=0.)
-    score = tl.sum(b_q * b_k, 0) - tl.sum(tl.load(sum_s_ptr + bh * P + o_p, mask=m_p, other=0.), 0)
-    p_x = sum_x_ptr + (bg * P + o_p) * (2 * D + 1)
-    x = score / left + tl.log2(left)
+def _rest_of_cut(q_ptr, sum_s_ptr, sum_x_ptr, o_ptr, rest_s_ptr, rest_x_ptr, factor_ptr, fact_ptr, bh, bg, i_h, scale,
+                 P, A, q_d, o_v, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BP: tl.constexpr,
+                 BD: tl.constexpr):
+    """Score of the mean key of what was left of a cluster, as often as there are keys, and numbers o_v of its mean
+    value; -inf and zeros without one"""
+    o_p, o_d, p_x = tl.arange(0, BP), tl.arange(0, BD), rest_x_ptr + bg * (2 + 2 * D)
+    m_p, m_d, m_v = o_p < A, o_d < D, o_v < D
+    cut, taken = tl.load(fact_ptr + bg * 8 + 2), tl.load(fact_ptr + bg * 8 + 4)
+    n, score = tl.load(p_x), tl.load(rest_s_ptr + bh)
+    scores = tl.load(sum_s_ptr + bh * A + o_p, mask=m_p, other=0.)
+    b_v = tl.load(p_x + 2 + D + o_v, mask=m_v, other=0.)
+    p_o = o_ptr + ((bg * (LR + 1) + LR) * A + o_p)[:, None] * D + o_v[None, :]
+    b_o = tl.load(p_o, mask=m_p[:, None] & m_v[None, :], other=0.)
+    left = n - taken.to(tl.float32)
+    x = (score - tl.sum(scores, 0)) / left + tl.log2(left)
     if SECOND:
-        b_x = tl.load(p_x[:, None] + D + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.)
-        b_k = (b_k - tl.sum(b_x, 0)) / left
-        square = tl.load(p_sum + 1) - tl.sum(tl.load(p_x + 2 * D, mask=m_p, other=0.), 0)
+        b_q = tl.load(q_ptr + o_d * q_d, mask=m_d, other=0.).to(tl.float32) * scale
+        p_k = sum_x_ptr + (bg * P + o_p) * (D + 1)
+        b_x = tl.load(p_k[:, None] + o_d[None, :], mask=(o_p < P)[:, None] & m_d[None, :], other=0.)
+        square = tl.load(p_x + 1) - tl.sum(tl.load(p_k + D, mask=o_p < P, other=0.), 0)
+        b_k = (tl.load(p_x + 2 + o_d, mask=m_d, other=0.) - tl.sum(b_x, 0)) / left
         variance = tl.maximum(square / left - tl.sum(b_k * b_k, 0), 0.) / D
         x += tl.sum(b_q * b_q, 0) * tl.load(factor_ptr + i_h) * 0.34657359027997264 * variance
-    b_v = tl.load(p_x[:, None] + o_v[None, :], mask=m_p[:, None] & (o_v < D)[None, :], other=0.)
-    return x, (tl.load(p_sum + 2 + D + o_v, mask=o_v < D, other=0.) - tl.sum(b_v, 0)) / left
+    return tl.where(cut >= 0, x, -float("inf")), tl.where(cut >= 0, (b_v - tl.sum(b_o, 0)) / left, 0.)
 
 @triton.jit
-def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, factor_ptr, fact_ptr, out_ptr,
-                  scale, q_b, q_h, q_d, out_b, out_h, out_d, G, C, P, A,
+def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_s_ptr, sum_x_ptr, rest_s_ptr, rest_x_ptr, factor_ptr, fact_ptr,
+                  out_ptr, scale, q_b, q_h, q_d, out_b, out_h, out_d, G, P, A,
                   CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BP: tl.constexpr,
                   BW: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
     "Join the parts of a head, and what was left of the cluster that was cut"
     bh, o_p, o_v = tl.program_id(0).to(tl.int64), tl.arange(0, BP), tl.program_id(1) * BW + tl.arange(0, BW)
     bg, m_p, m_v = bh // LR, o_p < A, o_v < D
-    i_b, i_h = bg // G, bh % (G * LR)
+    i_b, i_h, row = bg // G, bh % (G * LR), bh + bg if CUT else bh
     if PDL: gdc_wait()
     m = tl.load(m_ptr + bh * A + o_p, mask=m_p, other=-float("inf"))
     l = tl.load(l_ptr + bh * A + o_p, mask=m_p, other=0.)
-    b_o = tl.load(o_ptr + (bh * A + o_p)[:, None] * D + o_v[None, :], mask=m_p[:, None] & m_v[None, :], other=0.)
+    b_o = tl.load(o_ptr + (row * A + o_p)[:, None] * D + o_v[None, :], mask=m_p[:, None] & m_v[None, :], other=0.)
+    if CUT: x, b_v = _rest_of_cut(q_ptr + i_b * q_b + i_h * q_h, sum_s_ptr, sum_x_ptr, o_ptr, rest_s_ptr, rest_x_ptr,
+                                  factor_ptr, fact_ptr, bh, bg, i_h, scale, P, A, q_d, o_v, SECOND, LR, D, BP, BD)
     M = tl.max(m, 0)
-    part = tl.exp2(m - tl.where(M == -float("inf"), 0., M))
+    if CUT: M = tl.maximum(M, x)
+    seen = tl.where(M == -float("inf"), 0., M)
+    part = tl.exp2(m - seen)
     total, b_o = tl.sum(l * part, 0), tl.sum(b_o * part[:, None], 0)
     if CUT:
-        cut = tl.load(fact_ptr + bg * 8 + 2)
-        if cut >= 0:
-            slots, low = tl.load(fact_ptr + bg * 8 + 1), tl.load(fact_ptr + bg * 8 + 3)
-            taken = tl.load(fact_ptr + bg * 8 + 4)
-            p_low = ((low + 1).to(tl.int64) * P - 1) // slots                                # the part of a slot
-            p_high = ((low + taken).to(tl.int64) * P - 1) // slots
-            x, b_v = _rest_of_cut(q_ptr + i_b * q_b + i_h * q_h, sum_ptr, sum_s_ptr, sum_x_ptr, factor_ptr, bh, bg,
-                                  i_h, cut, taken, p_low, p_high, scale, P, C, q_d, o_v, SECOND, D, BP, BD)
-            new = tl.maximum(M, x)
-            old, weight = tl.where(M == -float("inf"), 0., tl.exp2(M - new)), tl.exp2(x - new)
-            total, b_o = total * old + weight, b_o * old + b_v * weight
+        weight = tl.exp2(x - seen)
+        total, b_o = total + weight, b_o + b_v * weight
     p_out = out_ptr + i_b * out_b + i_h * out_h + o_v * out_d
     tl.store(p_out, (b_o / total).to(out_ptr.dtype.element_ty), mask=m_v)
 
@@ -530,8 +563,10 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_ptr, sum_s_ptr, sum_x_ptr, fac
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
     route: tuple = (32, 4)            # clusters of a program, warps
-    select: tuple = (32, 256, 8)      # clusters of a program, and those compared with them at once, warps
+    select: tuple = (32, 256, 8, 128) # clusters of a program, those compared with them at once, warps, registers
     read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
+    ahead: bool = True                # are the numbers of the next rows fetched before these rows?
+    part: int = 96                    # rows of a program, at least: of the budget's and 4,096 more
     means: int = 128                  # clusters of a program, at most
     merge: tuple = (32, 4)            # numbers of a program, warps
 
@@ -555,9 +590,11 @@ def read_tile(tiles, BD, itemsize):
     "Rows that a program reads at once: fewer long ones"
     return max(16, min(tiles.read[0], 2**15 // (BD * itemsize)))
 
-def _parts(BG, N, PT, sms, programs):
-    "Parts of the rows of a group: all programs of a launch at once, each with 16 rows or more"
-    return max(1, min(512 - PT, programs * sms // BG - PT, triton.cdiv(N, 16)))
+def _parts(BG, N, s, PT, tiles, sms):
+    "Parts of the rows of a group: all programs of a launch at once, none with few rows, as far as the host knows"
+    budget = 0 if s.budget is None else s.budget if isinstance(s.budget, int) else math.ceil(N * s.budget)
+    rows = N if s.probes is not None else min(N, budget + 4096)
+    return max(1, min(512 - PT, tiles.read[3] * sms // BG - PT, triton.cdiv(rows, tiles.part)))
 
 # %% ../../kernels/saap.ipynb #5a464482
 def launch(
@@ -575,49 +612,47 @@ def launch(
     tail, second = s.tail != "drop", s.tail in ("second_order", "fitted")
     CUT, moments = tail and s.probes is None, centroids is None and guess is None
     BD, BR = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(LR + 1))
-    _, warps, stages, programs, registers = tiles.read
-    BN = read_tile(tiles, BD, q.element_size())
-    BC, BM = triton.next_power_of_2(C), min(tiles.select[0], triton.next_power_of_2(C))
-    BT = min(BN, max(16, triton.next_power_of_2(C)))
-    TILES = triton.cdiv(min(tiles.means, triton.next_power_of_2(C)), BT) if tail else 0
-    PT = triton.cdiv(C, BT * TILES) if tail else 0
-    P = _parts(B * G, N, PT, sms, programs)
+    BN, BC = read_tile(tiles, BD, q.element_size()), triton.next_power_of_2(C)
+    BM, BT = min(tiles.select[0], BC), min(BN, max(16, BC))
+    TILES = triton.cdiv(min(tiles.means, BC), BT) if tail else 0
+    PT, S = triton.cdiv(C, BT * TILES) if tail else 0, triton.cdiv(C, tiles.route[0])
+    P = _parts(B * G, N, s, PT, tiles, sms)
+    A = P + PT
     integers, floats = (functools.partial(torch.empty, device=q.device, dtype=x) for x in (torch.int32, torch.float32))
-    scores = floats(B, H, C) if tail or moments else None
-    if guess is None: guess = scores if moments else floats(B, H, C)
-    else: guess = (guess * LOG2E).float().contiguous()
+    scores, guesses, routed = floats(B, H, C) if tail else None, floats(B, H, C), floats(2, B * H, S)
     (end, base), rest, facts = integers(2, B, G, C), floats(B, G, C) if tail else None, integers(B, G, 8)
-    (m, l), o = floats(2, B * H, P + PT), floats(B * H, P + PT, D)
-    sum_s, sum_x = (floats(B, H, P), floats(B, G, P, 2 * D + 1)) if CUT else (None, None)
+    (m, l, sum_s), o = floats(3, B * H, A), floats(B * G, LR + CUT, A, D)
+    sum_x = floats(B * G, P, D + 1) if CUT and second else None
+    rest_s, rest_x = (floats(B * H), floats(B * G, 2 + 2 * D)) if CUT else (None, None)
     out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
     factor = torch.ones(H, device=q.device) if second and factor is None else factor
     ask, scale = q if ask is None else ask, (D**-0.5 if scale is None else scale) * LOG2E
     of_q, of_a, of_out = ((x.stride(0), x.stride(1), x.stride(3)) for x in (q, ask, out))
-    more, same = dict(launch_pdl=True) if PDL else {}, dict(LR=LR, D=D, BD=BD, PDL=PDL)
-    of_fit = (0, 0) if centroids is None else centroids.stride()[:2]
-    if scores is not None or centroids is not None:
-        _route_kernel[triton.cdiv(C, tiles.route[0]), B * G](
-            q, ask, None if scores is None else index.mean, centroids, scores, guess, scale, *of_q, *of_a, *of_fit,
-            G, C, BR=BR, BN=tiles.route[0], num_warps=tiles.route[1], **same)
+    more, same = dict(launch_pdl=True) if PDL else {}, dict(LR=LR, PDL=PDL)
+    sized = dict(D=D, BD=BD) | same
+    _route_kernel[S, B * G](
+        q, ask, index.mean if tail or moments else None, centroids, None if guess is None else guess.contiguous(),
+        index.log, index.variance if moments else None, scores, guesses, *routed, scale, *of_q, *of_a,
+        *(0, 0) if centroids is None else centroids.stride()[:2], G, C, BR=BR, BN=tiles.route[0],
+        num_warps=tiles.route[1], **sized)
     if launches > 1:
         _select_kernel[triton.cdiv(C, BM), B * G](
-            q, guess, index.log, index.variance if moments else None, index.start, end, base, rest, facts, kv_start,
-            kv_len, *of_q, scale, N, G, C,
-            s.probes or 0, *share_in_units(s.budget or 0), MOMENTS=moments, DENSITY=s.density,
-            PROBES=s.probes is not None, LP=triton.next_power_of_2(LR), BC=BC, BM=BM, BK=min(BC, tiles.select[1]),
-            num_warps=tiles.select[2], **same, **more)
-    bounds = facts, index.since, index.built, kv_start, kv_len
+            guesses, *routed, index.log, index.start, end, base, rest, facts, kv_start, kv_len, N, G, C, S,
+            s.probes or 0, *share_in_units(s.budget or 0), DENSITY=s.density, PROBES=s.probes is not None,
+            LP=triton.next_power_of_2(LR), BC=BC, BM=BM, BK=min(BC, tiles.select[1]), BS=triton.next_power_of_2(S),
+            **launch_limits(*tiles.select[2:]), **same, **more)
     if launches > 2:
-        _read_kernel[P + PT, B * G](
-            q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, end, base,
-            *bounds, m, l, o, sum_s, sum_x, scale, *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G,
-            C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN, BC=BC, BT=BT, TILES=TILES, STAGES=stages,
-            **launch_limits(warps, registers), **same, **more)
+        _read_kernel[A, B * G](
+            q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, index.sums,
+            end, base, facts, index.since, index.built, kv_start, kv_len, m, l, o, sum_s, sum_x, rest_s, rest_x, scale,
+            *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G, C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN,
+            BC=BC, BT=BT, TILES=TILES, AHEAD=tiles.ahead, STAGES=tiles.read[2],
+            **launch_limits(tiles.read[1], tiles.read[4]), **sized, **more)
     if launches > 3:
         BW = min(BD, tiles.merge[0])
         _merge_kernel[B * H, triton.cdiv(D, BW)](
-            q, m, l, o, index.sums, sum_s, sum_x, factor, facts, out, scale, *of_q, *of_out, G, C, P, P + PT,
-            CUT=CUT, SECOND=second, BP=triton.next_power_of_2(P + PT), BW=BW, num_warps=tiles.merge[1], **same, **more)
+            q, m, l, o, sum_s, sum_x, rest_s, rest_x, factor, facts, out, scale, *of_q, *of_out, G, P, A, CUT=CUT,
+            SECOND=second, BP=triton.next_power_of_2(A), BW=BW, num_warps=tiles.merge[1], **sized, **more)
     return Found(out, end, base, facts)
 
 # %% ../../kernels/saap.ipynb #f23e53af
