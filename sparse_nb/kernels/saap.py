@@ -369,12 +369,6 @@ def _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N):
     return first, sinks, built, sinks + tl.maximum(first + n - built, 0)
 
 @triton.jit
-def _list_of(end_ptr, slot, C, BC: tl.constexpr):
-    "Number of the list of a slot"
-    o_c = tl.arange(0, BC)
-    return tl.sum((tl.load(end_ptr + o_c, mask=o_c < C, other=2**31 - 1) <= slot).to(tl.int32), 0)
-
-@triton.jit
 def _list(end_ptr, base_ptr, i, C):
     "Where list i ends, and its base; behind the last list there is one without an end"
     there = i < C
@@ -447,19 +441,20 @@ def _read_rows(b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, fact_ptr, since_
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
     scores, squares, keys = tl.zeros([BR], tl.float32), tl.zeros([BN], tl.float32), tl.zeros([BD], tl.float32)
     first, sinks, built, slots = _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N)
-    cut, end_cut, i_l = slots * 0, slots * 0, slots * 0
+    o_c, none, never = tl.arange(0, BC), slots * 0, slots * 0 + (2**31 - 1)
+    cut, end_cut = none, none
     for phase in tl.range(0, 2, num_stages=1):
-        listed = phase > 0
+        listed, ends = phase > 0, tl.zeros([BC], tl.int32)
         if listed:
             if PDL: gdc_wait()
+            ends = tl.load(end_ptr + o_c, mask=o_c < C, other=2**31 - 1)
             slots, cut = tl.load(fact_ptr + bg * 8 + 1), tl.load(fact_ptr + bg * 8 + 3)
             end_cut = cut + tl.load(fact_ptr + bg * 8 + 4)
         low = p * (slots // P) + tl.minimum(p, slots % P)
-        high = low + slots // P + (p < slots % P).to(tl.int32)
-        if listed: i_l = _list_of(end_ptr, low, C, BC)
+        high, i_l = low + slots // P + (p < slots % P).to(tl.int32), tl.sum((ends <= low).to(tl.int32), 0)
         while low < high:
-            end_0, end_1, end_2, end_3 = sinks, sinks * 0 + (2**31 - 1), sinks * 0 + (2**31 - 1), sinks * 0 + (2**31 - 1)
-            base, more_1, more_2, more_3 = first, built - sinks - first, sinks * 0, sinks * 0
+            end_0, end_1, end_2, end_3 = sinks, never, never, never                          # sinks, and the newest
+            base, more_1, more_2, more_3 = first, built - sinks - first, none, none
             if listed:
                 end_0, end_1, end_2, end_3, base, more_1, more_2, more_3 = _four_lists(end_ptr, base_ptr, i_l, C)
             stop = tl.minimum(end_3, high)
