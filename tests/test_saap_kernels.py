@@ -264,7 +264,8 @@ def test_parts():
     assert of(8, 171008, Settings(0.044)) == 3 * 132 // 8 - 8
     assert of(1, 171008, Settings(0.044)) == math.ceil((math.ceil(171008 * 0.044) + 4096) / 96)
     assert of(1, 171008, Settings(1000)) == of(1, 171008, Settings(1000, density=False)) == math.ceil(5096 / 96)
-    assert of(1, 171008, Settings(None, 4)) == 3 * 132 - 8 and of(1, 50, Settings(10**6)) == of(999, 10**6, Settings()) == 1
+    assert of(1, 171008, Settings(None, 4)) == 3 * 132 - 8
+    assert of(1, 50, Settings(10**6)) == of(999, 10**6, Settings()) == 1
 
 
 @kernel

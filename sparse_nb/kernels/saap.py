@@ -432,6 +432,7 @@ def _read_slots(m, l, acc, scores, squares, keys, b_q, k_ptr, v_ptr, order_ptr, 
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
     return m, l, acc, scores, squares, keys
 
+# %% ../../kernels/saap.ipynb #6098e0fa
 @triton.jit
 def _read_rows(b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, bg,
                p, scale, k_n, k_d, v_n, v_d, N, G, C, P, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr,

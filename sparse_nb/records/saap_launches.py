@@ -96,7 +96,7 @@ def worst_error(
     x: Parted,
     s: Settings,          # with a budget, and a first-order tail
     found: tuple,         # what `launch` returned for the same step
-    guess: torch.Tensor | None = None, # logarithms of the mean weights of clusters [1, H, C], that routed; None: moments
+    guess: torch.Tensor | None = None, # logarithms of mean weights [1, H, C], if they routed
 ) -> float:               # of the groups that are looked at, every third
     "Largest relative error of a group. Raises `Refused` above a percent, and where other clusters were read."
     (H, G, D), C, worst = x.case.shape, x.index.clusters, 0.0
@@ -147,6 +147,7 @@ def measure_launches(
         check = (lambda out: worst_error(out, x, s, found)) if name == "merge" else None
         recorder.measure_row(lambda: step()[0], check, **row, launch=name, memory="device", nbytes=nbytes[name])
 
+# %% ../../kernels/records/saap_launches.ipynb #2a3c412d
 def measure_network(
     recorder: Recorder,
     x: Parted,
@@ -168,6 +169,7 @@ def measure_network(
                          density=round(read / case.n, 4), launch="with network",
                          nbytes=nbytes + sum(read_bytes(x, read).values()))
 
+# %% ../../kernels/records/saap_launches.ipynb #7f3aef49
 def _measure_index(recorder, x):
     "Time the parts of an index, and one iteration of k-means."
     case, index, C = x.case, x.index, x.index.clusters
