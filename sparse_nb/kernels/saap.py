@@ -264,12 +264,12 @@ def network(
     (B, H, _, D), M, C = x.shape, w1.shape[2], w2.shape[2]
     hidden, out = torch.empty(B, H, M, device=x.device), torch.empty(B, H, C, device=x.device)
     (BK, BN, warps, stages), PDL = tiles, x.is_cuda and device_limits(x.device.index)[1]
-    more = dict(H=H, BK=BK, BN=BN, STAGES=stages, PDL=PDL, num_warps=warps) | (dict(launch_pdl=True) if PDL else {})
+    same, more = dict(BK=BK, BN=BN, STAGES=stages, PDL=PDL, num_warps=warps), dict(launch_pdl=True) if PDL else {}
     with torch.cuda.device_of(x):
         _layer_kernel[triton.cdiv(M, BN), B * H](
-            x, w1, b1, hidden, x.stride(0), x.stride(1), x.stride(3), K=D, N=M, RELU=True, **more)
+            x, w1, b1, hidden, x.stride(0), x.stride(1), x.stride(3), H, D, M, RELU=True, **same)
         _layer_kernel[triton.cdiv(C, BN), B * H](
-            hidden, w2, b2, out, hidden.stride(0), hidden.stride(1), 1, K=M, N=C, RELU=False, **more)
+            hidden, w2, b2, out, hidden.stride(0), hidden.stride(1), 1, H, M, C, RELU=False, **same, **more)
     return out
 
 # %% ../../kernels/saap.ipynb #080f820c
