@@ -179,7 +179,7 @@ def test_cases(case):
              "given": dict(guess=guess)}[case["route"]]
     how = dict(probes=int(case["how"]), budget=None) if isinstance(case["how"], str) else dict(budget=case["how"])
     check(p, tail=case["tail"], density=case["density"], **how, **given,
-          tiles=Tiles((16, 4), (4, 8, 4), (16, 4, 2, 8, None), 16, (16, 4)) if case["small"] else None)
+          tiles=Tiles((16, 4), (4, 8, 4, None), (16, 4, 2, 8, None), False, 16, 16, (16, 4)) if case["small"] else None)
 
 
 @kernel
@@ -240,6 +240,47 @@ def test_a_nan_stays_in_its_group(where):
     assert bad[1, :2].isnan().all()
     whole[1, :2] = bad[1, :2] = 0
     assert torch.equal(bad, whole)
+
+
+@kernel
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("tail", ["first_order", "second_order"])
+@pytest.mark.parametrize("budget", [1, 43, 61, 97])
+def test_a_cluster_cut_in_any_part(budget, tail, small):
+    "Two large clusters: the cut one lies in one part or in several, and reading starts with the other or with it."
+    from sparse_nb.kernels.saap import Tiles
+    p = problem(1, 2, 3, 130, 16, FP32, C=3, near=9, sinks=1, seed=budget)
+    p.ids.copy_((torch.arange(130, device=DEVICE) % 2).to(torch.int16).view(1, 1, -1))
+    tiles = Tiles(read=(16, 4, 2, 8, None), part=16) if small else Tiles(ahead=False)
+    check(p, budget=budget, tail=tail, tiles=tiles)
+
+
+@kernel
+def test_parts():
+    "All multiprocessors, and no part with few rows of the budget and 4,096 more."
+    from sparse_nb.kernels.saap import Settings, Tiles, _parts
+    tiles = Tiles(read=(64, 4, 3, 3, None), part=96)
+    of = lambda BG, N, s: _parts(BG, N, s, 8, tiles, 132)
+    assert of(8, 171008, Settings(0.044)) == 3 * 132 // 8 - 8
+    assert of(1, 171008, Settings(0.044)) == math.ceil((math.ceil(171008 * 0.044) + 4096) / 96)
+    assert of(1, 171008, Settings(1000)) == of(1, 171008, Settings(1000, density=False)) == math.ceil(5096 / 96)
+    assert of(1, 171008, Settings(None, 4)) == 3 * 132 - 8
+    assert of(1, 50, Settings(10**6)) == of(999, 10**6, Settings()) == 1
+
+
+@kernel
+@pytest.mark.parametrize("B, H, D, M, C, dtype", [(1, 4, 16, 24, 40, BF16), (2, 3, 80, 130, 17, FP32),
+                                                  (1, 2, 128, 64, 64, FP16)], ids=str)
+def test_networks_of_the_router(B, H, D, M, C, dtype):
+    from sparse_nb.kernels.saap import network
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator).to(dtype)
+    x, layers = new(B, H, 2, 2 * D)[:, :, 1:, ::2], (new(H, D, M), new(H, M), new(H, M, C), new(H, C))
+    w1, b1, w2, b2 = (y.double() for y in layers)
+    want = torch.relu(x.double() @ w1 + b1[:, None]) @ w2 + b2[:, None]
+    got = poisoned(lambda: network(x, *layers))
+    assert got.dtype == FP32
+    assert_close(got, want[:, :, 0], rtol=1e-6)
 
 
 # the index
@@ -435,11 +476,11 @@ if not INTERPRETED:
         BD = max(16, triton.next_power_of_2(D))
         types = dict.fromkeys(("order_ptr", "list_ptr", "end_ptr", "base_ptr", "fact_ptr", "since_ptr", "built_ptr",
                                "len_ptr"), "i32") | dict(start_ptr="i64", id_ptr="i16", share="i64")
-        halves = "q_ptr", "ask_ptr", "k_ptr", "v_ptr", "mean_ptr", "fit_ptr", "value_ptr", "out_ptr"
+        halves = "q_ptr", "ask_ptr", "k_ptr", "v_ptr", "mean_ptr", "fit_ptr", "value_ptr", "out_ptr", "w_ptr", "b_ptr"
         types |= dict.fromkeys(halves, kind)
         known = dict(LR=4, D=D, BR=16, BD=BD, PDL=capability >= 90, CUT=tail != "drop", SECOND=tail == "second_order")
-        if tail != "second_order": known |= dict(factor_ptr=None)
-        if tail == "drop": known |= dict.fromkeys(("sum_s_ptr", "sum_x_ptr", "rest_ptr"))
+        if tail != "second_order": known |= dict.fromkeys(("factor_ptr", "sum_x_ptr"))
+        if tail == "drop": known |= dict.fromkeys(("sum_s_ptr", "rest_ptr", "rest_s_ptr", "rest_x_ptr", "score_ptr"))
         kernel_ = getattr(saap, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
 
@@ -448,18 +489,21 @@ if not INTERPRETED:
         (90, "fp32", 128, "first_order")])
     def test_registers_and_spills_of_a_step(capability, kind, D, tail):
         triton = pytest.importorskip("triton")
-        from sparse_nb.kernels.saap import Tiles, read_tile
+        from sparse_nb.kernels.saap import _NETWORK, Tiles, read_tile
         tiles, size, BD = Tiles(), 4 if kind == "fp32" else 2, triton.next_power_of_2(D)
         _, warps, stages, _, registers = tiles.read
         BN = read_tile(tiles, BD, size)
-        read = dict(BN=BN, BC=1024, BT=BN, STAGES=stages)
+        read = dict(BN=BN, BC=1024, BT=BN, AHEAD=tiles.ahead, STAGES=stages)
         read["TILES"] = 0 if tail == "drop" else triton.cdiv(tiles.means, BN)
         if tail != "second_order": read |= dict(variance_ptr=None)
         found = {"read": usage("read", capability, kind, D, tail=tail, warps=warps, registers=registers, **read)}
-        routed = dict(BN=tiles.route[0], fit_ptr=None, ask_ptr=None, guess_ptr=None)
+        routed = dict(BN=tiles.route[0], fit_ptr=None, ask_ptr=None, given_ptr=None)
         found["route"] = usage("route", capability, kind, D, warps=tiles.route[1], **routed)
-        chosen = dict(BC=1024, BM=tiles.select[0], BK=tiles.select[1], LP=4, MOMENTS=True, DENSITY=True, PROBES=False)
-        found["select"] = usage("select", capability, kind, D, tail=tail, warps=tiles.select[2], **chosen)
+        BM, BK, warps, most = tiles.select
+        chosen = dict(BC=1024, BM=BM, BK=BK, LP=4, BS=32, DENSITY=True, PROBES=False)
+        found["select"] = usage("select", capability, kind, D, tail=tail, warps=warps, registers=most, **chosen)
+        BK, BN, warps, stages = _NETWORK
+        found["layer"] = usage("layer", capability, kind, D, warps=warps, BK=BK, BN=BN, STAGES=stages, RELU=True)
         found["merge"] = usage("merge", capability, kind, D, tail=tail, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
         for name, used in found.items():
             print(name, used)
