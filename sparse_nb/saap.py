@@ -788,6 +788,22 @@ class Routed(Partitioned):
         return run(self, q, k, v, indexed(self, q, k, v, state), masks, scale, return_stats, q_before,
                    backend)
 
+# %% ../nbs/40_saap.ipynb #68df16c4
+def check_amount(s):
+    "How many of `budget`, `probes` and `unread` are given. TypeError or ValueError for two, and for what none can be."
+    given = [(name, x) for name in ("budget", "probes", "unread") if (x := getattr(s, name)) is not None]
+    if len(given) > 1:
+        (name, x), (other, y) = given[:2]
+        raise ValueError(f"{other} must be None where {name} is given, got {y} and {x}")
+    if s.budget is not None: check_budget(s.budget, least=0)
+    if s.probes is not None: check_count("probes", s.probes, 0)
+    if s.unread is not None:
+        check_number("unread", s.unread)
+        if not 0 <= s.unread <= 1: raise ValueError(f"unread must lie in [0, 1], got {s.unread}")
+        if s.router in ROUTERS[1:]:
+            raise ValueError(f"router must be 'moments' where unread is given, got {s.router!r}")
+    return len(given)
+
 # %% ../nbs/40_saap.ipynb #266bf2f8
 ROUTERS, RANKS = ("moments", "centroid", *NETWORKS), ("density", "mass")
 BUDGET = 0.04  # where neither `budget` nor `probes` is given
@@ -816,26 +832,11 @@ class Saap(Routed):
     layer: int | None = None          # whose partition of a file; None: of the one it runs in, which `sparsify` knows
 
     def __post_init__(self):
-        self._check_amount()
+        if check_amount(self) == 0: object.__setattr__(self, "budget", BUDGET)
         for name, least in ("sinks", 0), ("window", 1): check_count(name, getattr(self, name), least)
         for name, allowed in ("router", ROUTERS), ("rank", RANKS), ("tail", TAILS):
             check_choice(name, getattr(self, name), allowed)
-        if self.unread is not None and self.router != "moments":
-            raise ValueError(f"router must be 'moments' where unread is given, got {self.router!r}")
         self._check_partition()
-
-    def _check_amount(self):
-        "How much is read: one of `budget`, `probes` and `unread`."
-        given = [(name, x) for name in ("budget", "probes", "unread") if (x := getattr(self, name)) is not None]
-        if len(given) > 1:
-            (name, x), (other, y) = given[:2]
-            raise ValueError(f"{other} must be None where {name} is given, got {y} and {x}")
-        if not given: object.__setattr__(self, "budget", BUDGET)
-        if self.budget is not None: check_budget(self.budget, least=0)
-        if self.probes is not None: check_count("probes", self.probes, 0)
-        if self.unread is None: return
-        check_number("unread", self.unread)
-        if not 0 <= self.unread <= 1: raise ValueError(f"unread must lie in [0, 1], got {self.unread}")
 
     def _check_partition(self):
         "What makes clusters of the context, or names a file."

@@ -394,6 +394,7 @@ def figures_of(
     for row in read_record(path)["rows"]: rows.setdefault(row["figure"], []).append(row)
     return {name: pd.concat([pd.DataFrame(row) for row in own], ignore_index=True) for name, own in rows.items()}
 
+# %% ../../kernels/records/saap_heads.ipynb #c0c7705b
 def record(
     out,                 # JSON file to write
     *,
