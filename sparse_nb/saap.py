@@ -7,7 +7,8 @@ __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'TAILS', 'ROUTERS', 'RANKS'
            'cluster_sums', 'sums_of_nearest', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows',
            'moments_of', 'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition',
            'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Partition', 'rank_clusters', 'keys_to_read',
-           'newest_of_each', 'tail_state', 'Partitioned', 'Routed', 'Saap', 'saap_decode']
+           'newest_of_each', 'cluster_shares', 'keys_for_mass', 'tail_state', 'Partitioned', 'Routed', 'Saap',
+           'saap_decode']
 
 # %% ../nbs/40_saap.ipynb #3c143375
 import math
@@ -20,8 +21,9 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .core.checks import (
-    FLOATS, check_budget, check_choice, check_count, check_flag, check_inputs, check_scores, on_cpu_eagerly)
+from sparse_nb.core.checks import (
+    FLOATS, check_budget, check_choice, check_count, check_flag, check_inputs, check_number, check_scores,
+    on_cpu_eagerly)
 from .core.exact import (
     SoftmaxState, exponentials, grouped, merge_states, no_autocast, promote, to_device_of, visible_range)
 from .core.methods import Predictor, State, check_heard, check_state, stats_of, visible_keys, weights_id
@@ -455,6 +457,32 @@ def newest_of_each(
     read = newer < F.pad(taken, (0, 1)).gather(-1, cluster)
     return torch.zeros_like(read).scatter(-1, order, read)
 
+# %% ../nbs/40_saap.ipynb #8815880a
+def cluster_shares(
+    log_a: torch.Tensor, # guess of a key's mean weight in each cluster [B, H, Q, C], from `log_weights`
+    count: torch.Tensor, # n_c [B, G, C]
+    near: torch.Tensor,  # scores of the keys that are read anyway [B, H, Q, S], -inf for none
+) -> torch.Tensor:       # [B, G, Q, C], float32 or float64
+    "Share of each cluster in the attention to near and far keys, mean over the heads of a group."
+    groups = count.shape[1]
+    mass = log_a.unflatten(1, (groups, -1)) + count.log()[:, :, None, None]
+    share = torch.cat([near.unflatten(1, (groups, -1)).to(mass.dtype), mass], -1).softmax(-1)
+    return share[..., near.shape[-1]:].mean(2).nan_to_num(0)
+
+def keys_for_mass(
+    rank: torch.Tensor,  # of each cluster [B, G, C], from `rank_clusters`
+    count: torch.Tensor, # its far keys [B, G, C], int64
+    share: torch.Tensor, # its share of all attention [B, G, C], as guessed
+    unread: float,       # share that may stay unread, 0 to 1; 0: nothing
+) -> torch.Tensor:       # [B, G, C], int64
+    "How many keys of each cluster are read, in clusters of falling rank, so that no more than `unread` stays."
+    order = rank.sort(dim=-1, descending=True, stable=True).indices
+    n, share = count.gather(-1, order), share.gather(-1, order)
+    left = share.flip(-1).cumsum(-1).flip(-1).clamp(max=1)  # of a cluster and of all behind it
+    wanted = ((left - unread) / share * n).nan_to_num(0).ceil().clamp(min=0)
+    taken = torch.minimum(wanted, n.to(wanted.dtype)).long() if unread else n
+    return torch.zeros_like(n).scatter(-1, order, taken)
+
 # %% ../nbs/40_saap.ipynb #3403f686
 TAILS = "first_order", "second_order", "fitted", "drop"
 
@@ -497,6 +525,14 @@ def rest_of(state, k, v, index, counted, taken):
     sums = torch.where((taken < count)[..., None], state.latest - torch.where(cut, read, 0), 0)
     return moments_of(torch.cat([(count - taken)[..., None].to(sums.dtype), sums[..., 1:]], -1), k.shape[3])
 
+def near_scores(q, k, near, first, scale):
+    "Scores [B, H, 1, S] of the keys that are read anyway, `near` [B, N]; -inf in the slots that shorter rows leave."
+    number = near.sum(-1, keepdim=True)
+    index = near.int().sort(dim=-1, descending=True, stable=True).indices[:, :int(number.max())]
+    used = torch.arange(index.shape[1], device=q.device) < number
+    keys = take_rows(k, torch.where(used, index, first[:, 0])[:, None].expand(-1, k.shape[1], -1))
+    return log_weights(q, keys, scale).masked_fill(~used[:, None, None], -math.inf)
+
 def learnt(state, what, device):
     "The parts of the file that a state's centroids are from. ValueError for one that lacks `what`."
     parts = {} if state.source is None else partition_parts(*state.source, device)
@@ -535,13 +571,18 @@ def step(s, q, k, v, state, first, far, scale, q_before):
     state.follow(k, v if tail else None, *far)
     (begin, last, end), n, repeats = far, k.shape[2], q.shape[1] // k.shape[1]
     count, visible, budget = state.latest[..., 0], end - first[:, 0, 0], None
-    rank = rank_clusters(guess(s, q, state, scale, q_before), count, s.rank)[:, :, 0]
-    if s.probes is None: budget = budget_counts(s.budget, visible, n)[0] if s.budget else torch.zeros_like(visible)
-    taken = keys_to_read(rank, count.long(), s.probes, budget)
     i = torch.arange(n, device=q.device)
     is_far = (i >= begin[:, None]) & (i < last[:, None])
-    kept = (i >= first[:, 0]) & (i < end[:, None]) & ~is_far
-    kept = newest_of_each(state.rows[..., 0].long(), is_far, taken) | kept[:, None]
+    near = (i >= first[:, 0]) & (i < end[:, None]) & ~is_far
+    log_a = guess(s, q, state, scale, q_before)
+    rank = rank_clusters(log_a, count, s.rank)[:, :, 0]
+    if s.unread is not None:
+        share = cluster_shares(log_a, count, near_scores(q, k, near, first, scale))[:, :, 0]
+        taken = keys_for_mass(rank, count.long(), share, s.unread)
+    else:
+        if s.probes is None: budget = budget_counts(s.budget, visible, n)[0] if s.budget else torch.zeros_like(visible)
+        taken = keys_to_read(rank, count.long(), s.probes, budget)
+    kept = newest_of_each(state.rows[..., 0].long(), is_far, taken) | near[:, None]
     number = kept.sum(-1, keepdim=True)
     index = kept.int().sort(dim=-1, descending=True, stable=True).indices[..., :int(number.max())]
     used = torch.arange(index.shape[-1], device=q.device) < number
@@ -646,9 +687,10 @@ def served(s, q, k, v, backend):
     "Do the kernels take this step? Raise TypeError or ValueError where they are asked for and cannot."
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if backend != "triton": return backend == "auto" and not learns and has_kernels(q)
+    if backend != "triton": return backend == "auto" and not learns and s.unread is None and has_kernels(q)
     from sparse_nb.kernels.common import refusal
     if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
+    if s.unread is not None: raise ValueError(f"unread must be None for backend='triton', got {s.unread}")
     if error := refusal(q): raise error
     return True
 
@@ -746,6 +788,22 @@ class Routed(Partitioned):
         return run(self, q, k, v, indexed(self, q, k, v, state), masks, scale, return_stats, q_before,
                    backend)
 
+# %% ../nbs/40_saap.ipynb #68df16c4
+def check_amount(s):
+    "How many of `budget`, `probes` and `unread` are given. TypeError or ValueError for two, and for what none can be."
+    given = [(name, x) for name in ("budget", "probes", "unread") if (x := getattr(s, name)) is not None]
+    if len(given) > 1:
+        (name, x), (other, y) = given[:2]
+        raise ValueError(f"{other} must be None where {name} is given, got {y} and {x}")
+    if s.budget is not None: check_budget(s.budget, least=0)
+    if s.probes is not None: check_count("probes", s.probes, 0)
+    if s.unread is not None:
+        check_number("unread", s.unread)
+        if not 0 <= s.unread <= 1: raise ValueError(f"unread must lie in [0, 1], got {s.unread}")
+        if s.router in ROUTERS[1:]:
+            raise ValueError(f"router must be 'moments' where unread is given, got {s.router!r}")
+    return len(given)
+
 # %% ../nbs/40_saap.ipynb #266bf2f8
 ROUTERS, RANKS = ("moments", "centroid", *NETWORKS), ("density", "mass")
 BUDGET = 0.04  # where neither `budget` nor `probes` is given
@@ -758,7 +816,8 @@ class Saap(Routed):
     Raises TypeError or ValueError for settings that can never work.
     """
     budget: int | float | None = None # far keys to read: a count, or a share of the visible keys; None: see `probes`
-    probes: int | None = None         # or clusters to read whole; None for both: a budget of `BUDGET`
+    probes: int | None = None         # or clusters to read whole
+    unread: float | None = None       # or share of the guessed mass to leave unread; None for all three: `BUDGET`
     clusters: int | None = None       # C; None: as `CONTEXT`, and so for what else makes a partition of the context
     sinks: int = 1                    # first visible keys, always read
     window: int = 255                 # last visible keys, likewise
@@ -773,11 +832,7 @@ class Saap(Routed):
     layer: int | None = None          # whose partition of a file; None: of the one it runs in, which `sparsify` knows
 
     def __post_init__(self):
-        if self.budget is not None and self.probes is not None:
-            raise ValueError(f"probes must be None where budget is given, got {self.probes} and {self.budget}")
-        if self.probes is not None: check_count("probes", self.probes, 0)
-        elif self.budget is None: object.__setattr__(self, "budget", BUDGET)
-        if self.budget is not None: check_budget(self.budget, least=0)
+        if check_amount(self) == 0: object.__setattr__(self, "budget", BUDGET)
         for name, least in ("sinks", 0), ("window", 1): check_count(name, getattr(self, name), least)
         for name, allowed in ("router", ROUTERS), ("rank", RANKS), ("tail", TAILS):
             check_choice(name, getattr(self, name), allowed)
@@ -810,7 +865,8 @@ def saap_decode(
     partition="context", # as in `Saap`; or centroids [G, C, D]; or a `Partition` of these keys
     *,
     probes: int | None = None,            # clusters to read whole
-    budget: int | float | None = None,    # or far keys to read: a count, or a share; None for both: `BUDGET`
+    budget: int | float | None = None,    # or far keys to read: a count, or a share
+    unread: float | None = None,          # or share of the guessed mass to leave unread; None for all three: `BUDGET`
     router: str = "moments",              # one of `ROUTERS`; networks are a file's
     rank: str = "density",                # guessed mass a key, or "mass"
     tail: str = "first_order",            # one of `TAILS`; "fitted" is a file's
@@ -833,7 +889,8 @@ def saap_decode(
     """
     masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
     check_inputs(q, k, v, scale=scale, **masks)
-    settings = dict(probes=probes, budget=budget, router=router, rank=rank, tail=tail, sinks=sinks, window=window)
+    settings = dict(probes=probes, budget=budget, unread=unread, router=router, rank=rank, tail=tail, sinks=sinks,
+                    window=window)
     if isinstance(partition, Partition):
         check_index(partition, partition, k)
         if partition.source is not None: settings |= dict(zip(("partition", "layer"), partition.source))

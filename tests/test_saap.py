@@ -16,8 +16,9 @@ from sparse_nb.attention import (
 from sparse_nb.core.methods import weights_id
 from sparse_nb.metrics import clopper_pearson, relative_error
 from sparse_nb.saap import (
-    KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, keys_to_read,
-    moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores, saap_decode, save_partition)
+    KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, keys_for_mass,
+    keys_to_read, moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores, saap_decode,
+    save_partition, served)
 from sparse_nb.vattention import VAttention, select_and_promise
 
 UNTRAINED = [tail for tail in TAILS if tail != "fitted"]
@@ -47,11 +48,17 @@ def by_hand(s, ids, q, k, v):
             for c, own in groups.items()}
     order = sorted(groups, key=lambda c: (-rank[c], c))
     left = s.budget if isinstance(s.budget, int) else None if s.budget is None else math.ceil(s.budget * n - 1e-9)
-    read = ~far
+    read, all_mass = ~far, weight[:, ~far].sum(-1) + whole
+    share = {c: float((guess[c] / all_mass).mean()) for c in groups}  # of a key
     for i, c in enumerate(order):
-        count = len(groups[c]) * (i < s.probes) if left is None else min(left, len(groups[c]))
+        own = groups[c]
+        if s.unread is not None:
+            behind = sum(len(groups[x]) * share[x] for x in order[i + 1:])
+            count = next(t for t in range(len(own) + 1)
+                         if t == len(own) or s.unread and behind + (len(own) - t) * share[c] <= s.unread)
+        else: count = len(own) * (i < s.probes) if left is None else min(left, len(own))
         left = left if left is None else left - count
-        if count: read[groups[c][-count:]] = True
+        if count: read[own[-count:]] = True
     top, bottom = weight[:, read] @ v[read], weight[:, read].sum(-1)
     for own in groups.values():
         rest = [i for i in own if not read[i]]
@@ -62,7 +69,8 @@ def by_hand(s, ids, q, k, v):
         top, bottom = top + copies[:, None] * v[rest].mean(0), bottom + copies
     return read, top / bottom[:, None]
 
-CASES = [Saap(budget=12, **SMALL), Saap(budget=0, **SMALL), Saap(budget=0.2, rank="mass", **SMALL),
+CASES = [Saap(unread=0.2, **SMALL), Saap(unread=0.4, rank="mass", tail="drop", **SMALL),
+         Saap(budget=12, **SMALL), Saap(budget=0, **SMALL), Saap(budget=0.2, rank="mass", **SMALL),
          Saap(probes=2, **SMALL), Saap(probes=3, rank="mass", tail="drop", **SMALL),
          Saap(budget=17, tail="second_order", kmeans="plain", **SMALL), Saap(budget=9, tail="drop", **SMALL),
          Saap(budget=13, clusters=1, sinks=0, window=1), Saap(probes=1, clusters=90, sinks=3, window=5)]
@@ -153,7 +161,7 @@ def test_sums_in_blocks(monkeypatch):
 def test_all_clusters_are_exact_attention(clusters, tail, router):
     q, k, v = inputs(queries=3)
     masks = dict(causal=True, kv_start=torch.tensor([0, 9]), kv_len=torch.tensor([60, 41]))
-    for how in (dict(probes=clusters), dict(budget=60), dict(budget=1.0)):
+    for how in (dict(probes=clusters), dict(budget=60), dict(budget=1.0), *[dict(unread=0)] * (router == "moments")):
         got = saap_decode(q, k, v, clusters=clusters, tail=tail, router=router, sinks=2, window=4, **how, **masks)
         assert_close(got, attention(q, k, v, **masks), 1e-12)
 
@@ -230,6 +238,111 @@ def test_a_needle_in_a_crowd():
         assert read[heavy].sum() == (10 if rank == "density" else 0)
     assert caught["density"] > 4 * caught["mass"]
 
+# until little is left
+
+def unread_of(q, k, read, scale=None):
+    "Share of the attention of each head on keys that are not `read` [H, N]"
+    return (attention_weights(q, k, scale=scale)[0, :, 0] * ~read).sum(-1)
+
+def crowd(across, along):
+    """A query, and 200 far keys in one clump before a window of 32 keys at score 3.
+
+    Scores of the far keys have the deviation `along`, their other fifteen numbers `across`.
+    """
+    g, axes = torch.Generator().manual_seed(0), torch.eye(16).double()
+    far = 20 * axes[1] + across * torch.randn(200, 16, generator=g)
+    far[:, 0] = along * torch.randn(200, generator=g)
+    return axes[None, None, :1], torch.cat([far, 3 * axes[:1].expand(32, -1)])[None, None]
+
+CROWD = Saap(unread=0.3, clusters=1, sinks=0, window=32)
+
+def left_by(s, q, k):
+    "How many far keys of a `crowd` are read, and the share of the attention on the others"
+    read = s.select(q, k, scale=1.0).dense(232)[0, :, 0] > 0
+    return int(read[0, :200].sum()), float(unread_of(q, k, read, 1.0))
+
+def test_a_guess_is_no_promise():
+    "One needle at score 12 in a clump at 0: the mean and the variance of the clump hardly move, and it is not read"
+    q, k = crowd(0.1, 0.1)
+    k[0, 0, 77, 0] = 12
+    read, left = left_by(CROWD, q, k)
+    assert read == 0 and left > 0.99
+    out, stats = CROWD.decode(q, k, k, scale=1.0, return_stats=True)
+    assert stats.density == 32 / 232 and relative_error(out, attention(q, k, k, scale=1.0)) > 0.5
+
+def test_the_second_order_sees_what_the_first_does_not():
+    "Normal keys: by their mean alone nothing would be read, yet it is a third of the attention"
+    q, k = crowd(2.0, 2.0)
+    scores = k[0, 0] @ q[0, 0, 0]
+    near, mean, true = scores[200:].exp().sum(), 200 * scores[:200].mean().exp(), scores[:200].exp().sum()
+    assert mean / (near + mean) < 0.3 < 0.5 < true / (near + true)
+    read, left = left_by(CROWD, q, k)
+    assert 0 < read < 200 and left < 0.5
+
+def test_the_second_order_sees_what_is_not_there():
+    "Keys that differ only where the query does not look: all but a few are read, for a share that was small enough"
+    q, k = crowd(4.0, 0.0)
+    assert float(unread_of(q, k, torch.arange(232) >= 200, 1.0)) < 0.3
+    assert left_by(CROWD, q, k)[0] > 100
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_less_unread_reads_more_and_nothing_reads_all(data):
+    "In whole steps; and what is read more are keys of the next rank, so selections are nested"
+    draw = data.draw
+    n, clusters, seed = draw(st.integers(1, 40)), draw(st.integers(1, 9)), draw(st.integers(0, 10**6))
+    spread, rank = draw(st.sampled_from([0.1, 1.0, 30.0])), draw(st.sampled_from(RANKS))
+    g = torch.Generator().manual_seed(seed)
+    k, q = spread * torch.randn(1, 2, n, 4, generator=g), spread * torch.randn(1, 4, 1, 4, generator=g)
+    ends = dict(sinks=draw(st.integers(0, 3)), window=draw(st.integers(1, 5)))
+    last = None
+    for unread in (1, 0.9, 0.5, 0.1, 1e-3, 1e-9, 0):
+        s = Saap(unread=unread, clusters=clusters, rank=rank, **ends)
+        read, out = s.select(q, k).dense(n) > 0, s.decode(q, k, k, return_stats=True)
+        assert (out[1].values_read == read.sum(-1)).all() and out[0].isfinite().all()
+        if last is None: assert read[0, 0].sum() == min(n, sum(ends.values()))
+        else: assert (read | ~last).all()
+        last = read
+    assert last.all()
+
+def test_shares_above_one_by_rounding_read_nothing():
+    share, count = torch.tensor([[[0.4, 0.4, 0.2 + 1e-6]]]), torch.full((1, 1, 3), 10)
+    assert share.sum() > 1 and keys_for_mass(-share, count, share, 1).sum() == 0
+
+def test_a_row_shorter_than_its_window_is_its_own_run():
+    "Next to a long one, where what is hidden is NaN"
+    q, k, v = inputs()
+    end = torch.tensor([60, 5])
+    k, v = (x.masked_fill((torch.arange(60) >= end[:, None])[:, None, :, None], math.nan) for x in (k, v))
+    out, stats = Saap(unread=0.2, **SMALL).decode(q, k, v, kv_len=end, return_stats=True)
+    assert_close(out[1:], attention(q[1:], k[1:, :, :5], v[1:, :, :5]), 1e-12)
+    assert (stats.values_read[1] == 5).all() and (stats.values_read[0] > 11).all()
+
+def test_the_guess_is_held_where_keys_are_alike():
+    "Equal keys in a cluster: the guess is the mass, so the share that stays unread is at most what was asked, by a key"
+    g = torch.Generator().manual_seed(3)
+    centre = torch.randn(6, 16, generator=g).double()
+    k = centre[torch.arange(200) % 6][None, None]
+    q = 2 * torch.randn(1, 3, 1, 16, generator=g).double()
+    for unread in (0.6, 0.3, 0.1, 0.01):
+        s = Saap(unread=unread, clusters=60, sinks=1, window=5)
+        state = s.build(k)
+        read = s.select(q, k, state=state).dense(200)[0, :, 0] > 0
+        left = unread_of(q, k, read).mean()
+        rank = s.priorities(q, state)[0, 0, 0].masked_fill(~read[0], math.inf)
+        rank[:1] = rank[-5:] = math.inf
+        less = read.clone()
+        less[:, int((rank == rank.min()).nonzero()[0, 0])] = False
+        assert left <= unread + 1e-12 < unread_of(q, k, less).mean()
+
+def test_unread_has_no_kernel(monkeypatch):
+    "Where a GPU has kernels, a step with `unread` is PyTorch's unless they are asked for"
+    monkeypatch.setattr("sparse_nb.saap.has_kernels", lambda q: True)
+    by = lambda s, backend: served(s, Q, K, V, backend)
+    assert by(Saap(0.1), "auto") and not by(Saap(unread=0.1), "auto") and not by(Saap(unread=0.1), "torch")
+    with pytest.raises(ValueError, match="unread must be None for backend='triton', got 0.1"):
+        saap_decode(Q, K, V, unread=0.1, backend="triton", **SMALL)
+
 def test_heads_of_a_group_share_what_they_read():
     q, k, _ = inputs()
     dense = Saap(budget=10, **SMALL).select(q, k).dense(60).unflatten(1, (2, 3))
@@ -287,7 +400,7 @@ def same(s, state, q, k, v, **masks):
     assert torch.equal(state.rows, new.rows) and state.rows.dtype == torch.int16
     assert_close(state.latest, new.latest, 1e-12)
 
-@pytest.mark.parametrize("s", CASES[:6], **NAMES)
+@pytest.mark.parametrize("s", CASES[:8], **NAMES)
 def test_append_crop_and_reorder_equal_a_fresh_index(s):
     q, k, v = inputs(keys=400)
     state = s.new_state()
@@ -427,12 +540,20 @@ def test_vattention_asks_it():
 @pytest.mark.parametrize("s", [Saap(), *CASES], **NAMES)
 def test_json_round_trip(s):
     assert Method.from_json(s.to_json()) == s and hash(Predictor.from_json(s.to_json())) == hash(s)
-    assert Saap().budget == 0.04 and Saap(probes=3).budget is None
+    assert Saap().budget == 0.04 and Saap(probes=3).budget is None and Saap(unread=0).budget is None
 
 Q, K, V = inputs(dtype=torch.float32)
 STATE = Saap(**SMALL).build(K, v=V)
 @pytest.mark.parametrize("call, error, message", [
     (lambda: Saap(budget=3, probes=2), ValueError, "probes must be None where budget is given, got 2 and 3"),
+    (lambda: Saap(budget=3, unread=0.1), ValueError, "unread must be None where budget is given, got 0.1 and 3"),
+    (lambda: Saap(probes=3, unread=0), ValueError, "unread must be None where probes is given, got 0 and 3"),
+    (lambda: saap_decode(Q, K, V, unread=-0.1), ValueError, r"unread must lie in \[0, 1\], got -0.1"),
+    (lambda: Saap(unread=1.5), ValueError, r"unread must lie in \[0, 1\], got 1.5"),
+    (lambda: Saap(unread=math.nan), ValueError, r"unread must lie in \[0, 1\], got nan"),
+    (lambda: Saap(unread="0.1"), TypeError, "unread must be a number, got str"),
+    (lambda: Saap(unread=True), TypeError, "unread must be a number, got bool"),
+    (lambda: Saap(unread=0.1, router="centroid"), ValueError, "router must be 'moments' where unread is given, got 'c"),
     (lambda: Saap(budget=-1), ValueError, "budget must be at least 0, got -1"),
     (lambda: Saap(budget=1.5), ValueError, r"budget must lie in \(0, 1\]"),
     (lambda: Saap(budget="3"), TypeError, "budget must be an int"),
@@ -522,7 +643,8 @@ USED = [Saap(budget=5, clusters=6, sinks=1, window=8), Saap(probes=2, clusters=5
         Saap(budget=5, clusters=6, window=8, before_rope=True, router="centroid"),
         VAttention(0.5, 0.2, sinks=1, window=4, topk=4, base=6, plugin="plain", predictor=Saap(clusters=5, window=4)),
         VAttention(0.5, 0.2, sinks=1, window=4, topk=4, base=6, plugin="plain", predictor=Saap(
-            clusters=5, window=4, before_rope=True, router="centroid"))]
+            clusters=5, window=4, before_rope=True, router="centroid")),
+        Saap(unread=0.3, clusters=6, window=8)]
 OF_FILES = [Saap(6, window=8, partition="file", router="mlp", rank="mass", tail="drop"),
             Saap(6, window=8, partition="file", tail="fitted"),
             Saap(probes=2, window=8, partition="file", router="linear"),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SANTA_TASKS', 'labelled_task', 'Watched', 'watched_means', 'GrowingRecord', 'stacked', 'PocketModel', 'read_answers',
-           'condensed', 'finish', 'write_condensed']
+           'together', 'condensed', 'finish', 'write_condensed']
 
 # %% ../../kernels/records/answers.ipynb #0bf99286
 import json
@@ -181,20 +181,34 @@ def read_answers(
     return record["meta"], {part: _spread(rows) for part, rows in parts.items()}
 
 # %% ../../kernels/records/answers.ipynb #7ac02ec3
+def together(
+    files: list, # of `grid.run`
+) -> dict:       # (model, setup) -> the rows of `frame_of` of all of them, by seed
+    """The rows of files of results, each prompt of a task, length and pair of methods once: as the first file has it.
+
+    What methods a file's header names does not matter: `write_condensed` notes names that mean several.
+    """
+    frames = {}
+    for file in files:
+        about = read_results(file)[0]
+        frames.setdefault((about["model"], about["setup"]), []).append(frame_of(file))
+    return {key: pd.concat(own).drop_duplicates([*CELL, "seed"]).sort_values("seed", kind="stable")
+            for key, own in frames.items()}
+
 def condensed(
     files: list, # of `grid.run`
 ) -> list:       # of dicts, the rows of a record of answers
     """What is kept of files of results: a row for each model (`part`), task, length and method.
 
     right and same have a digit a prompt; bits, seed, long_bits and long_tokens of texts are lists; the others means.
-    The method is the one that decodes, or the one that reads, or both with a bar between.
+    The method is the one that decodes, or the one that reads, or both with a bar between. Files may hold parts of a
+    grid, other prompts or other methods; of what several hold, the first counts (`together`).
     """
     rows, digits = [], lambda x: "".join("01"[bool(y)] for y in x)
-    for file in files:
-        frame, about = frame_of(file).sort_values("seed"), read_results(file)[0]
+    for (part, setup), frame in together(files).items():
         for (task, length, reads, decodes), own in frame.groupby(CELL, sort=False):
             name = decodes if reads == "exact" else reads if decodes == "exact" else f"{reads} | {decodes}"
-            row = dict(part=about["model"], task=task, length=length, setup=about["setup"], method=name)
+            row = dict(part=part, task=task, length=length, setup=setup, method=name)
             if task == "text":
                 lists = [x for x in ("bits", "seed", "long_bits", "long_tokens") if x in own]
                 row |= {x: own[x].round(6).tolist() for x in lists}
