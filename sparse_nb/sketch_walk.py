@@ -639,7 +639,8 @@ def served(s, q, k, v, backend):
     for name, only in dict(walk=None, heads="group", pool="mean").items():
         if (got := getattr(s, name)) != only:
             error = error or ValueError(f"{name} must be {only!r} for backend='triton', got {got!r}")
-    if s.block < 32: error = error or ValueError(f"block must be 32, 64 or 128 for backend='triton', got {s.block}")
+    if error is None and k.shape[2] > s.block * 2**15:
+        error = ValueError(f"k must have at most {2**15} blocks for backend='triton', got {k.shape[2]} keys")
     if learns: error = ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
     if error and backend == "triton": raise error
     return error is None
