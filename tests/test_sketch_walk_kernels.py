@@ -251,6 +251,7 @@ def test_packing_keeps_every_bit():
     (True, dict(density=0.5, index="mean"))], ids=str)
 def test_the_method_by_kernels_is_the_reference(ragged, settings):
     "Key by key, several at once, after a crop and in another order: as from scratch in PyTorch."
+    from sparse_nb.kernels.sketch_walk import pack
     p = problem(2, 2, 2, 420, 64, FP32)
     start = torch.tensor([0, 70], device=DEVICE) if ragged else None
     method = SketchWalk(**settings)
@@ -263,6 +264,15 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
         for name in "keys_scored", "values_read", "index_bytes", "density", "budget":
             assert torch.equal(*(torch.as_tensor(getattr(x[1], name)) for x in (got, want))), name
     state = method.new_state()
+    def same_packed():
+        "As packed anew, where blocks are full."
+        fresh = pack(method.index, state.rows, state.begin, state.packed.sign)
+        for b in range(2):
+            full = (len(state) - int(state.begin[b])) // method.block
+            for x, want in zip(state.packed[:3], fresh):
+                if x is None or x.dtype == FP32: continue
+                assert torch.equal(x[b, :, :full], want[b, :, :full])
+        assert torch.equal(state.packed.begin, fresh.begin)
     def grow(n, row=slice(None)):
         i = torch.arange(len(state), n, device=DEVICE)
         shown = None if start is None else i >= start[row, None]
@@ -276,18 +286,23 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
         assert state.packed is kept  # a block was completed by the kernels
     grow(340)
     both(340)
+    same_packed()
     assert state.packed is not kept
+    assert state.packed.rows is kept.rows  # and those that were not followed packed alone
     both(340, kv_len=torch.tensor([340, 331], device=DEVICE))
     state.crop(330)
     both(330)
+    same_packed()
     back = torch.tensor([1, 0], device=DEVICE)
     state.pick_rows(back)
     both(330, back)
     grow(420, back)
     both(420, back)
+    same_packed()
     state.reset()
     grow(200)
     both(200)
+    same_packed()
 
 
 @kernel
