@@ -195,7 +195,7 @@ def test_selection(M, want, wide, bits, part):
         key, parts = torch.zeros(M, device=DEVICE).int(), -(-M // 64)
         _share_kernel[parts, 1](z, m, l, begin, None, None, key, M * 64, 1, M, 3, **same)
     none = torch.zeros(1, device=DEVICE)
-    _select_kernel[parts, 1](none, none, z, m, l, key, begin, None, None, lists, count, 0, 0, 0, 0, M * 64, 1, M, 3,
+    _select_kernel[1, parts](none, none, z, m, l, key, begin, None, None, lists, count, 0, 0, 0, 0, M * 64, 1, M, 3,
                              math.floor(want / M * 2**38), parts, D=64, BM=256, BF=128, MOST=0, WIDE=wide, BITS=bits,
                              **same)
     share = (z - m.amax(1, keepdim=True) - (l * (m - m.amax(1, keepdim=True)).exp2()).sum(1, keepdim=True).log2())
@@ -430,8 +430,8 @@ if not INTERPRETED:
             start_ptr="i64", begin_ptr="i64", share="i64", row_ptr="bf16" if index == "mean" else "u8",
             digit_ptr="bf16" if index == "mean" else "i8")
         known = dict(LR=4, LP=4, D=D, W=BD, BD=BD, BR=16, STEPS=BD.bit_length() - 1, PDL=capability >= 90,
-                     MEAN=index == "mean", RADIUS=index == "fine16", REACH=0.5, FINE=s.fine, BLOCK=block, WARPS=warps, BF=128,
-                     BB=kernels.score_tile(kernels.Tiles(), s, BD))
+                     MEAN=index == "mean", RADIUS=index == "fine16", REACH=0.5, FINE=s.fine, BLOCK=block, WARPS=warps,
+                     BF=128, BB=kernels.score_tile(kernels.Tiles(), s, BD))
         if index != "fine16": known |= dict(radius_ptr=None)
         kernel_ = getattr(kernels, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)

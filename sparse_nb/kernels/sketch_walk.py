@@ -123,6 +123,7 @@ def _halves(b_d, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
         off = tl.sum(b_d.to(tl.int32), 1) * -8
     return b_even, b_odd, off
 
+# %% ../../kernels/sketch_walk.ipynb #ce45d605
 @triton.jit
 def _ask_kernel(q_ptr, sign_ptr, ask_ptr, digit_ptr, off_ptr, q_b, q_h, q_d, G, MEAN: tl.constexpr, LR: tl.constexpr,
                 LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
@@ -296,8 +297,8 @@ def _fetch(row_ptr, low, high, CHUNKS: tl.constexpr):
 
 # %% ../../kernels/sketch_walk.ipynb #2172ad38
 @triton.jit
-def _score_part(row_ptr, fact_ptr, radius_ptr, score_ptr, b_even, b_odd, off, weight, reach, p, S, bg, low, own, X, room,
-                MEAN: tl.constexpr, RADIUS: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr,
+def _score_part(row_ptr, fact_ptr, radius_ptr, score_ptr, b_even, b_odd, off, weight, reach, p, S, bg, low, own, X,
+                room, MEAN: tl.constexpr, RADIUS: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr,
                 W: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
     "Score the p-th part of the blocks between the first and the newest: maximum and sum [LP]"
     BN: tl.constexpr = BB * C
@@ -346,7 +347,6 @@ def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_p
     if PDL: gdc_launch_dependents()
     p, S, bg = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     C: tl.constexpr = BLOCK // FINE
-    BN: tl.constexpr = BB * C
     HALF: tl.constexpr = W // 2
     BYTES: tl.constexpr = C * (2 * D if MEAN else HALF)
     o_r = tl.arange(0, LP)
@@ -435,7 +435,8 @@ def _fetch_likely(k_ptr, v_ptr, key_ptr, bg, i, T, G, want, begin, own, k_b, k_g
                   BF: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr):
     "Have the cache bring the best of BF blocks, which are likely to be read, while others look for the threshold"
     o_m, BYTES = i * BF + tl.arange(0, BF), BLOCK * D * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    p_key, few = key_ptr + bg * X, tl.minimum(want - want // 4, MOST) // T
+    p_key, most = key_ptr + bg * X, tl.minimum(want - want // 4, MOST)
+    few = (i + 1) * most // T - i * most // T
     key = tl.load(p_key + o_m, mask=o_m < own, other=-1)
     better = (key[None, :] > key[:, None]) | (key[None, :] == key[:, None]) & (o_m[None, :] < o_m[:, None])
     wanted = (tl.sum(better.to(tl.int32), 1) < few) & (key >= 0)
@@ -497,7 +498,7 @@ def _select_kernel(k_ptr, v_ptr, score_ptr, m_ptr, l_ptr, key_ptr, begin_ptr, st
                    BF: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr):
     "The first block, the newest key's and those of the largest shares, as a list with the lowest first"
     if PDL: gdc_launch_dependents()
-    p, bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    bg, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, end, begin, low, own = _place(start_ptr, len_ptr, begin_ptr, bg // G, N, BLOCK)
     n, want = own - low + 1, _wanted(low, own, share)
     if PDL: gdc_wait()
@@ -505,7 +506,7 @@ def _select_kernel(k_ptr, v_ptr, score_ptr, m_ptr, l_ptr, key_ptr, begin_ptr, st
         _list(score_ptr, m_ptr, l_ptr, key_ptr, list_ptr, count_ptr, p, bg, low, own, n, want, X, S, LR, LP, BM, BT,
               BS, WIDE, BITS)
     elif MOST > 0:
-        _fetch_likely(k_ptr, v_ptr, key_ptr, bg, p - parts, tl.num_programs(0) - parts, G, want, begin, own, k_b, k_g,
+        _fetch_likely(k_ptr, v_ptr, key_ptr, bg, p - parts, tl.num_programs(1) - parts, G, want, begin, own, k_b, k_g,
                       v_b, v_g, X, BLOCK, BF, MOST, D)
 
 # %% ../../kernels/sketch_walk.ipynb #abf12acd
@@ -562,8 +563,10 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, P, D: tl
 # %% ../../kernels/sketch_walk.ipynb #2dbb0aa5
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
-    score: tuple = (256, 8, 3, 2, True, 256) # sub-blocks at once, warps, stages, programs a multiprocessor, asked once?, KiB/4 fetched
-    select: tuple = (2, 8, 512, 16)  # bits of the threshold at once, 1 or 2; warps for up to 4,096 blocks; part; MB fetched ahead
+    # sub-blocks at once, warps, stages, programs a multiprocessor, are queries cut once?, 256 bytes fetched ahead
+    score: tuple = (256, 8, 3, 2, True, 256)
+    # bits of the threshold at once, 1 or 2; warps for up to 4,096 blocks; blocks of a part, or 0; MB fetched ahead
+    select: tuple = (2, 8, 512, 16)
     read: tuple = (32, 4, 4, 5, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     merge: tuple = (32, 2)            # numbers of a program, warps
 
@@ -596,7 +599,7 @@ def score_tile(tiles, s, BD):
     of_row = 2 * BD if s.index == "mean" else BD // 2
     return max(1, 16 * s.fine // s.block, min(tiles.score[0], 2**14 // of_row) * s.fine // s.block)
 
-# %% ../../kernels/sketch_walk.ipynb #12ce6a3f
+# %% ../../kernels/sketch_walk.ipynb #12ce6a3e
 def _likely(k, v, s, tiles, PDL):
     "Blocks of a group that may be fetched ahead; 0 where a block is not one stretch of memory, or there is no engine"
     size, D = k.element_size(), k.shape[3]
@@ -604,6 +607,7 @@ def _likely(k, v, s, tiles, PDL):
                and x.stride(1) * size % 16 == 0 for x in (k, v)) and D * size % 16 == 0 and s.block >= 16
     return int(tiles.select[3] * 1e6 / (2 * s.block * D * size * k.shape[0] * k.shape[1])) if fits and PDL else 0
 
+# %% ../../kernels/sketch_walk.ipynb #12ce6a3f
 def launch(
     q, k, v,                                # as for `decode`, which checks them
     index: Index,
@@ -646,15 +650,15 @@ def launch(
         _share_kernel[parts, B * G](score, part_m, part_l, *place, key, N, G, X, S, BLOCK=s.block, LP=LP, BT=BT, BS=BS,
                                     num_warps=4, **same, **more)
     if launches > 1:
-        _select_kernel[parts + (triton.cdiv(X, 128) if likely else 0), B * G](
+        _select_kernel[B * G, parts + (triton.cdiv(X, 128) if likely else 0)](
             k, v, score, part_m, part_l, key, *place, blocks, count, *k.stride()[:2], *v.stride()[:2], N, G, X, S,
             share, parts, BLOCK=s.block, LP=LP, D=D, BM=BM, BT=BT, BS=BS, BF=128, MOST=likely, WIDE=LP * BM <= 2**15,
             BITS=tiles.select[0], num_warps=min(32, tiles.select[1] * max(1, BM // 2**12)), **same, **more)
     BN = read_tile(tiles, BD, q.element_size())
     if launches > 2:
         _read_kernel[P, B * G](
-            q, k, v, blocks, *place, m, l, o, scale, *of_q, *k.stride(), *v.stride(), N, G, X, share, BLOCK=s.block, D=D,
-            BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2], **launch_limits(tiles.read[1], tiles.read[4]), **same,
+            q, k, v, blocks, *place, m, l, o, scale, *of_q, *k.stride(), *v.stride(), N, G, X, share, BLOCK=s.block,
+            D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2], **launch_limits(tiles.read[1], tiles.read[4]), **same,
             **more)
     if launches > 3:
         BW = min(BD, tiles.merge[0])
