@@ -447,28 +447,40 @@ class Blocks(BlockState):
     def pick_rows(self, rows):
         "As `State.pick_rows`."
         super().pick_rows(rows)
-        self.packed = None
+        if self.packed is None: return
+        rows, sign = rows.to(self.begin.device), self.packed.sign
+        self.packed = type(self.packed)(*(x if x is None else x[rows] for x in self.packed[:4]), sign)
 
     def crop(self, length):
         "As `BlockState.crop`."
         super().crop(length)
-        self.packed = None
+        self.keys = min(self.keys, length)
 
     def reset(self):
         "Forget all keys."
         super().reset()
-        self.packed = None
+        self.packed, self.keys = None, 0
 
 def packed_index(s, state, size, masked):
-    """The rows of `state`, of keys of `size` numbers, packed anew where the kernels have not followed key by key.
+    """The rows of `state`, of keys of `size` numbers; those are packed that the kernels have not followed key by key.
 
     They complete a block by its last visible key, so `masked` keys count as not followed.
     """
     from sparse_nb.kernels.sketch_walk import pack
-    came, blocks = len(state) - state.keys, state.rows.shape[2]
-    if state.packed is None or came > (0 if masked else 1) or state.packed.rows.shape[2] < blocks:
+    came, blocks, packed = len(state) - state.keys, state.rows.shape[2], state.packed
+    frozen = packed is not None and packed.rows.is_inference() and not torch.is_inference_mode_enabled()
+    if packed is None or packed.rows.shape[2] < blocks or frozen:
         sign = signed_hadamard(size, None, s.seed)[:, 0].sign().to(state.rows.device)
-        state.packed = pack(s.index, state.rows, state.begin, sign, blocks + AHEAD)
+        state.packed = pack(s.index, state.rows, state.begin, sign, blocks + max(AHEAD, blocks // 4))
+    elif came > (0 if masked else 1):
+        first = (state.keys - state.begin).clamp(min=0)[:, None] // s.block
+        number = torch.arange((came + s.block - 2) // s.block + 1, device=first.device)
+        place = state.wide((first + number).clamp(max=blocks - 1))
+        new = pack(s.index, state.rows.gather(2, place.expand(*state.rows.shape[:2], -1, *state.rows.shape[3:])),
+                   state.begin, packed.sign)
+        for x, y in zip(packed[:3], new):
+            if x is not None: x.scatter_(2, place[..., 0].expand_as(y) if y.ndim == 4 else place.expand_as(y), y)
+        state.packed = packed._replace(begin=new.begin)
     state.keys = len(state)
     return state.packed
 
@@ -638,7 +650,8 @@ def served(s, q, k, v, backend):
     for name, only in dict(walk=None, heads="group", pool="mean").items():
         if (got := getattr(s, name)) != only:
             error = error or ValueError(f"{name} must be {only!r} for backend='triton', got {got!r}")
-    if s.block < 32: error = error or ValueError(f"block must be 32, 64 or 128 for backend='triton', got {s.block}")
+    if error is None and k.shape[2] > s.block * 2**15:
+        error = ValueError(f"k must have at most {2**15} blocks for backend='triton', got {k.shape[2]} keys")
     if learns: error = ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
     if error and backend == "triton": raise error
     return error is None

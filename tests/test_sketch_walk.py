@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sparse_nb.attention import Method, assert_close, attention, fold_in
 from sparse_nb.hf import attention_layers, has_window, prefill, register, sparsify
@@ -317,6 +319,80 @@ def test_an_index_in_steps_is_the_whole_one(index, walk):
     same(230)
     grown.reset()
     assert not len(grown)
+
+class NewBytes(TorchDispatchMode):
+    "Counts the bytes of all tensors that calls make anew."
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        old = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        new = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+               for x in tree_leaves(out) if isinstance(x, torch.Tensor)}
+        self.bytes += sum(n for at, n in new.items() if at not in old)
+        return out
+
+@pytest.mark.parametrize("walk", [None, "softmax"])
+def test_a_step_of_an_index_costs_the_same_whatever_it_holds(walk):
+    def bytes_of_steps(N, steps):
+        state, x = SketchWalk(block=32, walk=walk).new_state(), torch.randn(1, 2, N, 32)
+        state.append(x, x, **({"q": x} if walk else {}))
+        with NewBytes() as new:
+            for _ in range(steps): state.append(*(x[:, :, :1],) * 2, **({"q": x[:, :, :1]} if walk else {}))
+        return new.bytes
+    assert bytes_of_steps(8192, 96) == bytes_of_steps(512, 96) > 0
+
+def test_an_index_that_grows_is_seldom_moved():
+    state, x, held = SketchWalk(block=4).new_state(), torch.randn(1, 1, 8, 64), []
+    for _ in range(400):
+        state.append(x, x)
+        if not held or held[-1] is not state.held: held.append(state.held)
+    rooms = [y.shape[2] for y in held]
+    assert sum(rooms) < 8 * state.rows.shape[2] and len(rooms) < 20 and rooms == sorted(rooms)
+    assert state.rows.data_ptr() == held[-1].data_ptr() and state.rows.shape[2] == 800
+
+@pytest.mark.parametrize("index", ["fine4", "fine16", "mean"])
+def test_rows_in_place_are_those_made_anew(index):
+    "Appended, cut, reordered, reset at random, beside an index that is copied at each step since its keys learn."
+    g, method = torch.Generator().manual_seed(7), SketchWalk(index=index, block=32)
+    draw = lambda n: int(torch.randint(n, (), generator=g))
+    state, other = method.new_state(), method.new_state()
+    keys, shown = torch.zeros(3, 2, 0, 16), torch.zeros(3, 0, dtype=torch.bool)
+    for step in range(150):
+        new = torch.randint(-9, 10, (3, 2, 1 + draw(3) * draw(60), 16), generator=g).float()
+        start = torch.tensor([0, 5, 50])[:, None]
+        seen = torch.arange(new.shape[2]) + keys.shape[2] >= start
+        state.append(new, new, shown=seen)
+        other.append(new.requires_grad_(), new, shown=seen)
+        keys, shown = torch.cat([keys, new.detach()], 2), torch.cat([shown, seen], 1)
+        assert other.held is None and other.rows.requires_grad and not state.rows.requires_grad
+        if step % 4 == 0:
+            length = len(state) - draw(min(64, new.shape[2]) + 1)
+            state.crop(length)
+            other.crop(length)
+            keys, shown = keys[:, :, :length], shown[:, :length]
+        if step % 9 == 0:
+            rows = torch.randperm(3, generator=g)
+            for x in (state, other): x.pick_rows(rows)
+            keys, shown = keys[rows], shown[rows]
+        assert torch.equal(state.rows, other.rows) and torch.equal(state.begin, other.begin)
+        if index == "mean":  # sums of whole numbers are exact in any order
+            whole = method.new_state()
+            whole.append(keys, keys, shown=shown)
+            assert torch.equal(state.rows[..., [0, 5, -1]], whole.rows[..., [0, 5, -1]])
+        if step == 100:
+            for x in (state, other): x.reset()
+            keys, shown = keys[:, :, :0], shown[:, :0]
+
+def test_an_index_of_inference_mode_goes_on_outside_of_it():
+    state, x = SketchWalk(block=32).new_state(), torch.randn(1, 1, 70, 16)
+    with torch.inference_mode(): state.append(x, x)
+    state.append(x, x)
+    whole = SketchWalk(block=32).new_state()
+    whole.append(x.repeat(1, 1, 2, 1), x.repeat(1, 1, 2, 1))
+    assert_close(state.rows, whole.rows, 1e-5)
 
 def test_a_deep_cut_keeps_what_it_can():
     "Blocks before the cut stay, the one that is cut is made of old and new keys, later ones are exact again."

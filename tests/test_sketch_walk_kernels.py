@@ -109,13 +109,21 @@ def test_cases(case):
     p = problem(B, 1 + (case["R"] == 3), case["R"], N, case["D"], case["dtype"], layout=case["layout"],
                 ragged=case["ragged"])
     check(p, **{x: case[x] for x in ("index", "block", "density")},
-          tiles=Tiles((32, 4, 2, 8), (2, 4), (16, 4, 2, 8, None), (16, 4)) if case["small"] else None)
+          tiles=Tiles((32, 4, 2, 8, False, 0), (2, 4, 0, 0), (16, 4, 2, 8, None), (16, 4)) if case["small"] else None)
 
 
 @kernel
 @pytest.mark.parametrize("index, N", [
     ("fine4", 1), ("fine4", 64), ("mean", 65), ("fine16", 127), ("fine4", 128), ("fine16", 129), ("mean", 200)])
 def test_edges(index, N): check(problem(1, 1, 2, N, 64, FP32), index=index, density=1e-6, scale=0.3)
+
+
+@kernel
+@pytest.mark.parametrize("block, index", [(4, "fine4"), (4, "mean"), (8, "fine4"), (8, "mean"), (16, "fine4"),
+                                          (16, "fine16"), (16, "mean")])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_small_blocks(block, index, ragged):
+    check(problem(2, 1, 3, 203, 64, FP32, ragged=ragged), index=index, block=block)
 
 
 @kernel
@@ -167,11 +175,11 @@ def test_a_nan_stays_in_its_group(where, index):
 
 
 @kernel
-@pytest.mark.parametrize("wide, bits", [(True, 1), (False, 2)])
+@pytest.mark.parametrize("wide, bits, part", [(True, 1, False), (False, 2, False), (True, 2, True), (True, 1, True)])
 @pytest.mark.parametrize("M, want", [(5, 2), (100, 33), (129, 128), (200, 3)])
-def test_selection(M, want, wide, bits):
+def test_selection(M, want, wide, bits, part):
     "Scores of three heads, of which many have the same share, or none; sums of parts, one of them without a block."
-    from sparse_nb.kernels.sketch_walk import _select_kernel
+    from sparse_nb.kernels.sketch_walk import _select_kernel, _share_kernel
     new = torch.Generator(DEVICE).manual_seed(M)
     z = torch.randint(-3, 3, (3, M), generator=new, device=DEVICE).float()
     z[:, M // 2:M // 2 + M // 8] = -200
@@ -181,8 +189,15 @@ def test_selection(M, want, wide, bits):
         if a < b: m[:, i], l[:, i] = z[:, a:b].amax(1), (z[:, a:b] - z[:, a:b].amax(1, keepdim=True)).exp2().sum(1)
     lists, count = torch.full((M,), -1, device=DEVICE).int(), torch.zeros(1, device=DEVICE).int()
     begin = torch.zeros(1, device=DEVICE).long()
-    _select_kernel[1,](z, m, l, begin, None, None, lists, count, M * 64, 1, M, 3, math.floor(want / M * 2**38),
-                       BLOCK=64, LR=3, LP=4, BM=256, BS=4, WIDE=wide, BITS=bits, PDL=False, num_warps=4)
+    same = dict(BLOCK=64, LR=3, LP=4, BT=64, BS=4, PDL=False, num_warps=4)
+    key, parts = None, 1
+    if part:
+        key, parts = torch.zeros(M, device=DEVICE).int(), -(-M // 64)
+        _share_kernel[parts, 1](z, m, l, begin, None, None, key, M * 64, 1, M, 3, **same)
+    none = torch.zeros(1, device=DEVICE)
+    _select_kernel[1, parts](none, none, z, m, l, key, begin, None, None, lists, count, 0, 0, 0, 0, M * 64, 1, M, 3,
+                             math.floor(want / M * 2**38), parts, D=64, BM=256, BF=128, MOST=0, WIDE=wide, BITS=bits,
+                             **same)
     share = (z - m.amax(1, keepdim=True) - (l * (m - m.amax(1, keepdim=True)).exp2()).sum(1, keepdim=True).log2())
     share = share.exp2().sum(0)
     share[[0, M - 1]] = many
@@ -195,7 +210,8 @@ def test_selection(M, want, wide, bits):
 @kernel
 @pytest.mark.parametrize("index, block, D, dtype", [
     ("fine4", 64, 128, BF16), ("fine16", 128, 80, FP32), ("mean", 32, 64, FP16), ("fine4", 128, 64, FP32),
-    ("fine4", 32, 96, FP16), ("fine16", 64, 64, BF16), ("mean", 64, 24, FP32)], ids=str)
+    ("fine4", 32, 96, FP16), ("fine16", 64, 64, BF16), ("mean", 64, 24, FP32), ("fine4", 8, 64, BF16),
+    ("mean", 8, 64, BF16), ("fine16", 16, 64, FP16)], ids=str)
 def test_a_full_block_enters_the_index(index, block, D, dtype):
     "At its last key, for each sequence at another time; nothing else is written."
     from sparse_nb.kernels import sketch_walk
@@ -235,6 +251,7 @@ def test_packing_keeps_every_bit():
     (True, dict(density=0.5, index="mean"))], ids=str)
 def test_the_method_by_kernels_is_the_reference(ragged, settings):
     "Key by key, several at once, after a crop and in another order: as from scratch in PyTorch."
+    from sparse_nb.kernels.sketch_walk import pack
     p = problem(2, 2, 2, 420, 64, FP32)
     start = torch.tensor([0, 70], device=DEVICE) if ragged else None
     method = SketchWalk(**settings)
@@ -247,6 +264,15 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
         for name in "keys_scored", "values_read", "index_bytes", "density", "budget":
             assert torch.equal(*(torch.as_tensor(getattr(x[1], name)) for x in (got, want))), name
     state = method.new_state()
+    def same_packed():
+        "As packed anew, where blocks are full."
+        fresh = pack(method.index, state.rows, state.begin, state.packed.sign)
+        for b in range(2):
+            full = (len(state) - int(state.begin[b])) // method.block
+            for x, want in zip(state.packed[:3], fresh):
+                if x is None or x.dtype == FP32: continue
+                assert torch.equal(x[b, :, :full], want[b, :, :full])
+        assert torch.equal(state.packed.begin, fresh.begin)
     def grow(n, row=slice(None)):
         i = torch.arange(len(state), n, device=DEVICE)
         shown = None if start is None else i >= start[row, None]
@@ -260,18 +286,23 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
         assert state.packed is kept  # a block was completed by the kernels
     grow(340)
     both(340)
+    same_packed()
     assert state.packed is not kept
+    assert state.packed.rows is kept.rows  # and those that were not followed packed alone
     both(340, kv_len=torch.tensor([340, 331], device=DEVICE))
     state.crop(330)
     both(330)
+    same_packed()
     back = torch.tensor([1, 0], device=DEVICE)
     state.pick_rows(back)
     both(330, back)
     grow(420, back)
     both(420, back)
+    same_packed()
     state.reset()
     grow(200)
     both(200)
+    same_packed()
 
 
 @kernel
@@ -281,8 +312,7 @@ def test_which_backend():
     assert_close(by(backend="triton"), by(backend="torch"), rtol=1e-5)
     with pytest.raises(ValueError, match="backend must be one of"): by(backend="cuda")
     with pytest.raises(ValueError, match="q must have one query"): by(p.q.repeat(1, 1, 2, 1), backend="triton")
-    for name, other in (("heads", "all"), ("heads", "each"), ("pool", "max"), ("block", 16), ("block", 4),
-                        ("walk", "softmax")):
+    for name, other in (("heads", "all"), ("heads", "each"), ("pool", "max"), ("walk", "softmax")):
         with pytest.raises(ValueError, match=f"^{name} must be .* for backend='triton', got '?{other}'?$"):
             by(backend="triton", **{name: other})
         if name != "walk": assert torch.equal(by(**{name: other}), by(backend="torch", **{name: other}))
@@ -294,7 +324,7 @@ def test_which_backend():
 
 
 OTHERS = (dict(heads="all"), dict(heads="each"), dict(heads="averaged"), dict(pool="max"), dict(walk="softmax"),
-          *(dict(block=x) for x in (4, 8, 16)), *(dict(index=x) for x in ("oracle", "random", "sketch")))
+          *(dict(index=x) for x in ("oracle", "random", "sketch")))
 
 
 @kernel
@@ -304,7 +334,13 @@ def test_a_step_without_a_kernel_is_not_handed_over(monkeypatch):
     p = problem(1, 1, 2, 200, 64, FP32)
     serves = lambda backend="auto", **kw: sketch_walk.served(SketchWalk(**kw), p.q, p.k, p.v, backend)
     for index in KINDS:
-        for block in (32, 64, 128): assert serves(index=index, block=block) and not serves("torch", index=index)
+        for block in (4, 8, 16, 32, 64, 128):
+            if block >= sketch_walk.FINE.get(index, 1):
+                assert serves(index=index, block=block) and not serves("torch", index=index, block=block)
+    long = p.k[:, :, :1].expand(1, 1, 2**17 + 1, 64)
+    assert not sketch_walk.served(SketchWalk(block=4), p.q, long, long, "auto")
+    with pytest.raises(ValueError, match="k must have at most 32768 blocks for backend='triton', got 131073 keys"):
+        sketch_walk.served(SketchWalk(block=4), p.q, long, long, "triton")
     for settings in OTHERS:
         assert not serves(**settings), settings
         with pytest.raises(ValueError, match=next(iter(settings))): serves("triton", **settings)
@@ -389,12 +425,13 @@ if not INTERPRETED:
         from sparse_nb.kernels import sketch_walk as kernels
         from sparse_nb.kernels.common import compiled_usage
         BD, s = triton.next_power_of_2(D), kernels.Settings(block, 0.1, index)
-        types = dict.fromkeys(("fact_ptr", "len_ptr", "list_ptr", "count_ptr"), "i32")
+        types = dict.fromkeys(("fact_ptr", "len_ptr", "list_ptr", "count_ptr", "off_ptr", "key_ptr"), "i32")
         types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), kind) | dict(
-            start_ptr="i64", begin_ptr="i64", share="i64", row_ptr="bf16" if index == "mean" else "u8")
+            start_ptr="i64", begin_ptr="i64", share="i64", row_ptr="bf16" if index == "mean" else "u8",
+            digit_ptr="bf16" if index == "mean" else "i8")
         known = dict(LR=4, LP=4, D=D, W=BD, BD=BD, BR=16, STEPS=BD.bit_length() - 1, PDL=capability >= 90,
                      MEAN=index == "mean", RADIUS=index == "fine16", REACH=0.5, FINE=s.fine, BLOCK=block, WARPS=warps,
-                     BB=kernels.score_tile(kernels.Tiles(), s, BD))
+                     BF=128, BB=kernels.score_tile(kernels.Tiles(), s, BD))
         if index != "fine16": known |= dict(radius_ptr=None)
         kernel_ = getattr(kernels, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
@@ -405,11 +442,15 @@ if not INTERPRETED:
         triton = pytest.importorskip("triton")
         from sparse_nb.kernels.sketch_walk import Tiles, read_tile
         tiles = Tiles()
-        _, warps, stages, _ = tiles.score
-        found = {"score": usage("score", capability, kind, D, index=index, warps=warps, STAGES=stages)}
-        for BM, wide in ((2048, True), (8192, True), (16384, False)):
+        _, warps, stages, _, _, chunks = tiles.score
+        new = capability >= 90
+        of = dict(index=index, warps=warps, STAGES=stages, CHUNKS=chunks if new else 0)
+        found = {"score": usage("score", capability, kind, D, **of),
+                 "ask": usage("ask", capability, kind, D, index=index, warps=1),
+                 "share": usage("share", capability, kind, D, BT=tiles.select[2], BS=64)}
+        for BM, wide in ((2048, True), (8192, True), (16384, False), (32768, False)):
             bits, warps = tiles.select[0], min(32, tiles.select[1] * max(1, BM // 4096))
-            chosen = dict(BM=BM, BS=64, WIDE=wide, BITS=bits)
+            chosen = dict(BM=BM, BT=tiles.select[2], BS=64, WIDE=wide, BITS=bits, MOST=60 if new else 0)
             found[f"select {BM}"] = usage("select", capability, kind, D, warps=warps, **chosen)
         _, warps, stages, _, registers = tiles.read
         BN = read_tile(tiles, triton.next_power_of_2(D), 4 if kind == "fp32" else 2)
@@ -417,7 +458,7 @@ if not INTERPRETED:
         found["merge"] = usage("merge", capability, kind, D, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
         for name, used in found.items():
             print(name, used)
-            most = 96 if name == "select 16384" else 0  # the running sum over a million keys' blocks, once a step
+            most = 96 if name == "select 32768" else 0  # 32 keys a thread
             assert used["spills"] <= most and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
 
     @pytest.mark.budget(40)

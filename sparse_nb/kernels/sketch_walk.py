@@ -81,21 +81,20 @@ def _to_bfloat16(x):
 
 # %% ../../kernels/sketch_walk.ipynb #ce45d604
 @triton.jit
-def _asked(q_ptr, sign_ptr, bg, G, q_b, q_h, q_d, MEAN: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr,
+def _asked(q_ptr, sign_ptr, bg, G, q_b, q_h, q_d, o_r, MEAN: tl.constexpr, LR: tl.constexpr, R: tl.constexpr,
            D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr):
-    "The queries of a group [LP, W], rotated where the index is, but not divided by W ** 0.5; and their lengths"
-    o_r, o_d = tl.arange(0, LP), tl.arange(0, W)
-    i_h = bg % G * LR + o_r
-    p_q = q_ptr + bg // G * q_b + i_h[:, None] * q_h + o_d[None, :] * q_d
+    "Queries o_r of a group [R, W], rotated where the index is, but not divided by W ** 0.5; and their lengths"
+    o_d = tl.arange(0, W)
+    p_q = q_ptr + bg // G * q_b + (bg % G * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
     b_q = tl.load(p_q, mask=(o_r < LR)[:, None] & (o_d < D)[None, :], other=0.).to(tl.float32)
     length = tl.sqrt(tl.sum(b_q * b_q, 1))
-    if not MEAN: b_q = _rotate(b_q * tl.load(sign_ptr + o_d, mask=o_d < D, other=0.)[None, :], LP, W, STEPS)
+    if not MEAN: b_q = _rotate(b_q * tl.load(sign_ptr + o_d, mask=o_d < D, other=0.)[None, :], R, W, STEPS)
     return b_q, length
 
 @triton.jit
 def _digits(b_q, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
-    "Queries as rows that tensor cores multiply exactly [4 LP, W]: row i LP + r is digit i of row r; what each counts"
-    i = tl.arange(0, 4)[:, None, None]
+    "Queries as rows that tensor cores multiply exactly [4 LP, W]: (i // 2, r, i % 2) is digit i of row r; their worth"
+    high, low = (tl.arange(0, 2) > 0)[:, None, None, None], (tl.arange(0, 2) > 0)[None, None, :, None]
     if MEAN:                                                                                 # parts in bfloat16
         unit = tl.full([LP], 1, tl.float32)
         d_0 = b_q.to(tl.bfloat16).to(tl.float32)
@@ -108,11 +107,42 @@ def _digits(b_q, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
         d_0 = _round(b_x)
         d_1 = _round((b_x - d_0) * 254)
         d_2 = _round(((b_x - d_0) * 254 - d_1) * 254)
-    b_d = tl.where(i == 0, d_0[None, :, :], tl.where(i == 1, d_1[None, :, :], tl.where(i == 2, d_2[None, :, :], 0.)))
-    i = tl.arange(0, 4)[:, None]
-    worth = 1. if MEAN else tl.where(i == 0, 1., tl.where(i == 1, 1 / 254, 1 / 64516))
-    weight = tl.reshape(worth * unit[None, :] + tl.zeros([4, LP], tl.float32), [4 * LP])
+    d_0, d_1, d_2 = d_0[None, :, None, :], d_1[None, :, None, :], d_2[None, :, None, :]
+    b_d = tl.where(high, tl.where(low, 0., d_2), tl.where(low, d_1, d_0))                    # [2, LP, 2, W]
+    high, low = (tl.arange(0, 2) > 0)[:, None, None], (tl.arange(0, 2) > 0)[None, None, :]
+    worth = 1. if MEAN else tl.where(high, 1 / 64516, tl.where(low, 1 / 254, 1.))
+    weight = tl.reshape(worth * unit[None, :, None] + tl.zeros([2, LP, 2], tl.float32), [4 * LP])
     return tl.reshape(b_d, [4 * LP, W]).to(tl.bfloat16 if MEAN else tl.int8), weight
+
+@triton.jit
+def _halves(b_d, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
+    "Even and odd numbers of the digits [4 LP, W / 2], and what 8 more in each number of a mean have to be taken off"
+    if MEAN: b_even, b_odd, off = b_d, b_d, tl.zeros([4 * LP], tl.int32)
+    else:
+        b_even, b_odd = tl.split(tl.reshape(b_d, [4 * LP, W // 2, 2]))
+        off = tl.sum(b_d.to(tl.int32), 1) * -8
+    return b_even, b_odd, off
+
+# %% ../../kernels/sketch_walk.ipynb #ce45d605
+@triton.jit
+def _ask_kernel(q_ptr, sign_ptr, ask_ptr, digit_ptr, off_ptr, q_b, q_h, q_d, G, MEAN: tl.constexpr, LR: tl.constexpr,
+                LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
+    "What the programs of the score launch need to know of one query"
+    if PDL: gdc_launch_dependents()
+    HALF: tl.constexpr = W if MEAN else W // 2
+    r, bg, o_i, o_w = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, 4), tl.arange(0, HALF)
+    o_r = r + tl.arange(0, 1)
+    b_q, length = _asked(q_ptr, sign_ptr, bg, G, q_b, q_h, q_d, o_r, MEAN, LR, 1, D, W, STEPS)
+    b_d, weight = _digits(b_q, MEAN, 1, W)
+    b_even, b_odd, off = _halves(b_d, MEAN, 1, W)
+    o_i = o_i // 2 * (2 * LP) + r * 2 + o_i % 2                                              # as `_digits` has them
+    p_ask, p_digit = ask_ptr + bg * (LP * (W + 5)), digit_ptr + bg * (4 * LP * W) + o_i[:, None] * HALF + o_w[None, :]
+    tl.store(p_digit, b_even)
+    if not MEAN: tl.store(p_digit + 2 * LP * W, b_odd)
+    tl.store(p_ask + o_r[:, None] * W + tl.arange(0, W)[None, :], b_q)
+    tl.store(p_ask + LP * W + o_i, weight)
+    tl.store(p_ask + LP * (W + 4) + o_r, length)
+    tl.store(off_ptr + bg * (4 * LP) + o_i, off)
 
 # %% ../../kernels/sketch_walk.ipynb #4186c100
 @triton.jit
@@ -143,17 +173,17 @@ def _log2(x):
 @triton.jit
 def _guess(b_s, facts, b_r, reach, MEAN: tl.constexpr, RADIUS: tl.constexpr, LP: tl.constexpr, BB: tl.constexpr,
            C: tl.constexpr, WARPS: tl.constexpr):
-    "log2 of the weights of BB blocks [LP, BB], from products of queries and means [LP, BB C] in the order `_dealt`"
-    count = (facts << 16).to(tl.float32, bitcast=True)[None, :]
-    b_z = b_s if MEAN else b_s * (facts & -65536).to(tl.float32, bitcast=True)[None, :]
-    if RADIUS: b_z += reach[:, None] * b_r[None, :]
+    "log2 of the weights of BB blocks [BB, LP], from products of means and queries [BB C, LP] in the order `_dealt`"
+    count = (facts << 16).to(tl.float32, bitcast=True)[:, None]
+    b_z = b_s if MEAN else b_s * (facts & -65536).to(tl.float32, bitcast=True)[:, None]
+    if RADIUS: b_z += b_r[:, None] * reach[None, :]
     b_z = _of_blocks(tl.where(count > 0, b_z, -float("inf")), LP, BB, C, WARPS)
-    top = tl.max(b_z, 2)
-    if RADIUS: top = tl.where(tl.max((b_z != b_z).to(tl.int32), 2) > 0, float("nan"), top)
+    top = tl.max(b_z, 1)
+    if RADIUS: top = tl.where(tl.max((b_z != b_z).to(tl.int32), 1) > 0, float("nan"), top)
     elif not MEAN:
         top = tl.maximum(top, -1e38)
-        b_p = _of_blocks(count, 1, BB, C, WARPS) * _exp2(b_z - top[:, :, None])
-        top += _log2(tl.sum(b_p, 2))
+        b_p = _of_blocks(count, 1, BB, C, WARPS) * _exp2(b_z - top[:, None, :])
+        top += _log2(tl.sum(b_p, 1))
     return top
 
 # %% ../../kernels/sketch_walk.ipynb #5d4c70c2
@@ -161,24 +191,24 @@ def _guess(b_s, facts, b_r, reach, MEAN: tl.constexpr, RADIUS: tl.constexpr, LP:
 def _dealt(BB: tl.constexpr, C: tl.constexpr, WARPS: tl.constexpr):
     "Numbers of the sub-blocks of BB blocks in an order in which the tensor cores give a block to one warp [BB C]"
     n = tl.arange(0, BB * C)
-    if C % 8 == 0 and BB % WARPS == 0:
-        part: tl.constexpr = C // 8                                                          # columns go in eights
-        n = (n // (8 * WARPS * part) * WARPS + n // 8 % WARPS) * C + n // (8 * WARPS) % part * 8 + n % 8
+    if C % 16 == 0 and BB % WARPS == 0:
+        part: tl.constexpr = C // 16                                                         # rows go in sixteens
+        n = (n // (16 * WARPS * part) * WARPS + n // 16 % WARPS) * C + n // (16 * WARPS) % part * 16 + n % 16
     return n
 
 @triton.jit
 def _of_blocks(x, R: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, WARPS: tl.constexpr):
-    "A row of numbers of sub-blocks, as `_dealt`, by blocks [R, BB, C]"
-    if C % 8 == 0 and BB % WARPS == 0:
-        x = tl.permute(tl.reshape(x, [R, BB // WARPS, C // 8, WARPS, 8]), (0, 1, 3, 2, 4))
-    return tl.reshape(x, [R, BB, C])
+    "Rows of R numbers of sub-blocks, as `_dealt`, by blocks [BB, C, R]"
+    if C > 16 and C % 16 == 0 and BB % WARPS == 0:
+        x = tl.permute(tl.reshape(x, [BB // WARPS, C // 16, WARPS, 16, R]), (0, 2, 1, 3, 4))
+    return tl.reshape(x, [BB, C, R])
 
 # %% ../../kernels/sketch_walk.ipynb #c8cc14c4
 @triton.jit
 def _own_means(k_ptr, start, end, k_n, k_d, RADIUS: tl.constexpr, FINE: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
                W: tl.constexpr):
     "Mean keys of the sub-blocks from key `start` on and before `end` [C, W], how many keys, and their radii [C]"
-    FEW: tl.constexpr = 16 // C if C < 16 else 1                                             # keys of each at once
+    FEW: tl.constexpr = 1 if C > 8 else FINE if FINE * C < 16 else 16 // C                   # keys of each at once
     o_c, o_f, o_d = tl.arange(0, C), tl.arange(0, FEW), tl.arange(0, W)
     key, m_d = start + (o_c * FINE)[:, None] + o_f[None, :], o_d < D                         # [C, FEW]
     p_k = k_ptr + key[:, :, None] * k_n + o_d.to(tl.int64)[None, None, :] * k_d
@@ -187,7 +217,7 @@ def _own_means(k_ptr, start, end, k_n, k_d, RADIUS: tl.constexpr, FINE: tl.const
         there = (key + f < end)[:, :, None] & m_d[None, None, :]
         b_m += tl.sum(tl.load(p_k + f * k_n, mask=there, other=0.).to(tl.float32), 1)
     count = tl.minimum(tl.maximum(end - start - o_c * FINE, 0), FINE).to(tl.int32)
-    b_m = tl.div_rn(b_m, tl.maximum(count, 1).to(tl.float32)[:, None] + tl.zeros([C, W], tl.float32))
+    b_m *= (1 / tl.maximum(count, 1).to(tl.float32))[:, None]                                # exact for whole ones
     if RADIUS:
         for f in tl.static_range(0, FINE, FEW):
             there = (key + f < end)[:, :, None] & m_d[None, None, :]
@@ -198,12 +228,12 @@ def _own_means(k_ptr, start, end, k_n, k_d, RADIUS: tl.constexpr, FINE: tl.const
 
 # %% ../../kernels/sketch_walk.ipynb #84cdc60b
 @triton.jit
-def _own_block(b_q, scale, reach, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, score_ptr, bg, begin, own, end, X,
-               room, k_n, k_d, MEAN: tl.constexpr, RADIUS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
-               LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr):
-    "Score the block of the newest key, from its keys, and write its row to the index once it is full: scores [LP]"
+def _own_row(k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, bg, begin, own, end, room, k_n, k_d, MEAN: tl.constexpr,
+             RADIUS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+             STEPS: tl.constexpr):
+    "The means of the block of the newest key as the index has them [C, W], written to it once the block is full"
     C: tl.constexpr = BLOCK // FINE
-    o_c, o_d, o_r, start = tl.arange(0, C), tl.arange(0, W), tl.arange(0, LP), begin + own * BLOCK
+    o_c, o_d, start = tl.arange(0, C), tl.arange(0, W), begin + own * BLOCK
     m_d = o_d < D
     b_m, count, widest = _own_means(k_ptr, start, end, k_n, k_d, RADIUS, FINE, C, D, W)
     few = count.to(tl.float32).to(tl.int32, bitcast=True) >> 16                              # a bfloat16
@@ -226,15 +256,19 @@ def _own_block(b_q, scale, reach, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr
         tl.store(p_row, low | (high << 4), mask=whole)
     tl.store(fact_ptr + place, facts, mask=whole)
     if RADIUS: tl.store(radius_ptr + place, widest, mask=whole)
-    found = tl.zeros([LP], tl.float32)
-    for r in tl.static_range(LR):
-        of_r = o_r == r
-        b_s = tl.sum(code * tl.sum(tl.where(of_r[:, None], b_q, 0.), 0)[None, :], 1)[None, :] * scale
-        far = tl.full([1], 0, tl.float32) + tl.sum(tl.where(of_r, reach, 0.), 0)
-        b_z = _guess(b_s, facts, widest, far, MEAN, RADIUS, 1, 1, C, 4)
-        found = tl.where(of_r, tl.sum(b_z), found)
-    tl.store(score_ptr + (bg * LR + o_r) * X + own, found, mask=o_r < LR)
-    return found
+    return code, facts, widest
+
+@triton.jit
+def _own_score(code, facts, widest, b_q, scale, reach, MEAN: tl.constexpr, RADIUS: tl.constexpr, C: tl.constexpr,
+               LP: tl.constexpr, W: tl.constexpr):
+    "log2 of the weight of the block of the newest key [LP]"
+    if C * LP * W <= 2**15: b_s = tl.sum(code[:, None, :] * b_q[None, :, :], 2)
+    else:
+        o_r, b_s = tl.arange(0, LP), tl.zeros([C, LP], tl.float32)
+        for r in tl.range(LP, num_stages=1):
+            x = tl.sum(tl.where((o_r == r)[:, None], b_q, 0.), 0)
+            b_s = tl.where((o_r == r)[None, :], tl.sum(code * x[None, :], 1)[:, None], b_s)
+    return tl.sum(_guess(b_s * scale, facts, widest, reach, MEAN, RADIUS, LP, 1, C, 4), 0)
 
 # %% ../../kernels/sketch_walk.ipynb #2172ad36
 @triton.jit
@@ -245,65 +279,114 @@ def _place(start_ptr, len_ptr, begin_ptr, i_b, N, BLOCK: tl.constexpr):
     end, begin = first + n, tl.load(begin_ptr + i_b).to(tl.int32)
     return first, end, begin, tl.maximum(first - begin, 0) // BLOCK, tl.maximum(end - 1 - begin, 0) // BLOCK
 
+@triton.jit
+def _wanted(low, own, share):
+    "How many blocks are read: a share of the visible ones, and the first and the newest key's"
+    return tl.maximum(in_keys(0, share, own - low + 1), tl.minimum(own - low + 1, 2))
+
+# %% ../../kernels/sketch_walk.ipynb #2172ad37
+@triton.jit
+def _fetch(row_ptr, low, high, CHUNKS: tl.constexpr):
+    "Have the cache bring some bytes from number `low` on and before `high`; nothing waits for them"
+    if not INTERPRETED:
+        at = low + tl.arange(0, CHUNKS) * 256
+        at = tl.where(at + 256 <= high, at, low)
+        p_x = (row_ptr + at).to(tl.int64)
+        tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;", "=r,l", [p_x],
+                                  dtype=tl.int32, is_pure=False, pack=1)
+
+# %% ../../kernels/sketch_walk.ipynb #2172ad38
+@triton.jit
+def _score_part(row_ptr, fact_ptr, radius_ptr, score_ptr, b_even, b_odd, off, weight, reach, p, S, bg, low, own, X,
+                room, MEAN: tl.constexpr, RADIUS: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr,
+                W: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
+    "Score the p-th part of the blocks between the first and the newest: maximum and sum [LP]"
+    BN: tl.constexpr = BB * C
+    HALF: tl.constexpr = W // 2
+    o_r, o_n, o_b = tl.arange(0, LP), _dealt(BB, C, WARPS), tl.arange(0, BB)
+    base = off[None, :] + tl.zeros([BN, 4 * LP], tl.int32)
+    tiles = (own - low + BB - 1) // BB
+    i_0, i_1 = low + (p - 1) * tiles // (S - 1) * BB, tl.minimum(low + p * tiles // (S - 1) * BB, own)
+    p_fact, p_score = fact_ptr + bg * room * C, score_ptr + (bg * LR + o_r)[None, :] * X
+    p_radius = radius_ptr + bg * room * C if RADIUS else p_fact
+    p_row = row_ptr + bg * room * (C * (D if MEAN else HALF))
+    b_m, b_l = tl.full([BB, LP], -1e38, tl.float32), tl.zeros([BB, LP], tl.float32)
+    for at in tl.range(i_0, i_1, BB, num_stages=STAGES):
+        o_c, m_b = at * C + o_n, at + o_b < i_1
+        m_c = o_c < i_1 * C
+        if MEAN:
+            o_d = tl.arange(0, W)
+            m_x = m_c[:, None] & (o_d < D)[None, :]
+            b_x = tl.load(p_row + (o_c * D)[:, None] + o_d[None, :], mask=m_x, other=0.)
+            b_s = dot(b_x, tl.trans(b_even)) * weight[None, :]
+        else:
+            b_x = tl.load(p_row + (o_c * HALF)[:, None] + tl.arange(0, HALF)[None, :], mask=m_c[:, None], other=0)
+            b_low, b_high = _unpack(b_x)
+            b_s = tl.dot(b_low, tl.trans(b_even), base, out_dtype=tl.int32)
+            b_s = tl.dot(b_high, tl.trans(b_odd), b_s, out_dtype=tl.int32).to(tl.float32) * weight[None, :]
+        b_s = tl.sum(tl.sum(tl.reshape(b_s, [BN, 2, LP, 2]), 3), 1)                          # [BN, LP]
+        facts = tl.load(p_fact + o_c, mask=m_c, other=0)
+        b_r = tl.load(p_radius + o_c, mask=m_c, other=0.) if RADIUS else facts
+        b_z = tl.where(m_b[:, None], _guess(b_s, facts, b_r, reach, MEAN, RADIUS, LP, BB, C, WARPS), -float("inf"))
+        tl.store(p_score + (at + o_b)[:, None], b_z, mask=(o_r < LR)[None, :] & m_b[:, None])
+        b_z = tl.where(b_z == b_z, b_z, -float("inf"))
+        new = tl.maximum(b_m, b_z)
+        b_m, b_l = new, b_l * _exp2(b_m - new) + _exp2(b_z - new)
+    m = tl.max(b_m, 0)
+    return m, tl.sum(b_l * _exp2(b_m - m[None, :]), 0)
+
 # %% ../../kernels/sketch_walk.ipynb #ad022d40
 @triton.jit
-def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_ptr, start_ptr, len_ptr, score_ptr,
-                  m_ptr, l_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, N, G, X, room, MEAN: tl.constexpr,
-                  RADIUS: tl.constexpr, REACH: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
-                  LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr,
-                  BB: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_ptr, start_ptr, len_ptr, ask_ptr,
+                  digit_ptr, off_ptr, score_ptr, m_ptr, l_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, N, G, X, room,
+                  MEAN: tl.constexpr, RADIUS: tl.constexpr, REACH: tl.constexpr, FINE: tl.constexpr,
+                  BLOCK: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+                  STEPS: tl.constexpr, BB: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
+                  STAGES: tl.constexpr, PDL: tl.constexpr):
     "log2 of the weights of blocks as the index guesses them, for all heads of a group, with maximum and sum of a part"
     if PDL: gdc_launch_dependents()
     p, S, bg = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     C: tl.constexpr = BLOCK // FINE
-    BN: tl.constexpr = BB * C
     HALF: tl.constexpr = W // 2
-    o_r, o_n, o_b = tl.arange(0, LP), _dealt(BB, C, WARPS), tl.arange(0, BB)
+    BYTES: tl.constexpr = C * (2 * D if MEAN else HALF)
+    o_r = tl.arange(0, LP)
+    if CHUNKS > 0:                                                                           # as if no key were hidden
+        tiles = ((N - 1) // BLOCK + BB - 1) // BB
+        i_0, i_1 = (p - 1) * tiles // (S - 1) * BB, tl.minimum(p * tiles // (S - 1) * BB, (N - 1) // BLOCK)
+        if (p > 0) & (i_1 > i_0):
+            _fetch(row_ptr.to(tl.pointer_type(tl.uint8)) + bg * room * BYTES, i_0 * BYTES, i_1 * BYTES, CHUNKS)
     first, end, begin, low, own = _place(start_ptr, len_ptr, begin_ptr, bg // G, N, BLOCK)
-    b_q, reach = _asked(q_ptr, sign_ptr, bg, G, q_b, q_h, q_d, MEAN, LR, LP, D, W, STEPS)
-    reach = reach * (tl.abs(scale) * REACH)
-    if not MEAN: scale *= W**-0.5
+    p_ask = ask_ptr + bg * (LP * (W + 5)) if ask_ptr is not None else ask_ptr
+    factor = scale if MEAN else scale * W**-0.5
+    if ask_ptr is None:
+        b_q, reach = _asked(q_ptr, sign_ptr, bg, G, q_b, q_h, q_d, o_r, MEAN, LR, LP, D, W, STEPS)
     if p == 0:
         p_k = k_ptr + bg // G * k_b + bg % G * k_g
-        b_z = _own_block(b_q, scale, reach, p_k, row_ptr, fact_ptr, radius_ptr, sign_ptr, score_ptr, bg,
-                         begin.to(tl.int64), own, end, X, room, k_n, k_d, MEAN, RADIUS, FINE, BLOCK, LR, LP, D, W,
-                         STEPS)
+        code, facts, widest = _own_row(p_k, row_ptr, fact_ptr, radius_ptr, sign_ptr, bg, begin.to(tl.int64), own, end,
+                                       room, k_n, k_d, MEAN, RADIUS, FINE, BLOCK, D, W, STEPS)
+        if ask_ptr is not None:
+            if PDL: gdc_wait()
+            b_q = tl.load(p_ask + o_r[:, None] * W + tl.arange(0, W)[None, :])
+            reach = tl.load(p_ask + LP * (W + 4) + o_r)
+        b_z = _own_score(code, facts, widest, b_q, factor, reach * (tl.abs(scale) * REACH), MEAN, RADIUS, C, LP, W)
+        tl.store(score_ptr + (bg * LR + o_r) * X + own, b_z, mask=o_r < LR)
         m, l = tl.where(b_z == b_z, tl.maximum(b_z, -1e38), -1e38), tl.full([LP], 1, tl.float32)
     else:
-        b_d, weight = _digits(b_q, MEAN, LP, W)
-        weight *= scale
-        if not MEAN:
-            b_even, b_odd = tl.split(tl.reshape(b_d, [4 * LP, HALF, 2]))
-            base = tl.sum(b_d.to(tl.int32), 1)[:, None] * -8 + tl.zeros([4 * LP, BN], tl.int32)
-        tiles = (own - low + BB - 1) // BB
-        i_0, i_1 = low + (p - 1) * tiles // (S - 1) * BB, tl.minimum(low + p * tiles // (S - 1) * BB, own)
-        p_fact, p_score = fact_ptr + bg * room * C, score_ptr + (bg * LR + o_r)[:, None] * X
-        p_radius = radius_ptr + bg * room * C if RADIUS else p_fact
-        p_row = row_ptr + bg * room * (C * (D if MEAN else HALF))
-        b_m, b_l = tl.full([LP, BB], -1e38, tl.float32), tl.zeros([LP, BB], tl.float32)
-        for at in tl.range(i_0, i_1, BB, num_stages=STAGES):
-            o_c, m_b = at * C + o_n, at + o_b < i_1
-            m_c = o_c < i_1 * C
-            if MEAN:
-                o_d = tl.arange(0, W)
-                m_x = m_c[:, None] & (o_d < D)[None, :]
-                b_x = tl.load(p_row + (o_c * D)[:, None] + o_d[None, :], mask=m_x, other=0.)
-                b_s = dot(b_d, tl.trans(b_x)) * weight[:, None]
-            else:
-                b_x = tl.load(p_row + (o_c * HALF)[:, None] + tl.arange(0, HALF)[None, :], mask=m_c[:, None], other=0)
-                b_low, b_high = _unpack(b_x)
-                b_s = tl.dot(b_even, tl.trans(b_low), base, out_dtype=tl.int32)
-                b_s = tl.dot(b_odd, tl.trans(b_high), b_s, out_dtype=tl.int32).to(tl.float32) * weight[:, None]
-            b_s = tl.sum(tl.reshape(b_s, [4, LP, BN]), 0)                                    # [LP, BN]
-            facts = tl.load(p_fact + o_c, mask=m_c, other=0)
-            b_r = tl.load(p_radius + o_c, mask=m_c, other=0.) if RADIUS else facts
-            b_z = tl.where(m_b[None, :], _guess(b_s, facts, b_r, reach, MEAN, RADIUS, LP, BB, C, WARPS), -float("inf"))
-            tl.store(p_score + (at + o_b)[None, :], b_z, mask=(o_r < LR)[:, None] & m_b[None, :])
-            b_z = tl.where(b_z == b_z, b_z, -float("inf"))
-            new = tl.maximum(b_m, b_z)
-            b_m, b_l = new, b_l * _exp2(b_m - new) + _exp2(b_z - new)
-        m = tl.max(b_m, 1)
-        l = tl.sum(b_l * _exp2(b_m - m[:, None]), 1)
+        o_i = tl.arange(0, 4 * LP)
+        if ask_ptr is None:
+            b_d, weight = _digits(b_q, MEAN, LP, W)
+            b_even, b_odd, off = _halves(b_d, MEAN, LP, W)
+        else:
+            WIDE: tl.constexpr = W if MEAN else HALF
+            p_even = digit_ptr + bg * (4 * LP * W) + o_i[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+            if PDL: gdc_wait()
+            b_even = tl.load(p_even)
+            b_odd = b_even if MEAN else tl.load(p_even + 2 * LP * W)
+            weight, off = tl.load(p_ask + LP * W + o_i), tl.load(off_ptr + bg * (4 * LP) + o_i)
+            reach = tl.load(p_ask + LP * (W + 4) + o_r)
+        reach, weight = reach * (tl.abs(scale) * REACH), weight * factor
+        m, l = _score_part(row_ptr, fact_ptr, radius_ptr, score_ptr, b_even, b_odd, off, weight, reach, p, S, bg, low,
+                           own, X, room, MEAN, RADIUS, LR, LP, D, W, BB, C, WARPS, STAGES)
     tl.store(m_ptr + (bg * LR + o_r) * S + p, m, mask=o_r < LR)
     tl.store(l_ptr + (bg * LR + o_r) * S + p, l, mask=o_r < LR)
 
@@ -336,60 +419,116 @@ def _threshold(key, want, n, BITS: tl.constexpr):
     least, step, reached = tl.full([], 0, tl.int32), tl.full([], 1 << 30, tl.int32), n
     while (step > 0) & (reached != want):
         if BITS == 1: many, more = tl.sum((key >= least + step).to(tl.int32), 0), step
-        else:                                                                                # three sums in one
+        else:                                                                                # two sums in one
             half = step >> 1
-            b_n = (key >= least + half).to(tl.int32) + ((key >= least + step).to(tl.int32) << 16)
-            total = tl.sum(b_n.to(tl.int64) + ((key >= least + step + half).to(tl.int64) << 32), 0)
-            low, mid, high = ((total & 0xFFFF).to(tl.int32), (total >> 16 & 0xFFFF).to(tl.int32),
-                              (total >> 32).to(tl.int32))
+            both = tl.sum((key >= least + half).to(tl.int32) + ((key >= least + step).to(tl.int32) << 16), 0)
+            low, mid, high = both & 0xFFFF, both >> 16 & 0xFFFF, tl.sum((key >= least + step + half).to(tl.int32), 0)
             many = tl.where(high >= want, high, tl.where(mid >= want, mid, low))
             more = tl.where(high >= want, step + half, tl.where(mid >= want, step, half))
         least, reached, step = (tl.where(many >= want, least + more, least), tl.where(many >= want, many, reached),
                                 step >> BITS)
     return least
 
-# %% ../../kernels/sketch_walk.ipynb #89fd1f4e
+# %% ../../kernels/sketch_walk.ipynb #7b633f75
 @triton.jit
-def _select_kernel(score_ptr, m_ptr, l_ptr, begin_ptr, start_ptr, len_ptr, list_ptr, count_ptr, N, G, X, S, share,
-                   BLOCK: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
-                   WIDE: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr):
-    "The first block, the newest key's and those of the largest shares, as a list with the lowest first"
-    if PDL: gdc_launch_dependents()
-    bg, o_m = tl.program_id(0).to(tl.int64), tl.arange(0, BM)
-    first, end, begin, low, own = _place(start_ptr, len_ptr, begin_ptr, bg // G, N, BLOCK)
-    there, n = (o_m >= low) & (o_m <= own), own - low + 1
-    want = tl.maximum(in_keys(0, share, n), tl.minimum(n, 2))
-    if PDL: gdc_wait()
-    key = _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR, LP, BM, BS, WIDE)
-    key = tl.where((o_m == low) | (o_m == own), 0x7FFFFFFF, key)
-    key = tl.where(there, key, -1)
+def _fetch_likely(k_ptr, v_ptr, key_ptr, bg, i, T, G, want, begin, own, k_b, k_g, v_b, v_g, X, BLOCK: tl.constexpr,
+                  BF: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr):
+    "Have the cache bring the best of BF blocks, which are likely to be read, while others look for the threshold"
+    o_m, BYTES = i * BF + tl.arange(0, BF), BLOCK * D * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    p_key, most = key_ptr + bg * X, tl.minimum(want - want // 4, MOST)
+    few = (i + 1) * most // T - i * most // T
+    key = tl.load(p_key + o_m, mask=o_m < own, other=-1)
+    better = (key[None, :] > key[:, None]) | (key[None, :] == key[:, None]) & (o_m[None, :] < o_m[:, None])
+    wanted = (tl.sum(better.to(tl.int32), 1) < few) & (key >= 0)
+    row = (begin + o_m * BLOCK).to(tl.int64) * D
+    p_k, p_v = k_ptr + bg // G * k_b + bg % G * k_g + row, v_ptr + bg // G * v_b + bg % G * v_g + row
+    p_x = tl.join(p_k.to(tl.int64), p_v.to(tl.int64))
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
+            "=r,l,r,r", [p_x, tl.join(wanted, wanted).to(tl.int32), tl.full([BF, 2], BYTES, tl.int32)], dtype=tl.int32,
+            is_pure=False, pack=1)
+
+# %% ../../kernels/sketch_walk.ipynb #7b633f76
+@triton.jit
+def _list(score_ptr, m_ptr, l_ptr, key_ptr, list_ptr, count_ptr, p, bg, low, own, n, want, X, S, LR: tl.constexpr,
+          LP: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, WIDE: tl.constexpr,
+          BITS: tl.constexpr):
+    "Write the list, or of BT blocks those that are on it"
+    o_m = tl.arange(0, BM)
+    if key_ptr is None:
+        there = (o_m >= low) & (o_m <= own)
+        key = _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR, LP, BM, BS, WIDE)
+        key = tl.where((o_m == low) | (o_m == own), 0x7FFFFFFF, key)
+        key = tl.where(there, key, -1)
+    else: key = tl.load(key_ptr + bg * X + o_m, mask=o_m < X, other=-1)
     least = _threshold(key, want, n, BITS)
     above, ties = (key > least).to(tl.int32), (key == least).to(tl.int32)
-    before = tl.cumsum(above | (ties << 16), 0) - (above | (ties << 16))
-    rest, tied = want - tl.sum(above, 0), (before >> 16) & 0xFFFF
+    rest = want - tl.sum(above, 0)
+    if key_ptr is None: base = 0
+    else:
+        base = tl.sum(tl.where(o_m < p * BT, above | (ties << 16), 0), 0)
+        o_m = p * BT + tl.arange(0, BT)
+        key = tl.load(key_ptr + bg * X + o_m, mask=o_m < X, other=-1)
+        above, ties = (key > least).to(tl.int32), (key == least).to(tl.int32)
+    before = base + tl.cumsum(above | (ties << 16), 0) - (above | (ties << 16))
+    tied = (before >> 16) & 0xFFFF
     taken = (above > 0) | (ties > 0) & (tied < rest)
     tl.store(list_ptr + bg * X + (before & 0xFFFF) + tl.minimum(tied, rest), o_m, mask=taken)
     tl.store(count_ptr + bg, want)
 
+# %% ../../kernels/sketch_walk.ipynb #89fd1f4e
+@triton.jit
+def _share_kernel(score_ptr, m_ptr, l_ptr, begin_ptr, start_ptr, len_ptr, key_ptr, N, G, X, S, BLOCK: tl.constexpr,
+                  LR: tl.constexpr, LP: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr):
+    "The shares of some blocks as integers of the same order; -1 for a block that is not visible"
+    if PDL: gdc_launch_dependents()
+    bg, o_m = tl.program_id(1).to(tl.int64), tl.program_id(0) * BT + tl.arange(0, BT)
+    first, end, begin, low, own = _place(start_ptr, len_ptr, begin_ptr, bg // G, N, BLOCK)
+    there = (o_m >= low) & (o_m <= own)
+    if PDL: gdc_wait()
+    key = _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR, LP, BT, BS, True)
+    key = tl.where((o_m == low) | (o_m == own), 0x7FFFFFFF, key)
+    tl.store(key_ptr + bg * X + o_m, tl.where(there, key, -1), mask=o_m < X)
+
+@triton.jit
+def _select_kernel(k_ptr, v_ptr, score_ptr, m_ptr, l_ptr, key_ptr, begin_ptr, start_ptr, len_ptr, list_ptr, count_ptr,
+                   k_b, k_g, v_b, v_g, N, G, X, S, share, parts, BLOCK: tl.constexpr, LR: tl.constexpr,
+                   LP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+                   BF: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr):
+    "The first block, the newest key's and those of the largest shares, as a list with the lowest first"
+    if PDL: gdc_launch_dependents()
+    bg, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, end, begin, low, own = _place(start_ptr, len_ptr, begin_ptr, bg // G, N, BLOCK)
+    n, want = own - low + 1, _wanted(low, own, share)
+    if PDL: gdc_wait()
+    if p < parts:
+        _list(score_ptr, m_ptr, l_ptr, key_ptr, list_ptr, count_ptr, p, bg, low, own, n, want, X, S, LR, LP, BM, BT,
+              BS, WIDE, BITS)
+    elif MOST > 0:
+        _fetch_likely(k_ptr, v_ptr, key_ptr, bg, p - parts, tl.num_programs(1) - parts, G, want, begin, own, k_b, k_g,
+                      v_b, v_g, X, BLOCK, BF, MOST, D)
+
 # %% ../../kernels/sketch_walk.ipynb #abf12acd
 @triton.jit
-def _read_kernel(q_ptr, k_ptr, v_ptr, list_ptr, count_ptr, begin_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr, scale,
-                 q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, G, X, BLOCK: tl.constexpr,
-                 LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+def _read_kernel(q_ptr, k_ptr, v_ptr, list_ptr, begin_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr, scale, q_b, q_h,
+                 q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, G, X, share, BLOCK: tl.constexpr, LR: tl.constexpr,
+                 D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                  STAGES: tl.constexpr, PDL: tl.constexpr):
     "Attention over a part of the rows of the chosen blocks"
     if PDL: gdc_launch_dependents()
     p, P, bg = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     o_r, o_n, o_d, i_b, i_g = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD), bg // G, bg % G
     m_r, m_d = o_r < LR, o_d < D
-    first, end, begin, _, _ = _place(start_ptr, len_ptr, begin_ptr, i_b, N, BLOCK)
+    first, end, begin, first_block, own = _place(start_ptr, len_ptr, begin_ptr, i_b, N, BLOCK)
     p_q = q_ptr + i_b * q_b + (i_g * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
     b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                           # [BR, BD]
     p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
+    rows = _wanted(first_block, own, share) * BLOCK
+    units = (rows + 15) // 16
+    low, high = p * units // P * 16, tl.minimum((p + 1) * units // P * 16, rows)
     if PDL: gdc_wait()
-    units = tl.load(count_ptr + bg) * (BLOCK // 16)                                          # of 16 rows
-    low, high = p * units // P * 16, (p + 1) * units // P * 16
     for at in tl.range(low, high, BN, num_stages=STAGES):
         o_s = at + o_n
         block = tl.load(list_ptr + bg * X + o_s // BLOCK, mask=o_s < high, other=0)
@@ -424,8 +563,10 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, P, D: tl
 # %% ../../kernels/sketch_walk.ipynb #2dbb0aa5
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
-    score: tuple = (256, 8, 3, 2)     # sub-blocks at once, warps, stages, programs a multiprocessor
-    select: tuple = (2, 8)            # bits of the threshold at once, 1 or 2; warps for up to 4,096 blocks
+    # sub-blocks at once, warps, stages, programs a multiprocessor, are queries cut once?, 256 bytes fetched ahead
+    score: tuple = (256, 8, 3, 2, True, 256)
+    # bits of the threshold at once, 1 or 2; warps for up to 4,096 blocks; blocks of a part, or 0; MB fetched ahead
+    select: tuple = (2, 8, 512, 16)
     read: tuple = (32, 4, 4, 5, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     merge: tuple = (32, 2)            # numbers of a program, warps
 
@@ -458,6 +599,14 @@ def score_tile(tiles, s, BD):
     of_row = 2 * BD if s.index == "mean" else BD // 2
     return max(1, 16 * s.fine // s.block, min(tiles.score[0], 2**14 // of_row) * s.fine // s.block)
 
+# %% ../../kernels/sketch_walk.ipynb #12ce6a3e
+def _likely(k, v, s, tiles, PDL):
+    "Blocks of a group that may be fetched ahead; 0 where a block is not one stretch of memory, or there is no engine"
+    size, D = k.element_size(), k.shape[3]
+    fits = all(x.stride()[2:] == (D, 1) and x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0
+               and x.stride(1) * size % 16 == 0 for x in (k, v)) and D * size % 16 == 0 and s.block >= 16
+    return int(tiles.select[3] * 1e6 / (2 * s.block * D * size * k.shape[0] * k.shape[1])) if fits and PDL else 0
+
 # %% ../../kernels/sketch_walk.ipynb #12ce6a3f
 def launch(
     q, k, v,                                # as for `decode`, which checks them
@@ -473,7 +622,7 @@ def launch(
     BD, BR = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(LR))
     LP, X, room = max(4, triton.next_power_of_2(LR)), triton.cdiv(N, s.block), index.rows.shape[2]
     fine, BB, BM = s.fine, score_tile(tiles, s, BD), triton.next_power_of_2(X)
-    _, warps, stages, programs = tiles.score
+    _, warps, stages, programs, once, chunks = tiles.score
     S = max(2, min(triton.cdiv(X, BB) + 1, programs * sms // (B * G)))
     rows = (math.ceil(X * s.density) + 2) * s.block
     P = max(1, min(512, tiles.read[3] * sms // (B * G), triton.cdiv(rows, 16)))
@@ -483,21 +632,32 @@ def launch(
     scale = (D**-0.5 if scale is None else scale) * LOG2E
     of_q, of_out = ((x.stride(0), x.stride(1), x.stride(3)) for x in (q, out))
     more, same = dict(launch_pdl=True) if PDL else {}, dict(LR=LR, PDL=PDL)
-    place = index.begin, kv_start, kv_len
+    place, asked = (index.begin, kv_start, kv_len), (None, None, None)
+    of_row = dict(MEAN=s.index == "mean", LP=LP, D=D, W=BD, STEPS=BD.bit_length() - 1)
+    if once:
+        digit = torch.bfloat16 if s.index == "mean" else torch.int8
+        asked = (floats(B * G, LP, BD + 5), torch.empty(B * G, 4 * LP, BD, device=q.device, dtype=digit),
+                 integers(B * G, 4 * LP))
+        _ask_kernel[LP, B * G](q, index.sign, *asked, *of_q, G, num_warps=1, **of_row, **same)
     _score_kernel[S, B * G](
-        q, k, index.rows, index.facts, index.radius, index.sign, *place, score, part_m, part_l, scale, *of_q,
-        *k.stride(), N, G, X, room, MEAN=s.index == "mean", RADIUS=s.index == "fine16", REACH=REACH, FINE=fine,
-        BLOCK=s.block, LP=LP, D=D, W=BD, STEPS=BD.bit_length() - 1, BB=BB, WARPS=warps,
-        STAGES=stages, num_warps=warps, **same)
+        q, k, index.rows, index.facts, index.radius, index.sign, *place, *asked, score, part_m, part_l, scale, *of_q,
+        *k.stride(), N, G, X, room, RADIUS=s.index == "fine16", REACH=REACH, FINE=fine, BLOCK=s.block, BB=BB,
+        CHUNKS=chunks if PDL else 0, WARPS=warps, STAGES=stages, num_warps=warps, **of_row, **same,
+        **more if once else {})
+    BT, BS, share = tiles.select[2], triton.next_power_of_2(S), share_in_units(float(s.density))[1]
+    key, parts, likely = (integers(B, G, X), triton.cdiv(X, BT), _likely(k, v, s, tiles, PDL)) if BT else (None, 1, 0)
+    if launches > 1 and BT:
+        _share_kernel[parts, B * G](score, part_m, part_l, *place, key, N, G, X, S, BLOCK=s.block, LP=LP, BT=BT, BS=BS,
+                                    num_warps=4, **same, **more)
     if launches > 1:
-        _select_kernel[B * G,](
-            score, part_m, part_l, *place, blocks, count, N, G, X, S, share_in_units(float(s.density))[1],
-            BLOCK=s.block, LP=LP, BM=BM, BS=triton.next_power_of_2(S), WIDE=LP * BM <= 2**15,
+        _select_kernel[B * G, parts + (triton.cdiv(X, 128) if likely else 0)](
+            k, v, score, part_m, part_l, key, *place, blocks, count, *k.stride()[:2], *v.stride()[:2], N, G, X, S,
+            share, parts, BLOCK=s.block, LP=LP, D=D, BM=BM, BT=BT, BS=BS, BF=128, MOST=likely, WIDE=LP * BM <= 2**15,
             BITS=tiles.select[0], num_warps=min(32, tiles.select[1] * max(1, BM // 2**12)), **same, **more)
     BN = read_tile(tiles, BD, q.element_size())
     if launches > 2:
         _read_kernel[P, B * G](
-            q, k, v, blocks, count, *place, m, l, o, scale, *of_q, *k.stride(), *v.stride(), N, G, X, BLOCK=s.block,
+            q, k, v, blocks, *place, m, l, o, scale, *of_q, *k.stride(), *v.stride(), N, G, X, share, BLOCK=s.block,
             D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2], **launch_limits(tiles.read[1], tiles.read[4]), **same,
             **more)
     if launches > 3:
