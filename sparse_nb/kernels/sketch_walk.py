@@ -640,8 +640,8 @@ def launch(
     _score_kernel[S, B * G](
         q, k, index.rows, index.facts, index.radius, index.sign, *place, *asked, score, part_m, part_l, scale, *of_q,
         *k.stride(), N, G, X, room, RADIUS=s.index == "fine16", REACH=REACH, FINE=fine, BLOCK=s.block, BB=BB,
-        CHUNKS=chunks if PDL and (s.index != "mean" or D % 8 == 0) else 0, WARPS=warps, STAGES=stages, num_warps=warps, **of_row, **same,
-        **more if once else {})
+        CHUNKS=chunks if PDL and (s.index != "mean" or D % 8 == 0) else 0, WARPS=warps, STAGES=stages,
+        num_warps=warps, **of_row, **same, **more if once else {})
     BT, BS, share = tiles.select[2], triton.next_power_of_2(S), share_in_units(float(s.density))[1]
     key, parts, likely = (integers(B, G, X), triton.cdiv(X, BT), _likely(k, v, s, tiles, PDL)) if BT else (None, 1, 0)
     if launches > 1 and BT:
