@@ -262,12 +262,7 @@ def _own_row(k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, bg, begin, own, end
 def _own_score(code, facts, widest, b_q, scale, reach, MEAN: tl.constexpr, RADIUS: tl.constexpr, C: tl.constexpr,
                LP: tl.constexpr, W: tl.constexpr):
     "log2 of the weight of the block of the newest key [LP]"
-    if C * LP * W <= 2**15: b_s = tl.sum(code[:, None, :] * b_q[None, :, :], 2)
-    else:
-        o_r, b_s = tl.arange(0, LP), tl.zeros([C, LP], tl.float32)
-        for r in tl.range(LP, num_stages=1):
-            x = tl.sum(tl.where((o_r == r)[:, None], b_q, 0.), 0)
-            b_s = tl.where((o_r == r)[None, :], tl.sum(code * x[None, :], 1)[:, None], b_s)
+    b_s = tl.dot(code, tl.trans(b_q), input_precision="ieee")
     return tl.sum(_guess(b_s * scale, facts, widest, reach, MEAN, RADIUS, LP, 1, C, 4), 0)
 
 # %% ../../kernels/sketch_walk.ipynb #2172ad36
@@ -286,14 +281,16 @@ def _wanted(low, own, share):
 
 # %% ../../kernels/sketch_walk.ipynb #2172ad37
 @triton.jit
-def _fetch(row_ptr, low, high, CHUNKS: tl.constexpr):
-    "Have the cache bring some bytes from number `low` on and before `high`; nothing waits for them"
+def _fetch(x_ptr, nbytes):
+    "Have the cache bring a stretch of memory, 2 KB a thread; both in units of 16 bytes, and nothing waits for it"
     if not INTERPRETED:
-        at = low + tl.arange(0, CHUNKS) * 256
-        at = tl.where(at + 256 <= high, at, low)
-        p_x = (row_ptr + at).to(tl.int64)
-        tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;", "=r,l", [p_x],
-                                  dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise("""{
+            .reg .pred p; .reg .b32 n, at; .reg .b64 x;
+            mov.u32 at, %tid.x; shl.b32 at, at, 11;
+            setp.lt.s32 p, at, $2; sub.s32 n, $2, at; min.s32 n, n, 2048;
+            cvt.u64.u32 x, at; add.u64 x, x, $1;
+            @p cp.async.bulk.prefetch.L2.global [x], n; mov.b32 $0, 0;
+        }""", "=r,l,r", [x_ptr.to(tl.int64), nbytes.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
 
 # %% ../../kernels/sketch_walk.ipynb #2172ad38
 @triton.jit
@@ -354,7 +351,8 @@ def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_p
         tiles = ((N - 1) // BLOCK + BB - 1) // BB
         i_0, i_1 = (p - 1) * tiles // (S - 1) * BB, tl.minimum(p * tiles // (S - 1) * BB, (N - 1) // BLOCK)
         if (p > 0) & (i_1 > i_0):
-            _fetch(row_ptr.to(tl.pointer_type(tl.uint8)) + bg * room * BYTES, i_0 * BYTES, i_1 * BYTES, CHUNKS)
+            _fetch(row_ptr.to(tl.pointer_type(tl.uint8)) + (bg * room + i_0) * BYTES,
+                   tl.minimum((i_1 - i_0) * BYTES, CHUNKS * 1024))
     first, end, begin, low, own = _place(start_ptr, len_ptr, begin_ptr, bg // G, N, BLOCK)
     p_ask = ask_ptr + bg * (LP * (W + 5)) if ask_ptr is not None else ask_ptr
     factor = scale if MEAN else scale * W**-0.5
@@ -563,8 +561,8 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, P, D: tl
 # %% ../../kernels/sketch_walk.ipynb #2dbb0aa5
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
-    # sub-blocks at once, warps, stages, programs a multiprocessor, are queries cut once?, 256 bytes fetched ahead
-    score: tuple = (256, 8, 3, 2, True, 256)
+    # sub-blocks at once, warps, stages, programs a multiprocessor, are queries cut once?, KiB fetched ahead
+    score: tuple = (256, 8, 3, 2, True, 64)
     # bits of the threshold at once, 1 or 2; warps for up to 4,096 blocks; blocks of a part, or 0; MB fetched ahead
     select: tuple = (2, 8, 512, 16)
     read: tuple = (32, 4, 4, 5, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
@@ -642,8 +640,8 @@ def launch(
     _score_kernel[S, B * G](
         q, k, index.rows, index.facts, index.radius, index.sign, *place, *asked, score, part_m, part_l, scale, *of_q,
         *k.stride(), N, G, X, room, RADIUS=s.index == "fine16", REACH=REACH, FINE=fine, BLOCK=s.block, BB=BB,
-        CHUNKS=chunks if PDL else 0, WARPS=warps, STAGES=stages, num_warps=warps, **of_row, **same,
-        **more if once else {})
+        CHUNKS=chunks if PDL and (s.index != "mean" or D % 8 == 0) else 0, WARPS=warps, STAGES=stages,
+        num_warps=warps, **of_row, **same, **more if once else {})
     BT, BS, share = tiles.select[2], triton.next_power_of_2(S), share_in_units(float(s.density))[1]
     key, parts, likely = (integers(B, G, X), triton.cdiv(X, BT), _likely(k, v, s, tiles, PDL)) if BT else (None, 1, 0)
     if launches > 1 and BT:
