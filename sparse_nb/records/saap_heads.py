@@ -289,11 +289,12 @@ ENDS = dict(sinks=SINKS, window=WINDOW)
 def beside_budgets(
     ask,    # (name -> `Saap`) -> rows with `level`, the name, and `far`, the far keys read, a count or a share of all
     unread, # shares that may stay unread
+    budget, # (mean of `far`) -> what is given as the budget
 ) -> list:  # of dicts, the rows, with `by`, "unread" or "budget"
     "`unread`, and budgets of as many far keys in the mean."
     found = [row | dict(by="unread") for row in ask({u: Saap(unread=u, **ENDS) for u in unread})]
     far = pd.DataFrame(found).groupby("level").far.mean()
-    budgets = {u: Saap(round(float(far[u])) if far[u] >= 1 else float(far[u]), **ENDS) for u in unread}
+    budgets = {u: Saap(budget(float(far[u])), **ENDS) for u in unread}
     return found + [row | dict(by="budget") for row in ask(budgets)]
 
 def enough_rows(
@@ -325,7 +326,7 @@ def enough_rows(
                 found += [one(x, i, method, states[key, x.layer]) for i in range(0, QUERIES, 2)]
             rows.append(dict(zip(("task", "seed"), key), level=level) | pd.DataFrame(found).mean().to_dict())
         return rows
-    return beside_budgets(ask, unread)
+    return beside_budgets(ask, unread, round)
 
 
 # %% ../../kernels/records/saap_heads.ipynb #d7857a02
@@ -358,7 +359,7 @@ def enough_answers(
                                  bits=float(found.mean())))
         return rows
     return [row | dict(asked=name) for name, ask in (("answers", answers), ("bits", bits))
-            for row in beside_budgets(ask, unread)]
+            for row in beside_budgets(ask, unread, lambda far: far if far > 0 else 0)]
 
 ROUNDED = 0.5  # of a key, by which a budget that is a share is rounded up in the mean
 
@@ -422,8 +423,10 @@ def record(
             for n in (length,) if quick else TRAINED: found += length_rows(task, n, seed, trained)
             rows += [dict(task=task, seed=seed) | row for row in found]
             say(f"{time.monotonic() - began:.0f} s: {task}, prompt {seed}")
-    rows += [row | dict(figure="enough") for row in enough_rows(tasks, length, prompts)]
-    rows += [row | dict(figure="told") for row in enough_answers(*((tasks, length, 1) if quick else TOLD))]
+    asked = tasks, length, prompts, UNREAD[::5] if quick else UNREAD
+    rows += [row | dict(figure="enough") for row in enough_rows(*asked)]
+    told = (tasks, length, prompts, UNREAD_ASKED[1:]) if quick else TOLD
+    rows += [row | dict(figure="told") for row in enough_answers(*told)]
     about = machine("cpu") | dict(model="pocket", length=length, prompts=prompts, queries=QUERIES, sinks=SINKS,
                                   window=WINDOW, least=LEAST)
     return write_record(Path(out), about, condensed_rows(rows))
