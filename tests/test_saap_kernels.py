@@ -251,7 +251,7 @@ def test_a_cluster_cut_in_any_part(budget, tail, small):
     from sparse_nb.kernels.saap import Tiles
     p = problem(1, 2, 3, 130, 16, FP32, C=3, near=9, sinks=1, seed=budget)
     p.ids.copy_((torch.arange(130, device=DEVICE) % 2).to(torch.int16).view(1, 1, -1))
-    tiles = Tiles(read=(16, 4, 2, 8, None), part=16) if small else Tiles(ahead=False)
+    tiles = Tiles(read=(16, 4, 2, 8, None), part=16) if small else Tiles(ahead=True)
     check(p, budget=budget, tail=tail, tiles=tiles)
 
 

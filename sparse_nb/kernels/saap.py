@@ -190,14 +190,10 @@ def build_index(
 
 # %% ../../kernels/saap.ipynb #d7dea6d6
 @triton.jit
-def _products(x_ptr, x_h, x_d, y_ptr, o_c, C, scale, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
-              BD: tl.constexpr):
-    "The queries from x_ptr on [BR, BD], and their products with rows o_c of y_ptr [BR, BN]"
-    o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
-    p_x, m_x = x_ptr + o_r[:, None] * x_h + o_d[None, :] * x_d, (o_r < LR)[:, None] & (o_d < D)[None, :]
-    b_x = tl.load(p_x, mask=m_x, other=0.)
-    b_y = tl.load(y_ptr + o_c[:, None] * D + o_d[None, :], mask=(o_c < C)[:, None] & (o_d < D)[None, :], other=0.)
-    return b_x, dot(b_x, tl.trans(b_y.to(b_x.dtype))) * scale
+def _rows_of(x_ptr, i, n, x_n, x_d, D: tl.constexpr, BD: tl.constexpr):
+    "Rows i of x_ptr, zeros from n on"
+    o_d = tl.arange(0, BD)
+    return tl.load(x_ptr + i[:, None] * x_n + o_d[None, :] * x_d, mask=(i < n)[:, None] & (o_d < D)[None, :], other=0.)
 
 @triton.jit
 def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, given_ptr, log_ptr, variance_ptr, score_ptr, guess_ptr, m_ptr,
@@ -208,23 +204,26 @@ def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, given_ptr, log_ptr, varianc
     bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
     i_b, i_h, m_c = bg // G, bg % G * LR, o_c < C
     at, m_s = (bg * LR + o_r)[:, None] * C + o_c[None, :], (o_r < LR)[:, None] & m_c[None, :]
+    if mean_ptr is not None:                                                                 # all loads, then the rest
+        b_m = _rows_of(mean_ptr + bg * C * D, o_c, C, D, 1, D, BD)
+        b_q = _rows_of(q_ptr + i_b * q_b + i_h * q_h, o_r, LR, q_h, q_d, D, BD)
+    if fit_ptr is not None:
+        b_f = _rows_of(fit_ptr + i_b * f_b + bg % G * f_g, o_c, C, D, 1, D, BD)
+        b_a = _rows_of(ask_ptr + i_b * a_b + i_h * a_h, o_r, LR, a_h, a_d, D, BD)
     log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))
     if given_ptr is not None: b_x = tl.load(given_ptr + at, mask=m_s, other=0.).to(tl.float32) * 1.4426950408889634
-    elif fit_ptr is not None:
-        p_a = ask_ptr + i_b * a_b + i_h * a_h
-        _, b_x = _products(p_a, a_h, a_d, fit_ptr + i_b * f_b + bg % G * f_g, o_c, C, scale, LR, D, BR, BD)
-    if mean_ptr is not None:
-        p_q = q_ptr + i_b * q_b + i_h * q_h
-        b_q, b_s = _products(p_q, q_h, q_d, mean_ptr + bg * C * D, o_c, C, scale, LR, D, BR, BD)
-        if score_ptr is not None: tl.store(score_ptr + at, b_s, mask=m_s)
-        if variance_ptr is not None:                                                         # moments guess
-            b_q = b_q.to(tl.float32) * scale
-            half = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) * 0.34657359027997264  # ln 2 / 2
-            b_x = b_s + tl.sum(b_q * b_q, 1)[:, None] * half[None, :]
-    b_x = tl.where(m_s & (log_n > -float("inf"))[None, :], b_x + log_n[None, :], -float("inf"))
+    if variance_ptr is not None:                                                             # moments guess
+        half = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) * 0.34657359027997264  # ln 2 / 2
+        b_w = b_q.to(tl.float32) * scale
+        bias = tl.sum(b_w * b_w, 1)[:, None] * half[None, :] + log_n[None, :]
+    if fit_ptr is not None: b_x = dot(b_a, tl.trans(b_f.to(b_a.dtype))) * scale
+    if mean_ptr is not None: b_s = dot(b_q, tl.trans(b_m.to(b_q.dtype))) * scale
+    b_x = b_s + bias if variance_ptr is not None else b_x + log_n[None, :]
+    b_x = tl.where(m_s & (log_n > -float("inf"))[None, :], b_x, -float("inf"))
     m = tl.max(b_x, 1)
     l = tl.sum(tl.exp2(b_x - tl.where(m == -float("inf"), 0., m)[:, None]), 1)
     p_m = (bg * LR + o_r) * tl.num_programs(0) + tl.program_id(0)
+    if score_ptr is not None: tl.store(score_ptr + at, b_s, mask=m_s)
     tl.store(guess_ptr + at, b_x, mask=m_s)
     tl.store(m_ptr + p_m, m, mask=o_r < LR)
     tl.store(l_ptr + p_m, l, mask=o_r < LR)
@@ -369,6 +368,12 @@ def _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N):
     return first, sinks, built, sinks + tl.maximum(first + n - built, 0)
 
 @triton.jit
+def _share(n, p, P):
+    "Part p of P of n things: the first, and behind the last"
+    low = p * (n // P) + tl.minimum(p, n % P)
+    return low, low + n // P + (p < n % P).to(tl.int32)
+
+@triton.jit
 def _list(end_ptr, base_ptr, i, C):
     "Where list i ends, and its base; behind the last list there is one without an end"
     there = i < C
@@ -384,11 +389,11 @@ def _four_lists(end_ptr, base_ptr, i, C):
     return end_0, end_1, end_2, end_3, base_0, base_1 - base_0, base_2 - base_1, base_3 - base_2
 
 @triton.jit
-def _number(order_ptr, o_s, stop, listed, end_0, end_1, end_2, base, more_1, more_2, more_3):
-    "Entries of `order` for the slots o_s of four lists, and what is there; with `listed` false rows, and nothing"
+def _number(order_ptr, o_s, stop, end_0, end_1, end_2, base, more_1, more_2, more_3):
+    "Numbers of the keys in slots o_s of four lists"
     place = base + o_s + tl.where(o_s >= end_0, more_1, 0)
     place += tl.where(o_s >= end_1, more_2, 0) + tl.where(o_s >= end_2, more_3, 0)
-    return place, tl.load(order_ptr + place, mask=(o_s < stop) & listed, other=0)
+    return tl.load(order_ptr + place, mask=o_s < stop, other=0)
 
 # %% ../../kernels/saap.ipynb #0b2a0339
 @triton.jit
@@ -399,71 +404,62 @@ def _next(m, l, b_s):
     old, b_p = tl.exp2(m - seen), tl.exp2(b_s - seen[:, None])
     return new, l * old + tl.sum(b_p, 1), b_p, old
 
-# %% ../../kernels/saap.ipynb #44e7c7eb
 @triton.jit
-def _read_slots(m, l, acc, scores, squares, keys, b_q, k_ptr, v_ptr, order_ptr, low, stop, listed, cut, end_cut,
-                end_0, end_1, end_2, base, more_1, more_2, more_3, scale, k_n, k_d, v_n, v_d, CUT: tl.constexpr,
-                SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-                BD: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr):
-    "Slots of four lists joined to a partial softmax, and sums over those from `cut` to `end_cut`"
+def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_d, v_n, v_d, LR: tl.constexpr,
+               D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    "Partial softmax of sinks and of what is behind the lists: their numbers `low` to `high`; nothing in row LR"
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
-    m_d, is_sum = o_d < D, o_r == LR
-    _, number = _number(order_ptr, low + o_n, stop, listed, end_0, end_1, end_2, base, more_1, more_2, more_3)
-    for at in tl.range(low, stop, BN, num_stages=STAGES):
+    m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
+    for at in tl.range(low, high, BN, num_stages=1):
         o_s = at + o_n
-        m_n = o_s < stop
-        place, found = _number(order_ptr, o_s, stop, listed, end_0, end_1, end_2, base, more_1, more_2, more_3)
-        row = tl.where(listed, number if AHEAD else found, place).to(tl.int64)
-        if AHEAD: _, number = _number(order_ptr, o_s + BN, stop, listed, end_0, end_1, end_2, base, more_1, more_2,
-                                      more_3)
-        m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
+        m_n = o_s < high
+        row = tl.where(o_s < sinks, first + o_s, built + o_s - sinks).to(tl.int64)
+        m_k = m_n[:, None] if BD == D else m_n[:, None] & (o_d < D)[None, :]
         b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
         b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))         # [BR, BN]
         m, l, b_p, old = _next(m, l, b_s)
-        if CUT:
-            counted = (o_s >= cut) & (o_s < tl.minimum(end_cut, stop))
-            scores += tl.sum(tl.where(counted[None, :], b_s, 0.), 1)
-            b_p = tl.where(is_sum[:, None], counted.to(tl.float32)[None, :], b_p)
-            old = tl.where(is_sum, 1., old)
-            if SECOND:
-                b_x = tl.where(counted[:, None], b_k.to(tl.float32), 0.)
-                squares, keys = squares + tl.sum(b_x * b_x, 1), keys + tl.sum(b_x, 0)
+        b_p = tl.where((o_r < LR)[:, None], b_p, 0.)
         b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
-    return m, l, acc, scores, squares, keys
+    return m, l, acc
 
-# %% ../../kernels/saap.ipynb #6098e0fa
+# %% ../../kernels/saap.ipynb #44e7c7eb
 @triton.jit
-def _read_rows(b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, bg,
-               p, scale, k_n, k_d, v_n, v_d, N, G, C, P, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr,
-               D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
-               AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
-    "Part p of P of what is in no list, then of the lists; and of the cut one scores, lengths, keys and values, summed"
-    m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
+def _read_rows(m, l, acc, ends, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, low, high, cut, end_cut, scale, k_n,
+               k_d, v_n, v_d, C, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr,
+               BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr):
+    "Slots joined to a partial softmax, and sums over those from `cut` to `end_cut`: scores, lengths, keys, values"
+    o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
+    m_d, is_sum = o_d < D, o_r == LR
     scores, squares, keys = tl.zeros([BR], tl.float32), tl.zeros([BN], tl.float32), tl.zeros([BD], tl.float32)
-    first, sinks, built, slots = _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N)
-    o_c, none, never = tl.arange(0, BC), slots * 0, slots * 0 + (2**31 - 1)
-    cut, end_cut = none, none
-    for phase in tl.range(0, 2, num_stages=1):
-        listed, ends = phase > 0, tl.zeros([BC], tl.int32)
-        if listed:
-            if PDL: gdc_wait()
-            ends = tl.load(end_ptr + o_c, mask=o_c < C, other=2**31 - 1)
-            slots, cut = tl.load(fact_ptr + bg * 8 + 1), tl.load(fact_ptr + bg * 8 + 3)
-            end_cut = cut + tl.load(fact_ptr + bg * 8 + 4)
-        low = p * (slots // P) + tl.minimum(p, slots % P)
-        high, i_l = low + slots // P + (p < slots % P).to(tl.int32), tl.sum((ends <= low).to(tl.int32), 0)
-        while low < high:
-            end_0, end_1, end_2, end_3 = sinks, never, never, never                          # sinks, and the newest
-            base, more_1, more_2, more_3 = first, built - sinks - first, none, none
-            if listed:
-                end_0, end_1, end_2, end_3, base, more_1, more_2, more_3 = _four_lists(end_ptr, base_ptr, i_l, C)
-            stop = tl.minimum(end_3, high)
-            m, l, acc, scores, squares, keys = _read_slots(
-                m, l, acc, scores, squares, keys, b_q, k_ptr, v_ptr, order_ptr, low, stop, listed, cut, end_cut, end_0,
-                end_1, end_2, base, more_1, more_2, more_3, scale, k_n, k_d, v_n, v_d, CUT, SECOND, LR, D, BR, BN, BD,
-                AHEAD, STAGES)
-            low, i_l = stop, i_l + 4
+    i_l = tl.sum((ends <= low).to(tl.int32), 0)
+    while low < high:
+        end_0, end_1, end_2, end_3, base, more_1, more_2, more_3 = _four_lists(end_ptr, base_ptr, i_l, C)
+        stop = tl.minimum(end_3, high)
+        if AHEAD: found = _number(order_ptr, low + o_n, stop, end_0, end_1, end_2, base, more_1, more_2, more_3)
+        for at in tl.range(low, stop, BN, num_stages=STAGES):
+            o_s = at + o_n
+            m_n = o_s < stop
+            if AHEAD:
+                row = found.to(tl.int64)
+                found = _number(order_ptr, o_s + BN, stop, end_0, end_1, end_2, base, more_1, more_2, more_3)
+            else:
+                row = _number(order_ptr, o_s, stop, end_0, end_1, end_2, base, more_1, more_2, more_3).to(tl.int64)
+            m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
+            b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
+            b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))     # [BR, BN]
+            m, l, b_p, old = _next(m, l, b_s)
+            if CUT:
+                counted = (o_s >= cut) & (o_s < tl.minimum(end_cut, stop))
+                scores += tl.sum(tl.where(counted[None, :], b_s, 0.), 1)
+                b_p = tl.where(is_sum[:, None], counted.to(tl.float32)[None, :], b_p)
+                old = tl.where(is_sum, 1., old)
+                if SECOND:
+                    b_x = tl.where(counted[:, None], b_k.to(tl.float32), 0.)
+                    squares, keys = squares + tl.sum(b_x * b_x, 1), keys + tl.sum(b_x, 0)
+            b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
+            acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                           # [BR, BD]
+        low, i_l = stop, i_l + 4
     return m, l, acc, scores, tl.sum(squares, 0), keys
 
 # %% ../../kernels/saap.ipynb #c9c87cd2
@@ -522,18 +518,27 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
     p_q = q_ptr + i_b * q_b + (i_g * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
     b_q = tl.load(p_q, mask=(o_r < LR)[:, None] & m_d[None, :], other=0.)
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
-    scores = tl.zeros([BR], tl.float32)
+    scores, o_c = tl.zeros([BR], tl.float32), tl.arange(0, BC)
+    p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
+    if p < P:                                                                                # needs no choice
+        first, sinks, built, near = _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N)
+        low, high = _share(near, p, P)
+        m, l, acc = _read_near(b_q, p_k, p_v, low, high, first, sinks, built, scale, k_n, k_d, v_n, v_d, LR, D, BR, BN,
+                               BD)
+    if PDL: gdc_wait()
     if p < P:
+        ends = tl.load(end_ptr + bg * C + o_c, mask=o_c < C, other=2**31 - 1)
+        slots, cut = tl.load(fact_ptr + bg * 8 + 1), tl.load(fact_ptr + bg * 8 + 3)
+        end_cut = cut + tl.load(fact_ptr + bg * 8 + 4)
+        low, high = _share(slots, p, P)
         m, l, acc, scores, square, keys = _read_rows(
-            b_q, k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g, order_ptr + bg * S, end_ptr + bg * C,
-            base_ptr + bg * C, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, bg, p, scale, k_n, k_d, v_n, v_d,
-            N, G, C, P, CUT, SECOND, LR, D, BR, BN, BD, BC, AHEAD, STAGES, PDL)
+            m, l, acc, ends, b_q, p_k, p_v, order_ptr + bg * S, end_ptr + bg * C, base_ptr + bg * C, low, high, cut,
+            end_cut, scale, k_n, k_d, v_n, v_d, C, CUT, SECOND, LR, D, BR, BN, BD, AHEAD, STAGES)
         if CUT and SECOND:
             p_x = sum_x_ptr + (bg * P + p) * (D + 1)
             tl.store(p_x + o_d, keys, mask=m_d)
             tl.store(p_x + D, square)
     elif TILES > 0:
-        if PDL: gdc_wait()
         m, l, acc = _read_means(b_q, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, bg,
                                 (p - P) * (BT * TILES), scale, G, C, SECOND, LR, D, BR, BT, BD, TILES)
         if CUT:
@@ -604,7 +609,7 @@ class Tiles(NamedTuple):
     route: tuple = (32, 4)            # clusters of a program, warps
     select: tuple = (32, 256, 8, 128) # clusters of a program, those compared with them at once, warps, registers
     read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
-    ahead: bool = True                # are the numbers of the next rows fetched before these rows?
+    ahead: bool = False               # are the numbers of the next rows fetched before these rows?
     part: int = 96                    # rows of a program, at least: of the budget's and 4,096 more
     means: int = 128                  # clusters of a program, at most
     merge: tuple = (32, 4)            # numbers of a program, warps
@@ -627,7 +632,7 @@ _TILES = Tiles()
 
 def read_tile(tiles, BD, itemsize):
     "Rows that a program reads at once: fewer long ones"
-    return max(16, min(tiles.read[0], 2**14 // (BD * itemsize)))
+    return max(16, min(tiles.read[0], 2**15 // (BD * itemsize)))
 
 def _parts(BG, N, s, PT, tiles, sms):
     "Parts of the rows of a group: all programs of a launch at once, none with few rows, as far as the host knows"
