@@ -204,7 +204,7 @@ def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, given_ptr, log_ptr, varianc
     bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
     i_b, i_h, m_c = bg // G, bg % G * LR, o_c < C
     at, m_s = (bg * LR + o_r)[:, None] * C + o_c[None, :], (o_r < LR)[:, None] & m_c[None, :]
-    log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))                   # all loads, then the rest
+    log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))
     if variance_ptr is not None: variance = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.)
     if given_ptr is not None: b_x = tl.load(given_ptr + at, mask=m_s, other=0.).to(tl.float32) * 1.4426950408889634
     if fit_ptr is not None: b_a = _rows_of(ask_ptr + i_b * a_b + i_h * a_h, o_r, LR, a_h, a_d, D, BD)
