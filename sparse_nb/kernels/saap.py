@@ -204,18 +204,18 @@ def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, given_ptr, log_ptr, varianc
     bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
     i_b, i_h, m_c = bg // G, bg % G * LR, o_c < C
     at, m_s = (bg * LR + o_r)[:, None] * C + o_c[None, :], (o_r < LR)[:, None] & m_c[None, :]
-    if mean_ptr is not None:                                                                 # all loads, then the rest
-        b_m = _rows_of(mean_ptr + bg * C * D, o_c, C, D, 1, D, BD)
-        b_q = _rows_of(q_ptr + i_b * q_b + i_h * q_h, o_r, LR, q_h, q_d, D, BD)
-    if fit_ptr is not None:
-        b_f = _rows_of(fit_ptr + i_b * f_b + bg % G * f_g, o_c, C, D, 1, D, BD)
-        b_a = _rows_of(ask_ptr + i_b * a_b + i_h * a_h, o_r, LR, a_h, a_d, D, BD)
     log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))
+    if variance_ptr is not None: variance = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.)
     if given_ptr is not None: b_x = tl.load(given_ptr + at, mask=m_s, other=0.).to(tl.float32) * 1.4426950408889634
+    if fit_ptr is not None: b_a = _rows_of(ask_ptr + i_b * a_b + i_h * a_h, o_r, LR, a_h, a_d, D, BD)
+    if mean_ptr is not None:
+        b_q = _rows_of(q_ptr + i_b * q_b + i_h * q_h, o_r, LR, q_h, q_d, D, BD)
+        b_m = _rows_of(mean_ptr + bg * C * D, o_c, C, D, 1, D, BD)
+    if fit_ptr is not None: b_f = _rows_of(fit_ptr + i_b * f_b + bg % G * f_g, o_c, C, D, 1, D, BD)
     if variance_ptr is not None:                                                             # moments guess
-        half = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) * 0.34657359027997264  # ln 2 / 2
         b_w = b_q.to(tl.float32) * scale
-        bias = tl.sum(b_w * b_w, 1)[:, None] * half[None, :] + log_n[None, :]
+        half = tl.sum(b_w * b_w, 1) * 0.34657359027997264                                    # ln 2 / 2
+        bias = half[:, None] * variance[None, :] + log_n[None, :]
     if fit_ptr is not None: b_x = dot(b_a, tl.trans(b_f.to(b_a.dtype))) * scale
     if mean_ptr is not None: b_s = dot(b_q, tl.trans(b_m.to(b_q.dtype))) * scale
     b_x = b_s + bias if variance_ptr is not None else b_x + log_n[None, :]
@@ -487,7 +487,7 @@ def _read_means(b_q, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, b
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)
     return m, l, acc
 
-# %% ../../kernels/saap.ipynb #37d02f72
+# %% ../../kernels/saap.ipynb #6098e0fa
 @triton.jit
 def _read_cut(b_q, sum_ptr, rest_s_ptr, rest_x_ptr, fact_ptr, bg, scale, C, LR: tl.constexpr, D: tl.constexpr,
               BR: tl.constexpr, BD: tl.constexpr):
@@ -502,6 +502,7 @@ def _read_cut(b_q, sum_ptr, rest_s_ptr, rest_x_ptr, fact_ptr, bg, scale, C, LR: 
     tl.store(p_x + 2 + o_d, b_k, mask=o_d < D)
     tl.store(p_x + 2 + D + o_d, b_v, mask=o_d < D)
 
+# %% ../../kernels/saap.ipynb #37d02f72
 @triton.jit
 def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, sum_ptr,
                  end_ptr, base_ptr, fact_ptr, since_ptr, built_ptr, start_ptr, len_ptr, m_ptr, l_ptr, o_ptr,
