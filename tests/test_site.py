@@ -351,6 +351,12 @@ def test_a_name_of_two_pages_is_no_link(processed):
     assert cell.source == "`a_helper`"
 
 
+def test_the_heading_of_a_callout_is_its_title():
+    box = "::: {.callout-tip}\n## You can\n\n- x\n:::\n\n## Next"
+    assert book.boxed(box) == "::: {.callout-tip}\n[You can]{.callout-title}\n\n- x\n:::\n\n## Next"
+    assert book.boxed(other := "::: {#id}\n## Part\n:::") == other
+
+
 def test_dead_links_are_found(tmp_path):
     (tmp_path / "a.html").write_text(
         '<a href="b.html">1</a><a href="b.html#there">2</a><a href="#here">3</a><p id="here"><a href="c.html">4</a>'

@@ -110,6 +110,11 @@ def shown_cell(cell, picture):
     return text + "".join(shown_output(output, picture, options.get("fig-alt", "")) for output in cell.outputs)
 
 
+def boxed(text):
+    "The Markdown `text` with the heading of each callout as a line of its own: Quarto makes it the title of the box."
+    return re.sub(r"^(::: *\{\.callout-[^}\n]*\}\n+)#+ +(.+)$", r"\1[\2]{.callout-title}", text, flags=re.M)
+
+
 STRING = r"""(?<!\w)[rbfu]{0,2}(?:\"""[\s\S]*?\"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
 WORDS = {"comment": r"#[^\n]*", "string": STRING, "decorator": r"@[\w.]+",
          "keyword": rf"\b(?:{'|'.join(keyword.kwlist)})\b", "number": r"\b\d[\w.]*"}
@@ -194,6 +199,7 @@ class Book:
 
         target.parent.mkdir(parents=True, exist_ok=True)
         if not isinstance(content, str): content = "".join(shown_cell(cell, picture) for cell in content)
+        content = boxed(content)
         text = pypandoc.convert_text(content, "html", "markdown-implicit_figures+autolink_bare_uris", extra_args=[
             "--wrap=none", "--mathml", "--toc", "--toc-depth=6", "--syntax-highlighting=none",
             f"--template={ROOT / 'tools' / 'page.html'}",
