@@ -167,6 +167,8 @@ def _check_audit(out, q, k, selected, samples, delta, bound, bits, page):
     check_count("bits", bits, 0, 8)
     check_count("page", page, 1)
 
+
+# %% ../nbs/22_audit.ipynb #00acacc1
 def audit(
     out: torch.Tensor,                    # what is audited [B, H, Q, D]
     q: torch.Tensor,                      # queries [B, H, Q, D]
