@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = ['GUARANTEES', 'BASE_LEAST', 'CLT_LEAST', 'PLUGIN_SHARE', 'Facts', 'residual_facts', 'VAttention', 'Promise',
-           'exponential_terms', 'draws_needed', 'select_and_promise', 'read_rows', 'kernel_settings',
-           'vattention_decode', 'Audit', 'audit', 'BOUNDS', 'budget_denominator', 'budget_numerator', 'budget_output',
-           'gaussian_quantile']
+           'draws_needed', 'select_and_promise', 'read_rows', 'kernel_settings', 'vattention_decode', 'BOUNDS',
+           'budget_denominator', 'budget_numerator', 'budget_output', 'gaussian_quantile']
 
 # %% ../nbs/20_vattention.ipynb #3192b6a4
 import math
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -20,12 +18,12 @@ from .core.bounds import (
     BOUNDS, bernstein_radius, budget_denominator, budget_numerator, budget_output, gaussian_quantile, kl_bound,
     spread_bound, tail_levels)
 from .core.checks import (
-    check_budget, check_choice, check_count, check_flag, check_inputs, check_level, on_cpu_eagerly)
+    check_budget, check_choice, check_flag, check_inputs, check_level, on_cpu_eagerly)
 from .core.exact import (
-    from_first_visible, masked_scores, no_autocast, promote, to_device_of, visible_range)
+    from_first_visible, masked_scores, promote, to_device_of, visible_range)
 from .core.methods import Method, Predictor, Stats
 from .core.selection import (
-    COPIED_AT_ONCE, Selection, budget_counts, has_kernels, take_rows, weighted_attention)
+    COPIED_AT_ONCE, Selection, budget_counts, exponential_terms, has_kernels, take_rows, weighted_attention)
 from .core.streams import TICKETS, fold_in, new_seed, philox, stream_seeds, tickets
 from .metrics import rows_read
 
@@ -230,20 +228,6 @@ def _longest(x, q, first, end):
     unseen = (i < first[:, :, 0, None]) | (i >= end[:, :, -1, None])
     length = promote(to_device_of(x, q)).norm(dim=-1).double().masked_fill(unseen, 0)
     return length.amax(-1, keepdim=True).repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-def exponential_terms(
-    q: torch.Tensor,     # queries [B, H, Q, D]
-    k: torch.Tensor,     # keys [B, G, N, D]
-    index: torch.Tensor, # rows of k [B, H, Q, S], int64
-    used: torch.Tensor,  # which of them count [B, H, Q, S], bool
-    scale,               # factor on the dot products; None is D ** -0.5
-) -> tuple:              # [B, H, Q, S] and [B, H, Q], float64
-    "e^(s - shift) of some rows of k, 0 where not used, and the shift, the largest score."
-    with no_autocast(q):
-        scaled = promote(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        scores = (promote(take_rows(k, index)) @ scaled[..., None]).squeeze(-1).double().masked_fill(~used, -math.inf)
-    shift = scores.amax(-1)
-    return torch.exp(scores - shift[..., None]), shift
 
 def _cauchy_schwarz(q, k, first, end, scale):
     "An upper bound on the scores of all visible keys [B, H, Q], float64."
@@ -513,128 +497,3 @@ def vattention_decode(
                           share)
     return settings.decode(q, k, v, causal=causal, seed=seed, scale=scale, kv_start=kv_start, kv_len=kv_len,
                            return_stats=return_stats, backend=backend, state=state)
-
-# %% ../nbs/20_vattention.ipynb #206fc503
-class Audit(NamedTuple):
-    "What an audit found out, for each head and query [B, H, Q]."
-    bound: torch.Tensor  # ||out - exact|| / ||exact|| is at most this, as surely as asked for; infinite where unknown
-    error: torch.Tensor  # the same, estimated
-    drawn: torch.Tensor  # rows of keys and values that were read for it, beside the selected ones, int64
-
-def _check_audit(out, q, k, selected, samples, delta, bound, largest):
-    "Raise TypeError or ValueError unless the arguments of `audit` fit."
-    if not isinstance(out, torch.Tensor): raise TypeError(f"out must be a torch.Tensor, got {type(out).__name__}")
-    if out.shape != q.shape: raise ValueError(f"out must have the shape of q, {list(q.shape)}, got {list(out.shape)}")
-    if not isinstance(selected, Selection):
-        raise TypeError(f"selected must be a Selection, got {type(selected).__name__}")
-    size = [*q.shape[:3]]
-    if selected.index.shape[:3] != q.shape[:3]:
-        raise ValueError(f"selected must be for [B, H, Q] = {size}, got {list(selected.index.shape[:3])}")
-    if on_cpu_eagerly(q) and selected.index.max() >= k.shape[2]:
-        raise ValueError(f"selected must be of the {k.shape[2]} keys of k, got number {int(selected.index.max())}")
-    check_count("samples", samples, 8)
-    check_level("delta", delta)
-    check_choice("bound", bound, ("clt", "bernstein"))
-    if largest is None or isinstance(largest, torch.Tensor) and largest.shape == q.shape[:3]: return
-    got = getattr(largest, "shape", largest)
-    raise ValueError(f"largest must be None or a tensor of shape [B, H, Q] = {size}, got {got}")
-
-class _Drawn(NamedTuple):
-    "What an audit looks at: terms e^s and e^s (v - out) of the selected keys and of the others that it drew."
-    e: torch.Tensor      # [B, H, Q, S]
-    g: torch.Tensor      # [B, H, Q, S, D]
-    parts: tuple         # which are selected, drawn first and drawn then [B, H, Q, S]
-    m: torch.Tensor      # keys drawn [B, H, Q]
-    others: torch.Tensor # keys to draw from [B, H, Q]
-    shift: torch.Tensor  # the unit of all terms is e^shift [B, H, Q]
-
-def _draw_for_audit(out, q, k, v, marked, first, end, seeds, samples, most, scale):
-    "`_Drawn` for a block of queries; at most `most` keys are selected or drawn."
-    n = k.shape[2]
-    i = torch.arange(n, device=q.device)
-    seen = (i < (end - first)[..., None]).expand(marked.shape)
-    kept = seen & marked.gather(-1, (first[..., None] + i).clamp(max=n - 1).expand(marked.shape))
-    order, count = _random_order(kept, seen, seeds), kept.sum(-1)
-    others = end - first - count
-    m = others.clamp(max=samples)
-    index = first[..., None] + torch.where(seen, order, 0)[..., :most]
-    parts = _split_places(i[:most], count, m)
-    used = parts[0] | parts[1] | parts[2]
-    e, shift = exponential_terms(q, k, index, used, scale)
-    away = take_rows(v, index).double() - out.double()[..., None, :]
-    return _Drawn(e, e[..., None] * away.masked_fill(~used[..., None], 0), parts, m, others, shift)
-
-# %% ../nbs/20_vattention.ipynb #08e841f2
-def _bound_clt(x, mean, average, delta):
-    "How far `mean`, of the vectors drawn, is from that of all others, and a lower bound on the average term: Gaussian."
-    drawn, m = x.parts[1] | x.parts[2], x.m.double()
-    unseen = (1 / m.clamp(min=1) - 1 / x.others.double().clamp(min=1)).clamp(min=0)
-    def spread(rows, centre):
-        distance = (rows - centre[..., None, :]).square().sum(-1)
-        return (distance * drawn).sum(-1) / (m - 1).clamp(min=1)
-    radius = (gaussian_quantile(delta / 2) * spread(x.g, mean) * unseen).sqrt()
-    deviation = (spread(x.e[..., None], average[..., None]) * unseen).sqrt()
-    return radius, average - NormalDist().inv_cdf(1 - delta / 2) * deviation
-
-def _bound_bernstein(x, average, delta, reach, longest):
-    "The same, proven, where no other term is above `reach` and no e^s (v - out) longer than `longest`."
-    m, others, log = x.m.double(), x.others.double(), math.log(3 / delta)
-    whole = spread_bound(x.g, *x.parts[1:], others, lambda c: (longest + c.norm(dim=-1)) ** 2, log)[0]
-    radius = bernstein_radius(whole / others.clamp(min=1), 2 * longest, m.clamp(min=1), delta / 3)
-    low = (kl_bound(average / reach, log / m.clamp(min=1), False) * reach).nan_to_num(0, 0)
-    return torch.where(m < others, radius, 0.0), torch.where(m < others, low, average)
-
-def _judged(x, out, bounds):
-    "Bound, error and rows drawn of `Audit`, from what was drawn; `bounds`(mean, average) are those of one of the two."
-    drawn, others, m = x.parts[1] | x.parts[2], x.others.double(), x.m.double()
-    sure, mean = (x.g * x.parts[0][..., None]).sum(-2), (x.g * drawn[..., None]).sum(-2) / m.clamp(min=1)[..., None]
-    D, rest = (x.e * x.parts[0]).sum(-1), (x.e * drawn).sum(-1)
-    average, size = rest / m.clamp(min=1), out.double().norm(dim=-1)
-    radius, low = bounds(mean, average)
-    whole, whole_D = sure + others[..., None] * mean, D + others * average
-    far = (whole.norm(dim=-1) + others * radius) / (D + torch.maximum(others * low, rest))
-    exact = (out.double() + whole / whole_D[..., None]).norm(dim=-1)
-    bound = torch.where(far < size, far / (size - far), math.inf)
-    return bound, whole.norm(dim=-1) / whole_D / exact, x.m.expand(size.shape)
-
-# %% ../nbs/20_vattention.ipynb #e250c2bf
-def audit(
-    out: torch.Tensor,                    # what is audited [B, H, Q, D]
-    q: torch.Tensor,                      # queries [B, H, Q, D]
-    k: torch.Tensor,                      # keys [B, G, N, D]
-    v: torch.Tensor,                      # values [B, G, N, D]
-    selected: Selection,                  # keys that were read; what their weights were does not matter, if above 0
-    *,
-    samples: int = 128,                   # other keys to draw, at least 8; fewer where there are fewer
-    delta: float = 0.05,                  # chance that the bound is too small, in (0, 1)
-    bound: str = "clt",                   # "clt", or "bernstein": holds for any number of samples
-    largest: torch.Tensor | None = None,  # for "bernstein": no other score is above it [B, H, Q]; None: |q| max |k|
-    seed=None,                            # as in `vattention_decode`, and not the one that `selected` came from
-    causal: bool = False,                 # queries are the last Q positions and see no later key
-    scale: float | None = None,           # factor on the dot products; None is D ** -0.5
-    kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
-) -> Audit:
-    """An upper confidence bound on the relative error of an output, from a uniform sample of keys that it did not read.
-
-    Proposition 4. Raises as `check_inputs`, and TypeError or ValueError for a bad `out`, `selected` or setting.
-    """
-    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
-    check_inputs(q, k, v, scale=scale, seed=seed, **masks)
-    _check_audit(out, q, k, selected, samples, delta, bound, largest)
-    n, found, (firsts, ends) = k.shape[2], [], visible_range(q, k, **masks)
-    marked = torch.zeros(*q.shape[:3], n, dtype=torch.int32, device=q.device)
-    marked = marked.scatter_add(-1, selected.index, (selected.weight > 0).int()) > 0
-    most = min(n, selected.index.shape[3] + samples)
-    block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * max(4 * n, most * q.shape[3])))
-    tops = firsts.new_full(q.shape[:3], 0).double() if largest is None else largest.double()
-    rows = out, q, marked, firsts, ends, stream_seeds(q, new_seed(seed)), tops
-    for out_, q_, marked_, first, end, seeds, top in zip(*(x.split(block, 2) for x in rows)):
-        x = _draw_for_audit(out_, q_, k, v, marked_, first, end, seeds, samples, most, scale)
-        if bound == "clt": bounds = lambda mean, average: _bound_clt(x, mean, average, delta)
-        else:
-            reach = torch.exp((_cauchy_schwarz(q_, k, first, end, scale) if largest is None else top) - x.shift)
-            longest = reach * (_longest(v, q_, first, end) + out_.double().norm(dim=-1))
-            bounds = lambda mean, average: _bound_bernstein(x, average, delta, reach, longest)
-        found.append(_judged(x, out_, bounds))
-    return Audit(*(torch.cat(x, 2) for x in zip(*found)))

@@ -446,6 +446,23 @@ def test_replicates_are_single_runs():
                  outs.double().var(0).sum(-1), 1e-5)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES[:3])
+def test_replicates_estimate_the_variance_that_there_is(scheme):
+    "Three replicates at a time, since a wrong divisor then shows; against every U of a fine grid, or the closed form."
+    a, b, c = q[:1].double(), k[:1].double(), v[:1].double()
+    if scheme == "systematic":
+        weights, values = attention_weights(a, b), c.repeat_interleave(3, 1)[:, :, None].expand(-1, -1, 3, -1, -1)
+        at = (torch.arange(6) + (torch.arange(4000, dtype=torch.float64)[:, None] + 0.5) / 4000) / 6
+        rows = torch.searchsorted(weights.cumsum(-1), at.flatten().expand(*weights.shape[:-1], -1).contiguous(),
+                                  right=True).clamp(max=39)
+        outs = values.gather(-2, rows[..., None].expand(*rows.shape, 8)).unflatten(-2, (4000, 6)).mean(-2)
+        want = outs.var(-2, correction=0).sum(-1)
+    else: want = variance_trace(a, b, c, samples=6, scheme=scheme)
+    got = torch.stack([variance_trace_replicates(a, b, c, samples=6, scheme=scheme, replicates=3, seed=i)
+                       for i in range(300)]).mean((1, 2, 3)) / want.mean()
+    assert abs(float(got.mean()) - 1) < stats.norm.isf(ALARM / 2) * float(got.std()) / 300**0.5 < 0.25
+
+
 @pytest.mark.parametrize("settings_", [dict(stratified=False), dict(), dict(mean_group=True),
                                        dict(stratified=False, mean_group=True)])
 def test_bernoulli_scores_are_unbiased(settings_):
