@@ -97,9 +97,13 @@ def shown_output(output, picture, alt):
     return raw(f'<pre class="output">{html.escape(data.get("text/plain", ""))}</pre>')
 
 
+CALLOUT = re.compile(r"^(::: *\{\.callout[^}]*\})\n#+ (.+)$", flags=re.M)  # a box, whose heading is its title in Quarto
+
+
 def shown_cell(cell, picture):
-    "A cell as Markdown, by options that Quarto reads too: echo, code-fold, code-summary, fig-alt."
-    if cell.cell_type != "code": return f"\n\n{cell.source}\n\n" if cell.cell_type == "markdown" else ""
+    "A cell as Markdown, by options that Quarto reads too: echo, code-fold, code-summary, fig-alt; titles of callouts."
+    if cell.cell_type == "markdown": return "\n\n{}\n\n".format(CALLOUT.sub(r"\1\n\n**\2**\n", cell.source))
+    if cell.cell_type != "code": return ""
     options = dict(re.findall(r"^#\| *([\w-]+): *(.*)$", cell.source, flags=re.M))
     options = {name: yaml.safe_load(value) for name, value in options.items()}
     source, text = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.M).strip(), ""
