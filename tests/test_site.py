@@ -328,12 +328,6 @@ def test_imports_claims_and_chosen_cells_are_folded(processed):
     assert ["code-fold: true" in cell.source for cell in processed(*map(mk_cell, folded + shown))] == [1, 1, 0, 0]
 
 
-def test_the_heading_of_a_callout_is_its_title():
-    text = "## Part\n\n::: {.callout-tip}\n## Now\n\nText\n\n## Inside\n:::"
-    shown = book.shown_cell(mk_cell(text, "markdown"), None)
-    assert shown.strip() == text.replace("## Now\n", "\n**Now**\n\n")
-
-
 def test_links_are_made_in_text_only(processed):
     text = "`a_helper` and `a_helper()`, `tool.a_helper`, `sparse_nb.tool.a_helper`\n\n" \
            "## `a_helper`\n\n[`a_helper`](x.md), $`a_helper`$, `` `a_helper` ``, `other`\n\n```\n`a_helper`\n```"
@@ -355,6 +349,12 @@ def test_a_name_of_two_pages_is_no_link(processed):
     pages.definitions()["sparse_nb.other.a_helper"] = Path("nbs/01_other.ipynb")
     [cell] = processed(mk_cell("`a_helper`", "markdown"))
     assert cell.source == "`a_helper`"
+
+
+def test_the_heading_of_a_callout_is_its_title():
+    box = "::: {.callout-tip}\n## You can\n\n- x\n:::\n\n## Next"
+    assert book.boxed(box) == "::: {.callout-tip}\n[You can]{.callout-title}\n\n- x\n:::\n\n## Next"
+    assert book.boxed(other := "::: {#id}\n## Part\n:::") == other
 
 
 def test_dead_links_are_found(tmp_path):

@@ -97,13 +97,9 @@ def shown_output(output, picture, alt):
     return raw(f'<pre class="output">{html.escape(data.get("text/plain", ""))}</pre>')
 
 
-CALLOUT = re.compile(r"^(::: *\{\.callout[^}]*\})\n#+ (.+)$", flags=re.M)  # a box, whose heading is its title in Quarto
-
-
 def shown_cell(cell, picture):
-    "A cell as Markdown, by options that Quarto reads too: echo, code-fold, code-summary, fig-alt; titles of callouts."
-    if cell.cell_type == "markdown": return "\n\n{}\n\n".format(CALLOUT.sub(r"\1\n\n**\2**\n", cell.source))
-    if cell.cell_type != "code": return ""
+    "A cell as Markdown, by options that Quarto reads too: echo, code-fold, code-summary, fig-alt."
+    if cell.cell_type != "code": return f"\n\n{cell.source}\n\n" if cell.cell_type == "markdown" else ""
     options = dict(re.findall(r"^#\| *([\w-]+): *(.*)$", cell.source, flags=re.M))
     options = {name: yaml.safe_load(value) for name, value in options.items()}
     source, text = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.M).strip(), ""
@@ -112,6 +108,11 @@ def shown_cell(cell, picture):
         if options.get("code-fold") is True:
             text = raw(f"<details><summary>{options.get('code-summary', 'Code')}</summary>") + text + raw("</details>")
     return text + "".join(shown_output(output, picture, options.get("fig-alt", "")) for output in cell.outputs)
+
+
+def boxed(text):
+    "The Markdown `text` with the heading of each callout as a line of its own: Quarto makes it the title of the box."
+    return re.sub(r"^(::: *\{\.callout-[^}\n]*\}\n+)#+ +(.+)$", r"\1[\2]{.callout-title}", text, flags=re.M)
 
 
 STRING = r"""(?<!\w)[rbfu]{0,2}(?:\"""[\s\S]*?\"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
@@ -198,6 +199,7 @@ class Book:
 
         target.parent.mkdir(parents=True, exist_ok=True)
         if not isinstance(content, str): content = "".join(shown_cell(cell, picture) for cell in content)
+        content = boxed(content)
         text = pypandoc.convert_text(content, "html", "markdown-implicit_figures+autolink_bare_uris", extra_args=[
             "--wrap=none", "--mathml", "--toc", "--toc-depth=6", "--syntax-highlighting=none",
             f"--template={ROOT / 'tools' / 'page.html'}",
