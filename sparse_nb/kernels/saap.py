@@ -204,7 +204,7 @@ def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, given_ptr, log_ptr, varianc
     bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
     i_b, i_h, m_c = bg // G, bg % G * LR, o_c < C
     at, m_s = (bg * LR + o_r)[:, None] * C + o_c[None, :], (o_r < LR)[:, None] & m_c[None, :]
-    if mean_ptr is not None:                                                                 # all loads, then the rest
+    if mean_ptr is not None:
         b_m = _rows_of(mean_ptr + bg * C * D, o_c, C, D, 1, D, BD)
         b_q = _rows_of(q_ptr + i_b * q_b + i_h * q_h, o_r, LR, q_h, q_d, D, BD)
     if fit_ptr is not None:

@@ -24,8 +24,8 @@ from .sketch_walk_launches import Indexed, indexed, worst_error
 # %% ../../kernels/records/sketch_walk_tiles.ipynb #b0b33206
 LENGTHS, PROMPT, DENSITY = (131072, 524288), 131072, 0.1  # keys of a step, positions of a prompt
 STEPS = dict(
-    score=((256, 8, 3, 2), (256, 8, 4, 2), (256, 8, 2, 2), (256, 8, 3, 3), (256, 4, 3, 3), (128, 4, 3, 4), (128, 4, 3, 3),
-           (128, 8, 3, 2), (64, 4, 4, 4)),
+    score=((256, 8, 3, 2), (256, 8, 4, 2), (256, 8, 2, 2), (256, 8, 3, 3), (256, 4, 3, 3), (128, 4, 3, 4),
+           (128, 4, 3, 3), (128, 8, 3, 2), (64, 4, 4, 4)),
     select=((4, 512, 16), (4, 512, 0), (8, 512, 0), (8, 512, 16), (16, 512, 16), (8, 1024, 16), (8, 256, 16),
             (8, 512, 8), (8, 512, 24), (8, 512, 32)),
     read=((32, 4, 3, 5, None), (64, 4, 3, 3, None), (64, 4, 4, 3, None), (64, 4, 3, 4, 128), (64, 4, 2, 4, None),
@@ -106,6 +106,7 @@ def measure_choice(
                 if name == setting or setting == "means" and name in ("queries", "keys"):
                     recorder.measure_row(call, None, **row, launch=name, tiles=value, shipped=False)
 
+# %% ../../kernels/records/sketch_walk_tiles.ipynb #3b1d90a0
 def measure_lists(
     recorder: Recorder,
     p: Prompt,
@@ -132,7 +133,6 @@ def measure_rules(
         row = dict(what="rule", n=p.n, index=index, heads=heads, pool=pool)
         recorder.measure_row(lambda: attend_blocks(p.q, p.k, p.v, *ask(), **sizes)[0], check, **row, launch="all")
         recorder.measure_row(lambda: ask()[1].float(), None, **row, launch="choice")
-
 
 # %% ../../kernels/records/sketch_walk_tiles.ipynb #fb32ab02
 @torch.no_grad()
