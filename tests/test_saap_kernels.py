@@ -179,7 +179,7 @@ def test_cases(case):
              "given": dict(guess=guess)}[case["route"]]
     how = dict(probes=int(case["how"]), budget=None) if isinstance(case["how"], str) else dict(budget=case["how"])
     check(p, tail=case["tail"], density=case["density"], **how, **given,
-          tiles=Tiles((16, 4), (4, 8, 4, None), (16, 4, 2, 8, None), False, 16, 16, (16, 4)) if case["small"] else None)
+          tiles=Tiles((16, 4), (4, 8, 4, None), (16, 4, 2, 8, None), 16, 16, (16, 4)) if case["small"] else None)
 
 
 @kernel
@@ -251,8 +251,7 @@ def test_a_cluster_cut_in_any_part(budget, tail, small):
     from sparse_nb.kernels.saap import Tiles
     p = problem(1, 2, 3, 130, 16, FP32, C=3, near=9, sinks=1, seed=budget)
     p.ids.copy_((torch.arange(130, device=DEVICE) % 2).to(torch.int16).view(1, 1, -1))
-    tiles = Tiles(read=(16, 4, 2, 8, None), part=16) if small else Tiles(ahead=True)
-    check(p, budget=budget, tail=tail, tiles=tiles)
+    check(p, budget=budget, tail=tail, tiles=Tiles(read=(16, 4, 2, 8, None), part=16) if small else None)
 
 
 @kernel
@@ -493,7 +492,7 @@ if not INTERPRETED:
         tiles, size, BD = Tiles(), 4 if kind == "fp32" else 2, triton.next_power_of_2(D)
         _, warps, stages, _, registers = tiles.read
         BN = read_tile(tiles, BD, size)
-        read = dict(BN=BN, BC=1024, BT=BN, AHEAD=tiles.ahead, STAGES=stages)
+        read = dict(BN=BN, BC=1024, BT=BN, STAGES=stages)
         read["TILES"] = 0 if tail == "drop" else triton.cdiv(tiles.means, BN)
         if tail != "second_order": read |= dict(variance_ptr=None)
         found = {"read": usage("read", capability, kind, D, tail=tail, warps=warps, registers=registers, **read)}

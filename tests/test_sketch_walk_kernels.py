@@ -109,7 +109,7 @@ def test_cases(case):
     p = problem(B, 1 + (case["R"] == 3), case["R"], N, case["D"], case["dtype"], layout=case["layout"],
                 ragged=case["ragged"])
     check(p, **{x: case[x] for x in ("index", "block", "density")},
-          tiles=Tiles((32, 4, 2, 8, False, 0), (2, 4, 0, 0), (16, 4, 2, 8, None), (16, 4)) if case["small"] else None)
+          tiles=Tiles((32, 4, 2, 8), (4, 4, 0), (16, 4, 2, 8, None), (16, 4)) if case["small"] else None)
 
 
 @kernel
@@ -175,9 +175,9 @@ def test_a_nan_stays_in_its_group(where, index):
 
 
 @kernel
-@pytest.mark.parametrize("wide, bits, part", [(True, 1, False), (False, 2, False), (True, 2, True), (True, 1, True)])
+@pytest.mark.parametrize("part", [16, 64, 256])
 @pytest.mark.parametrize("M, want", [(5, 2), (100, 33), (129, 128), (200, 3)])
-def test_selection(M, want, wide, bits, part):
+def test_selection(M, want, part):
     "Scores of three heads, of which many have the same share, or none; sums of parts, one of them without a block."
     from sparse_nb.kernels.sketch_walk import _select_kernel, _share_kernel
     new = torch.Generator(DEVICE).manual_seed(M)
@@ -189,15 +189,11 @@ def test_selection(M, want, wide, bits, part):
         if a < b: m[:, i], l[:, i] = z[:, a:b].amax(1), (z[:, a:b] - z[:, a:b].amax(1, keepdim=True)).exp2().sum(1)
     lists, count = torch.full((M,), -1, device=DEVICE).int(), torch.zeros(1, device=DEVICE).int()
     begin = torch.zeros(1, device=DEVICE).long()
-    same = dict(BLOCK=64, LR=3, LP=4, BT=64, BS=4, PDL=False, num_warps=4)
-    key, parts = None, 1
-    if part:
-        key, parts = torch.zeros(M, device=DEVICE).int(), -(-M // 64)
-        _share_kernel[parts, 1](z, m, l, begin, None, None, key, M * 64, 1, M, 3, **same)
-    none = torch.zeros(1, device=DEVICE)
-    _select_kernel[1, parts](none, none, z, m, l, key, begin, None, None, lists, count, 0, 0, 0, 0, M * 64, 1, M, 3,
-                             math.floor(want / M * 2**38), parts, D=64, BM=256, BF=128, MOST=0, WIDE=wide, BITS=bits,
-                             **same)
+    same = dict(BLOCK=64, BT=part, PDL=False, num_warps=4)
+    key, parts, none = torch.zeros(M, device=DEVICE).int(), -(-M // part), torch.zeros(1, device=DEVICE)
+    _share_kernel[parts, 1](z, m, l, begin, None, None, key, M * 64, 1, M, 3, LR=3, LP=4, BS=4, **same)
+    _select_kernel[1, parts](none, none, key, begin, None, None, lists, count, 0, 0, 0, 0, M * 64, 1, M,
+                             math.floor(want / M * 2**38), parts, D=64, BM=256, BF=128, MOST=0, **same)
     share = (z - m.amax(1, keepdim=True) - (l * (m - m.amax(1, keepdim=True)).exp2()).sum(1, keepdim=True).log2())
     share = share.exp2().sum(0)
     share[[0, M - 1]] = many
@@ -315,7 +311,8 @@ def test_which_backend():
     for name, other in (("heads", "all"), ("heads", "each"), ("pool", "max"), ("walk", "softmax")):
         with pytest.raises(ValueError, match=f"^{name} must be .* for backend='triton', got '?{other}'?$"):
             by(backend="triton", **{name: other})
-        if name != "walk": assert torch.equal(by(**{name: other}), by(backend="torch", **{name: other}))
+        if name != "walk":  # "auto" on a GPU: chosen in PyTorch, the chosen rows read by a kernel
+            assert_close(by(**{name: other}), by(backend="torch", **{name: other}), rtol=1e-5 if GPU else 0)
     with pytest.raises(ValueError, match="index must be one of fine4, fine16, mean for backend='triton', got 'oracle'"):
         by(backend="triton", index="oracle")
     learns = p.q.clone().requires_grad_()
@@ -442,23 +439,21 @@ if not INTERPRETED:
         triton = pytest.importorskip("triton")
         from sparse_nb.kernels.sketch_walk import Tiles, read_tile
         tiles = Tiles()
-        _, warps, stages, _, _, chunks = tiles.score
-        new = capability >= 90
-        of = dict(index=index, warps=warps, STAGES=stages, CHUNKS=chunks if new else 0)
-        found = {"score": usage("score", capability, kind, D, **of),
+        _, warps, stages, _ = tiles.score
+        few, BT, _ = tiles.select
+        found = {"score": usage("score", capability, kind, D, index=index, warps=warps, STAGES=stages),
                  "ask": usage("ask", capability, kind, D, index=index, warps=1),
-                 "share": usage("share", capability, kind, D, BT=tiles.select[2], BS=64)}
-        for BM, wide in ((2048, True), (8192, True), (16384, False), (32768, False)):
-            bits, warps = tiles.select[0], min(32, tiles.select[1] * max(1, BM // 4096))
-            chosen = dict(BM=BM, BT=tiles.select[2], BS=64, WIDE=wide, BITS=bits, MOST=60 if new else 0)
-            found[f"select {BM}"] = usage("select", capability, kind, D, warps=warps, **chosen)
+                 "share": usage("share", capability, kind, D, BT=BT, BS=64)}
+        for BM in (2048, 8192, 16384, 32768):
+            chosen = dict(warps=min(32, few * max(1, BM // 4096)), BM=BM, BT=BT, MOST=60 if capability >= 90 else 0)
+            found[f"select {BM}"] = usage("select", capability, kind, D, **chosen)
         _, warps, stages, _, registers = tiles.read
         BN = read_tile(tiles, triton.next_power_of_2(D), 4 if kind == "fp32" else 2)
         found["read"] = usage("read", capability, kind, D, warps=warps, registers=registers, BN=BN, STAGES=stages)
         found["merge"] = usage("merge", capability, kind, D, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
         for name, used in found.items():
             print(name, used)
-            most = 96 if name == "select 32768" else 0  # 32 keys a thread
+            most = 40 if name == "select 32768" else 0  # 32 keys a thread
             assert used["spills"] <= most and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
 
     @pytest.mark.budget(40)

@@ -204,18 +204,18 @@ def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, given_ptr, log_ptr, varianc
     bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
     i_b, i_h, m_c = bg // G, bg % G * LR, o_c < C
     at, m_s = (bg * LR + o_r)[:, None] * C + o_c[None, :], (o_r < LR)[:, None] & m_c[None, :]
-    log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))
-    if variance_ptr is not None: variance = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.)
-    if given_ptr is not None: b_x = tl.load(given_ptr + at, mask=m_s, other=0.).to(tl.float32) * 1.4426950408889634
-    if fit_ptr is not None: b_a = _rows_of(ask_ptr + i_b * a_b + i_h * a_h, o_r, LR, a_h, a_d, D, BD)
     if mean_ptr is not None:
-        b_q = _rows_of(q_ptr + i_b * q_b + i_h * q_h, o_r, LR, q_h, q_d, D, BD)
         b_m = _rows_of(mean_ptr + bg * C * D, o_c, C, D, 1, D, BD)
-    if fit_ptr is not None: b_f = _rows_of(fit_ptr + i_b * f_b + bg % G * f_g, o_c, C, D, 1, D, BD)
+        b_q = _rows_of(q_ptr + i_b * q_b + i_h * q_h, o_r, LR, q_h, q_d, D, BD)
+    if fit_ptr is not None:
+        b_f = _rows_of(fit_ptr + i_b * f_b + bg % G * f_g, o_c, C, D, 1, D, BD)
+        b_a = _rows_of(ask_ptr + i_b * a_b + i_h * a_h, o_r, LR, a_h, a_d, D, BD)
+    log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))
+    if given_ptr is not None: b_x = tl.load(given_ptr + at, mask=m_s, other=0.).to(tl.float32) * 1.4426950408889634
     if variance_ptr is not None:                                                             # moments guess
+        half = tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.) * 0.34657359027997264  # ln 2 / 2
         b_w = b_q.to(tl.float32) * scale
-        half = tl.sum(b_w * b_w, 1) * 0.34657359027997264                                    # ln 2 / 2
-        bias = half[:, None] * variance[None, :] + log_n[None, :]
+        bias = tl.sum(b_w * b_w, 1)[:, None] * half[None, :] + log_n[None, :]
     if fit_ptr is not None: b_x = dot(b_a, tl.trans(b_f.to(b_a.dtype))) * scale
     if mean_ptr is not None: b_s = dot(b_q, tl.trans(b_m.to(b_q.dtype))) * scale
     b_x = b_s + bias if variance_ptr is not None else b_x + log_n[None, :]
@@ -388,13 +388,6 @@ def _four_lists(end_ptr, base_ptr, i, C):
     end_3, base_3 = _list(end_ptr, base_ptr, i + 3, C)
     return end_0, end_1, end_2, end_3, base_0, base_1 - base_0, base_2 - base_1, base_3 - base_2
 
-@triton.jit
-def _number(order_ptr, o_s, stop, end_0, end_1, end_2, base, more_1, more_2, more_3):
-    "Numbers of the keys in slots o_s of four lists"
-    place = base + o_s + tl.where(o_s >= end_0, more_1, 0)
-    place += tl.where(o_s >= end_1, more_2, 0) + tl.where(o_s >= end_2, more_3, 0)
-    return tl.load(order_ptr + place, mask=o_s < stop, other=0)
-
 # %% ../../kernels/saap.ipynb #0b2a0339
 @triton.jit
 def _next(m, l, b_s):
@@ -427,7 +420,7 @@ def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_
 @triton.jit
 def _read_rows(m, l, acc, ends, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, low, high, cut, end_cut, scale, k_n,
                k_d, v_n, v_d, C, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr,
-               BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr):
+               BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
     "Slots joined to a partial softmax, and sums over those from `cut` to `end_cut`: scores, lengths, keys, values"
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_d, is_sum = o_d < D, o_r == LR
@@ -436,15 +429,12 @@ def _read_rows(m, l, acc, ends, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr,
     while low < high:
         end_0, end_1, end_2, end_3, base, more_1, more_2, more_3 = _four_lists(end_ptr, base_ptr, i_l, C)
         stop = tl.minimum(end_3, high)
-        if AHEAD: found = _number(order_ptr, low + o_n, stop, end_0, end_1, end_2, base, more_1, more_2, more_3)
         for at in tl.range(low, stop, BN, num_stages=STAGES):
             o_s = at + o_n
             m_n = o_s < stop
-            if AHEAD:
-                row = found.to(tl.int64)
-                found = _number(order_ptr, o_s + BN, stop, end_0, end_1, end_2, base, more_1, more_2, more_3)
-            else:
-                row = _number(order_ptr, o_s, stop, end_0, end_1, end_2, base, more_1, more_2, more_3).to(tl.int64)
+            place = base + o_s + tl.where(o_s >= end_0, more_1, 0)
+            place += tl.where(o_s >= end_1, more_2, 0) + tl.where(o_s >= end_2, more_3, 0)
+            row = tl.load(order_ptr + place, mask=m_n, other=0).to(tl.int64)
             m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
             b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
             b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))     # [BR, BN]
@@ -510,7 +500,7 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
                  v_b, v_g, v_n, v_d, N, S, G, C, P,
                  CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
                  BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-                 TILES: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                 TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     "Attention over a part of the rows, or over the means of some clusters"
     if PDL: gdc_launch_dependents()
     bg, p, A = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
@@ -534,7 +524,7 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
         low, high = _share(slots, p, P)
         m, l, acc, scores, square, keys = _read_rows(
             m, l, acc, ends, b_q, p_k, p_v, order_ptr + bg * S, end_ptr + bg * C, base_ptr + bg * C, low, high, cut,
-            end_cut, scale, k_n, k_d, v_n, v_d, C, CUT, SECOND, LR, D, BR, BN, BD, AHEAD, STAGES)
+            end_cut, scale, k_n, k_d, v_n, v_d, C, CUT, SECOND, LR, D, BR, BN, BD, STAGES)
         if CUT and SECOND:
             p_x = sum_x_ptr + (bg * P + p) * (D + 1)
             tl.store(p_x + o_d, keys, mask=m_d)
@@ -609,8 +599,7 @@ class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
     route: tuple = (32, 4)            # clusters of a program, warps
     select: tuple = (32, 256, 8, 128) # clusters of a program, those compared with them at once, warps, registers
-    read: tuple = (64, 4, 3, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
-    ahead: bool = False               # are the numbers of the next rows fetched before these rows?
+    read: tuple = (64, 4, 4, 3, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     part: int = 96                    # rows of a program, at least: of the budget's and 4,096 more
     means: int = 128                  # clusters of a program, at most
     merge: tuple = (32, 4)            # numbers of a program, warps
@@ -691,7 +680,7 @@ def launch(
             q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, index.sums,
             end, base, facts, index.since, index.built, kv_start, kv_len, m, l, o, sum_s, sum_x, rest_s, rest_x, scale,
             *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G, C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN,
-            BC=BC, BT=BT, TILES=TILES, AHEAD=tiles.ahead, STAGES=tiles.read[2],
+            BC=BC, BT=BT, TILES=TILES, STAGES=tiles.read[2],
             **launch_limits(tiles.read[1], tiles.read[4]), **sized, **more)
     if launches > 3:
         BW = min(BD, tiles.merge[0])

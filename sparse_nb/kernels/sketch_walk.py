@@ -81,22 +81,11 @@ def _to_bfloat16(x):
 
 # %% ../../kernels/sketch_walk.ipynb #ce45d604
 @triton.jit
-def _asked(q_ptr, sign_ptr, bg, G, q_b, q_h, q_d, o_r, MEAN: tl.constexpr, LR: tl.constexpr, R: tl.constexpr,
-           D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr):
-    "Queries o_r of a group [R, W], rotated where the index is, but not divided by W ** 0.5; and their lengths"
-    o_d = tl.arange(0, W)
-    p_q = q_ptr + bg // G * q_b + (bg % G * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
-    b_q = tl.load(p_q, mask=(o_r < LR)[:, None] & (o_d < D)[None, :], other=0.).to(tl.float32)
-    length = tl.sqrt(tl.sum(b_q * b_q, 1))
-    if not MEAN: b_q = _rotate(b_q * tl.load(sign_ptr + o_d, mask=o_d < D, other=0.)[None, :], R, W, STEPS)
-    return b_q, length
-
-@triton.jit
-def _digits(b_q, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
-    "Queries as rows that tensor cores multiply exactly [4 LP, W]: (i // 2, r, i % 2) is digit i of row r; their worth"
+def _digits(b_q, MEAN: tl.constexpr, W: tl.constexpr):
+    "A query [1, W] as digits that tensor cores multiply exactly [4, W], of which the last are zeros; their worth [4]"
     high, low = (tl.arange(0, 2) > 0)[:, None, None, None], (tl.arange(0, 2) > 0)[None, None, :, None]
     if MEAN:                                                                                 # parts in bfloat16
-        unit = tl.full([LP], 1, tl.float32)
+        unit = tl.full([1], 1, tl.float32)
         d_0 = b_q.to(tl.bfloat16).to(tl.float32)
         d_1 = (b_q - d_0).to(tl.bfloat16).to(tl.float32)
         d_2 = b_q - d_0 - d_1
@@ -108,18 +97,18 @@ def _digits(b_q, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
         d_1 = _round((b_x - d_0) * 254)
         d_2 = _round(((b_x - d_0) * 254 - d_1) * 254)
     d_0, d_1, d_2 = d_0[None, :, None, :], d_1[None, :, None, :], d_2[None, :, None, :]
-    b_d = tl.where(high, tl.where(low, 0., d_2), tl.where(low, d_1, d_0))                    # [2, LP, 2, W]
+    b_d = tl.where(high, tl.where(low, 0., d_2), tl.where(low, d_1, d_0))                    # [2, 1, 2, W]
     high, low = (tl.arange(0, 2) > 0)[:, None, None], (tl.arange(0, 2) > 0)[None, None, :]
     worth = 1. if MEAN else tl.where(high, 1 / 64516, tl.where(low, 1 / 254, 1.))
-    weight = tl.reshape(worth * unit[None, :, None] + tl.zeros([2, LP, 2], tl.float32), [4 * LP])
-    return tl.reshape(b_d, [4 * LP, W]).to(tl.bfloat16 if MEAN else tl.int8), weight
+    weight = tl.reshape(worth * unit[None, :, None] + tl.zeros([2, 1, 2], tl.float32), [4])
+    return tl.reshape(b_d, [4, W]).to(tl.bfloat16 if MEAN else tl.int8), weight
 
 @triton.jit
-def _halves(b_d, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
-    "Even and odd numbers of the digits [4 LP, W / 2], and what 8 more in each number of a mean have to be taken off"
-    if MEAN: b_even, b_odd, off = b_d, b_d, tl.zeros([4 * LP], tl.int32)
+def _halves(b_d, MEAN: tl.constexpr, W: tl.constexpr):
+    "Even and odd numbers of the digits [4, W / 2], and what 8 more in each number of a mean have to be taken off [4]"
+    if MEAN: b_even, b_odd, off = b_d, b_d, tl.zeros([4], tl.int32)
     else:
-        b_even, b_odd = tl.split(tl.reshape(b_d, [4 * LP, W // 2, 2]))
+        b_even, b_odd = tl.split(tl.reshape(b_d, [4, W // 2, 2]))
         off = tl.sum(b_d.to(tl.int32), 1) * -8
     return b_even, b_odd, off
 
@@ -127,19 +116,22 @@ def _halves(b_d, MEAN: tl.constexpr, LP: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def _ask_kernel(q_ptr, sign_ptr, ask_ptr, digit_ptr, off_ptr, q_b, q_h, q_d, G, MEAN: tl.constexpr, LR: tl.constexpr,
                 LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
-    "What the programs of the score launch need to know of one query"
+    "What the score launch needs of a query: rotated where the index is, but not divided by W ** 0.5; digits, length"
     if PDL: gdc_launch_dependents()
     HALF: tl.constexpr = W if MEAN else W // 2
     r, bg, o_i, o_w = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, 4), tl.arange(0, HALF)
-    o_r = r + tl.arange(0, 1)
-    b_q, length = _asked(q_ptr, sign_ptr, bg, G, q_b, q_h, q_d, o_r, MEAN, LR, 1, D, W, STEPS)
-    b_d, weight = _digits(b_q, MEAN, 1, W)
-    b_even, b_odd, off = _halves(b_d, MEAN, 1, W)
-    o_i = o_i // 2 * (2 * LP) + r * 2 + o_i % 2                                              # as `_digits` has them
+    o_r, o_d = r + tl.arange(0, 1), tl.arange(0, W)
+    p_q = q_ptr + bg // G * q_b + (bg % G * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
+    b_q = tl.load(p_q, mask=(o_r < LR)[:, None] & (o_d < D)[None, :], other=0.).to(tl.float32)
+    length = tl.sqrt(tl.sum(b_q * b_q, 1))
+    if not MEAN: b_q = _rotate(b_q * tl.load(sign_ptr + o_d, mask=o_d < D, other=0.)[None, :], 1, W, STEPS)
+    b_d, weight = _digits(b_q, MEAN, W)
+    b_even, b_odd, off = _halves(b_d, MEAN, W)
+    o_i = o_i // 2 * (2 * LP) + r * 2 + o_i % 2                                              # (i // 2, r, i % 2)
     p_ask, p_digit = ask_ptr + bg * (LP * (W + 5)), digit_ptr + bg * (4 * LP * W) + o_i[:, None] * HALF + o_w[None, :]
     tl.store(p_digit, b_even)
     if not MEAN: tl.store(p_digit + 2 * LP * W, b_odd)
-    tl.store(p_ask + o_r[:, None] * W + tl.arange(0, W)[None, :], b_q)
+    tl.store(p_ask + o_r[:, None] * W + o_d[None, :], b_q)
     tl.store(p_ask + LP * W + o_i, weight)
     tl.store(p_ask + LP * (W + 4) + o_r, length)
     tl.store(off_ptr + bg * (4 * LP) + o_i, off)
@@ -279,19 +271,6 @@ def _wanted(low, own, share):
     "How many blocks are read: a share of the visible ones, and the first and the newest key's"
     return tl.maximum(in_keys(0, share, own - low + 1), tl.minimum(own - low + 1, 2))
 
-# %% ../../kernels/sketch_walk.ipynb #2172ad37
-@triton.jit
-def _fetch(x_ptr, nbytes):
-    "Have the cache bring a stretch of memory, 2 KB a thread; both in units of 16 bytes, and nothing waits for it"
-    if not INTERPRETED:
-        tl.inline_asm_elementwise("""{
-            .reg .pred p; .reg .b32 n, at; .reg .b64 x;
-            mov.u32 at, %tid.x; shl.b32 at, at, 11;
-            setp.lt.s32 p, at, $2; sub.s32 n, $2, at; min.s32 n, n, 2048;
-            cvt.u64.u32 x, at; add.u64 x, x, $1;
-            @p cp.async.bulk.prefetch.L2.global [x], n; mov.b32 $0, 0;
-        }""", "=r,l,r", [x_ptr.to(tl.int64), nbytes.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
-
 # %% ../../kernels/sketch_walk.ipynb #2172ad38
 @triton.jit
 def _score_part(row_ptr, fact_ptr, radius_ptr, score_ptr, b_even, b_odd, off, weight, reach, p, S, bg, low, own, X,
@@ -334,54 +313,38 @@ def _score_part(row_ptr, fact_ptr, radius_ptr, score_ptr, b_even, b_odd, off, we
 
 # %% ../../kernels/sketch_walk.ipynb #ad022d40
 @triton.jit
-def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_ptr, start_ptr, len_ptr, ask_ptr,
-                  digit_ptr, off_ptr, score_ptr, m_ptr, l_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, N, G, X, room,
+def _score_kernel(k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_ptr, start_ptr, len_ptr, ask_ptr, digit_ptr,
+                  off_ptr, score_ptr, m_ptr, l_ptr, scale, k_b, k_g, k_n, k_d, N, G, X, room,
                   MEAN: tl.constexpr, RADIUS: tl.constexpr, REACH: tl.constexpr, FINE: tl.constexpr,
                   BLOCK: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-                  STEPS: tl.constexpr, BB: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
-                  STAGES: tl.constexpr, PDL: tl.constexpr):
+                  STEPS: tl.constexpr, BB: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+                  PDL: tl.constexpr):
     "log2 of the weights of blocks as the index guesses them, for all heads of a group, with maximum and sum of a part"
     if PDL: gdc_launch_dependents()
     p, S, bg = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     C: tl.constexpr = BLOCK // FINE
-    HALF: tl.constexpr = W // 2
-    BYTES: tl.constexpr = C * (2 * D if MEAN else HALF)
+    WIDE: tl.constexpr = W if MEAN else W // 2
     o_r = tl.arange(0, LP)
-    if CHUNKS > 0:                                                                           # as if no key were hidden
-        tiles = ((N - 1) // BLOCK + BB - 1) // BB
-        i_0, i_1 = (p - 1) * tiles // (S - 1) * BB, tl.minimum(p * tiles // (S - 1) * BB, (N - 1) // BLOCK)
-        if (p > 0) & (i_1 > i_0):
-            _fetch(row_ptr.to(tl.pointer_type(tl.uint8)) + (bg * room + i_0) * BYTES,
-                   tl.minimum((i_1 - i_0) * BYTES, CHUNKS * 1024))
     first, end, begin, low, own = _place(start_ptr, len_ptr, begin_ptr, bg // G, N, BLOCK)
-    p_ask = ask_ptr + bg * (LP * (W + 5)) if ask_ptr is not None else ask_ptr
-    factor = scale if MEAN else scale * W**-0.5
-    if ask_ptr is None:
-        b_q, reach = _asked(q_ptr, sign_ptr, bg, G, q_b, q_h, q_d, o_r, MEAN, LR, LP, D, W, STEPS)
+    p_ask, factor = ask_ptr + bg * (LP * (W + 5)), scale if MEAN else scale * W**-0.5
     if p == 0:
         p_k = k_ptr + bg // G * k_b + bg % G * k_g
         code, facts, widest = _own_row(p_k, row_ptr, fact_ptr, radius_ptr, sign_ptr, bg, begin.to(tl.int64), own, end,
                                        room, k_n, k_d, MEAN, RADIUS, FINE, BLOCK, D, W, STEPS)
-        if ask_ptr is not None:
-            if PDL: gdc_wait()
-            b_q = tl.load(p_ask + o_r[:, None] * W + tl.arange(0, W)[None, :])
-            reach = tl.load(p_ask + LP * (W + 4) + o_r)
+        if PDL: gdc_wait()
+        b_q = tl.load(p_ask + o_r[:, None] * W + tl.arange(0, W)[None, :])
+        reach = tl.load(p_ask + LP * (W + 4) + o_r)
         b_z = _own_score(code, facts, widest, b_q, factor, reach * (tl.abs(scale) * REACH), MEAN, RADIUS, C, LP, W)
         tl.store(score_ptr + (bg * LR + o_r) * X + own, b_z, mask=o_r < LR)
         m, l = tl.where(b_z == b_z, tl.maximum(b_z, -1e38), -1e38), tl.full([LP], 1, tl.float32)
     else:
         o_i = tl.arange(0, 4 * LP)
-        if ask_ptr is None:
-            b_d, weight = _digits(b_q, MEAN, LP, W)
-            b_even, b_odd, off = _halves(b_d, MEAN, LP, W)
-        else:
-            WIDE: tl.constexpr = W if MEAN else HALF
-            p_even = digit_ptr + bg * (4 * LP * W) + o_i[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-            if PDL: gdc_wait()
-            b_even = tl.load(p_even)
-            b_odd = b_even if MEAN else tl.load(p_even + 2 * LP * W)
-            weight, off = tl.load(p_ask + LP * W + o_i), tl.load(off_ptr + bg * (4 * LP) + o_i)
-            reach = tl.load(p_ask + LP * (W + 4) + o_r)
+        p_even = digit_ptr + bg * (4 * LP * W) + o_i[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+        if PDL: gdc_wait()
+        b_even = tl.load(p_even)
+        b_odd = b_even if MEAN else tl.load(p_even + 2 * LP * W)
+        weight, off = tl.load(p_ask + LP * W + o_i), tl.load(off_ptr + bg * (4 * LP) + o_i)
+        reach = tl.load(p_ask + LP * (W + 4) + o_r)
         reach, weight = reach * (tl.abs(scale) * REACH), weight * factor
         m, l = _score_part(row_ptr, fact_ptr, radius_ptr, score_ptr, b_even, b_odd, off, weight, reach, p, S, bg, low,
                            own, X, room, MEAN, RADIUS, LR, LP, D, W, BB, C, WARPS, STAGES)
@@ -390,41 +353,33 @@ def _score_kernel(q_ptr, k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_p
 
 # %% ../../kernels/sketch_walk.ipynb #7b633f74
 @triton.jit
-def _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR: tl.constexpr, LP: tl.constexpr, BM: tl.constexpr,
-           BS: tl.constexpr, WIDE: tl.constexpr):
-    "The shares of the heads of a group, summed [BM], as integers of the same order; NaN comes first"
+def _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR: tl.constexpr, LP: tl.constexpr, BS: tl.constexpr):
+    "The shares of the heads of a group, summed [BT], as integers of the same order; NaN comes first"
     o_r, o_s = tl.arange(0, LP), tl.arange(0, BS)
     i_h = bg * LR + o_r
     m_s = (o_r < LR)[:, None] & (o_s < S)[None, :]
     m = tl.load(m_ptr + i_h[:, None] * S + o_s[None, :], mask=m_s, other=-float("inf"))
     l = tl.load(l_ptr + i_h[:, None] * S + o_s[None, :], mask=m_s, other=0.)
-    if WIDE: b_z = tl.load(score_ptr + i_h[:, None] * X + o_m[None, :], mask=(o_r < LR)[:, None] & there[None, :],
-                           other=-float("inf"))                                              # [LP, BM]
+    b_z = tl.load(score_ptr + i_h[:, None] * X + o_m[None, :], mask=(o_r < LR)[:, None] & there[None, :],
+                  other=-float("inf"))                                                       # [LP, BT]
     top = tl.maximum(tl.max(m, 1), -1e38)
     log = top + tl.log2(tl.sum(l * tl.exp2(m - top[:, None]), 1))
     log = tl.where((o_r < LR) & (log > -float("inf")), log, 0.)
-    if WIDE: share = tl.sum(tl.exp2(b_z - log[:, None]), 0)
-    else:
-        share = tl.zeros([BM], tl.float32)
-        for r in tl.range(LR, num_stages=1):
-            b_z = tl.load(score_ptr + (bg * LR + r) * X + o_m, mask=there, other=-float("inf"))
-            share += tl.exp2(b_z - tl.sum(tl.where(o_r == r, log, 0.), 0))
+    share = tl.sum(tl.exp2(b_z - log[:, None]), 0)
     return tl.where(share == share, share, float("inf")).to(tl.int32, bitcast=True)
 
 @triton.jit
-def _threshold(key, want, n, BITS: tl.constexpr):
+def _threshold(key, want, n):
     "The largest number that `want` of n keys, which are not negative, reach; or one that just so many reach"
     least, step, reached = tl.full([], 0, tl.int32), tl.full([], 1 << 30, tl.int32), n
     while (step > 0) & (reached != want):
-        if BITS == 1: many, more = tl.sum((key >= least + step).to(tl.int32), 0), step
-        else:                                                                                # two sums in one
-            half = step >> 1
-            both = tl.sum((key >= least + half).to(tl.int32) + ((key >= least + step).to(tl.int32) << 16), 0)
-            low, mid, high = both & 0xFFFF, both >> 16 & 0xFFFF, tl.sum((key >= least + step + half).to(tl.int32), 0)
-            many = tl.where(high >= want, high, tl.where(mid >= want, mid, low))
-            more = tl.where(high >= want, step + half, tl.where(mid >= want, step, half))
+        half = step >> 1                                                                     # two sums in one
+        both = tl.sum((key >= least + half).to(tl.int32) + ((key >= least + step).to(tl.int32) << 16), 0)
+        low, mid, high = both & 0xFFFF, both >> 16 & 0xFFFF, tl.sum((key >= least + step + half).to(tl.int32), 0)
+        many = tl.where(high >= want, high, tl.where(mid >= want, mid, low))
+        more = tl.where(high >= want, step + half, tl.where(mid >= want, step, half))
         least, reached, step = (tl.where(many >= want, least + more, least), tl.where(many >= want, many, reached),
-                                step >> BITS)
+                                step >> 2)
     return least
 
 # %% ../../kernels/sketch_walk.ipynb #7b633f75
@@ -449,26 +404,17 @@ def _fetch_likely(k_ptr, v_ptr, key_ptr, bg, i, T, G, want, begin, own, k_b, k_g
 
 # %% ../../kernels/sketch_walk.ipynb #7b633f76
 @triton.jit
-def _list(score_ptr, m_ptr, l_ptr, key_ptr, list_ptr, count_ptr, p, bg, low, own, n, want, X, S, LR: tl.constexpr,
-          LP: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, WIDE: tl.constexpr,
-          BITS: tl.constexpr):
-    "Write the list, or of BT blocks those that are on it"
+def _list(key_ptr, list_ptr, count_ptr, p, bg, n, want, X, BM: tl.constexpr, BT: tl.constexpr):
+    "Of the p-th BT blocks, write those that are on the list"
     o_m = tl.arange(0, BM)
-    if key_ptr is None:
-        there = (o_m >= low) & (o_m <= own)
-        key = _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR, LP, BM, BS, WIDE)
-        key = tl.where((o_m == low) | (o_m == own), 0x7FFFFFFF, key)
-        key = tl.where(there, key, -1)
-    else: key = tl.load(key_ptr + bg * X + o_m, mask=o_m < X, other=-1)
-    least = _threshold(key, want, n, BITS)
+    key = tl.load(key_ptr + bg * X + o_m, mask=o_m < X, other=-1)
+    least = _threshold(key, want, n)
     above, ties = (key > least).to(tl.int32), (key == least).to(tl.int32)
     rest = want - tl.sum(above, 0)
-    if key_ptr is None: base = 0
-    else:
-        base = tl.sum(tl.where(o_m < p * BT, above | (ties << 16), 0), 0)
-        o_m = p * BT + tl.arange(0, BT)
-        key = tl.load(key_ptr + bg * X + o_m, mask=o_m < X, other=-1)
-        above, ties = (key > least).to(tl.int32), (key == least).to(tl.int32)
+    base = tl.sum(tl.where(o_m < p * BT, above | (ties << 16), 0), 0)
+    o_m = p * BT + tl.arange(0, BT)
+    key = tl.load(key_ptr + bg * X + o_m, mask=o_m < X, other=-1)
+    above, ties = (key > least).to(tl.int32), (key == least).to(tl.int32)
     before = base + tl.cumsum(above | (ties << 16), 0) - (above | (ties << 16))
     tied = (before >> 16) & 0xFFFF
     taken = (above > 0) | (ties > 0) & (tied < rest)
@@ -485,15 +431,14 @@ def _share_kernel(score_ptr, m_ptr, l_ptr, begin_ptr, start_ptr, len_ptr, key_pt
     first, end, begin, low, own = _place(start_ptr, len_ptr, begin_ptr, bg // G, N, BLOCK)
     there = (o_m >= low) & (o_m <= own)
     if PDL: gdc_wait()
-    key = _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR, LP, BT, BS, True)
+    key = _ranks(score_ptr, m_ptr, l_ptr, bg, o_m, there, X, S, LR, LP, BS)
     key = tl.where((o_m == low) | (o_m == own), 0x7FFFFFFF, key)
     tl.store(key_ptr + bg * X + o_m, tl.where(there, key, -1), mask=o_m < X)
 
 @triton.jit
-def _select_kernel(k_ptr, v_ptr, score_ptr, m_ptr, l_ptr, key_ptr, begin_ptr, start_ptr, len_ptr, list_ptr, count_ptr,
-                   k_b, k_g, v_b, v_g, N, G, X, S, share, parts, BLOCK: tl.constexpr, LR: tl.constexpr,
-                   LP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-                   BF: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr):
+def _select_kernel(k_ptr, v_ptr, key_ptr, begin_ptr, start_ptr, len_ptr, list_ptr, count_ptr, k_b, k_g, v_b, v_g, N, G,
+                   X, share, parts, BLOCK: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
+                   BF: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr):
     "The first block, the newest key's and those of the largest shares, as a list with the lowest first"
     if PDL: gdc_launch_dependents()
     bg, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -501,8 +446,7 @@ def _select_kernel(k_ptr, v_ptr, score_ptr, m_ptr, l_ptr, key_ptr, begin_ptr, st
     n, want = own - low + 1, _wanted(low, own, share)
     if PDL: gdc_wait()
     if p < parts:
-        _list(score_ptr, m_ptr, l_ptr, key_ptr, list_ptr, count_ptr, p, bg, low, own, n, want, X, S, LR, LP, BM, BT,
-              BS, WIDE, BITS)
+        _list(key_ptr, list_ptr, count_ptr, p, bg, n, want, X, BM, BT)
     elif MOST > 0:
         _fetch_likely(k_ptr, v_ptr, key_ptr, bg, p - parts, tl.num_programs(1) - parts, G, want, begin, own, k_b, k_g,
                       v_b, v_g, X, BLOCK, BF, MOST, D)
@@ -561,12 +505,10 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, P, D: tl
 # %% ../../kernels/sketch_walk.ipynb #2dbb0aa5
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
-    # sub-blocks at once, warps, stages, programs a multiprocessor, are queries cut once?, KiB fetched ahead
-    score: tuple = (256, 8, 3, 2, True, 64)
-    # bits of the threshold at once, 1 or 2; warps for up to 4,096 blocks; blocks of a part, or 0; MB fetched ahead
-    select: tuple = (2, 8, 512, 16)
-    read: tuple = (32, 4, 4, 5, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
-    merge: tuple = (32, 2)            # numbers of a program, warps
+    score: tuple = (256, 8, 3, 2)     # sub-blocks at once, warps, stages, programs a multiprocessor
+    select: tuple = (4, 512, 16)      # warps for up to 4,096 blocks, blocks of a part, MB fetched ahead
+    read: tuple = (32, 4, 3, 5, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
+    merge: tuple = (64, 2)            # numbers of a program, warps
 
 class Settings(NamedTuple):
     "What the kernels know of a `SketchWalk`."
@@ -603,7 +545,7 @@ def _likely(k, v, s, tiles, PDL):
     size, D = k.element_size(), k.shape[3]
     fits = all(x.stride()[2:] == (D, 1) and x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0
                and x.stride(1) * size % 16 == 0 for x in (k, v)) and D * size % 16 == 0 and s.block >= 16
-    return int(tiles.select[3] * 1e6 / (2 * s.block * D * size * k.shape[0] * k.shape[1])) if fits and PDL else 0
+    return int(tiles.select[2] * 1e6 / (2 * s.block * D * size * k.shape[0] * k.shape[1])) if fits and PDL else 0
 
 # %% ../../kernels/sketch_walk.ipynb #12ce6a3f
 def launch(
@@ -620,7 +562,7 @@ def launch(
     BD, BR = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(LR))
     LP, X, room = max(4, triton.next_power_of_2(LR)), triton.cdiv(N, s.block), index.rows.shape[2]
     fine, BB, BM = s.fine, score_tile(tiles, s, BD), triton.next_power_of_2(X)
-    _, warps, stages, programs, once, chunks = tiles.score
+    _, warps, stages, programs = tiles.score
     S = max(2, min(triton.cdiv(X, BB) + 1, programs * sms // (B * G)))
     rows = (math.ceil(X * s.density) + 2) * s.block
     P = max(1, min(512, tiles.read[3] * sms // (B * G), triton.cdiv(rows, 16)))
@@ -630,28 +572,24 @@ def launch(
     scale = (D**-0.5 if scale is None else scale) * LOG2E
     of_q, of_out = ((x.stride(0), x.stride(1), x.stride(3)) for x in (q, out))
     more, same = dict(launch_pdl=True) if PDL else {}, dict(LR=LR, PDL=PDL)
-    place, asked = (index.begin, kv_start, kv_len), (None, None, None)
+    place = index.begin, kv_start, kv_len
     of_row = dict(MEAN=s.index == "mean", LP=LP, D=D, W=BD, STEPS=BD.bit_length() - 1)
-    if once:
-        digit = torch.bfloat16 if s.index == "mean" else torch.int8
-        asked = (floats(B * G, LP, BD + 5), torch.empty(B * G, 4 * LP, BD, device=q.device, dtype=digit),
-                 integers(B * G, 4 * LP))
-        _ask_kernel[LP, B * G](q, index.sign, *asked, *of_q, G, num_warps=1, **of_row, **same)
+    digit = torch.bfloat16 if s.index == "mean" else torch.int8
+    asked = (floats(B * G, LP, BD + 5), torch.empty(B * G, 4 * LP, BD, device=q.device, dtype=digit),
+             integers(B * G, 4 * LP))
+    _ask_kernel[LP, B * G](q, index.sign, *asked, *of_q, G, num_warps=1, **of_row, **same)
     _score_kernel[S, B * G](
-        q, k, index.rows, index.facts, index.radius, index.sign, *place, *asked, score, part_m, part_l, scale, *of_q,
+        k, index.rows, index.facts, index.radius, index.sign, *place, *asked, score, part_m, part_l, scale,
         *k.stride(), N, G, X, room, RADIUS=s.index == "fine16", REACH=REACH, FINE=fine, BLOCK=s.block, BB=BB,
-        CHUNKS=chunks if PDL and (s.index != "mean" or D % 8 == 0) else 0, WARPS=warps, STAGES=stages,
-        num_warps=warps, **of_row, **same, **more if once else {})
-    BT, BS, share = tiles.select[2], triton.next_power_of_2(S), share_in_units(float(s.density))[1]
-    key, parts, likely = (integers(B, G, X), triton.cdiv(X, BT), _likely(k, v, s, tiles, PDL)) if BT else (None, 1, 0)
-    if launches > 1 and BT:
+        WARPS=warps, STAGES=stages, num_warps=warps, **of_row, **same, **more)
+    (few, BT, _), BS, share = tiles.select, triton.next_power_of_2(S), share_in_units(float(s.density))[1]
+    key, parts, likely = integers(B, G, X), triton.cdiv(X, BT), _likely(k, v, s, tiles, PDL)
+    if launches > 1:
         _share_kernel[parts, B * G](score, part_m, part_l, *place, key, N, G, X, S, BLOCK=s.block, LP=LP, BT=BT, BS=BS,
                                     num_warps=4, **same, **more)
-    if launches > 1:
         _select_kernel[B * G, parts + (triton.cdiv(X, 128) if likely else 0)](
-            k, v, score, part_m, part_l, key, *place, blocks, count, *k.stride()[:2], *v.stride()[:2], N, G, X, S,
-            share, parts, BLOCK=s.block, LP=LP, D=D, BM=BM, BT=BT, BS=BS, BF=128, MOST=likely, WIDE=LP * BM <= 2**15,
-            BITS=tiles.select[0], num_warps=min(32, tiles.select[1] * max(1, BM // 2**12)), **same, **more)
+            k, v, key, *place, blocks, count, *k.stride()[:2], *v.stride()[:2], N, G, X, share, parts, BLOCK=s.block,
+            D=D, BM=BM, BT=BT, BF=128, MOST=likely, PDL=PDL, num_warps=min(32, few * max(1, BM // 2**12)), **more)
     BN = read_tile(tiles, BD, q.element_size())
     if launches > 2:
         _read_kernel[P, B * G](

@@ -24,15 +24,14 @@ from .sketch_walk_launches import Indexed, indexed, worst_error
 # %% ../../kernels/records/sketch_walk_tiles.ipynb #b0b33206
 LENGTHS, PROMPT, DENSITY = (131072, 524288), 131072, 0.1  # keys of a step, positions of a prompt
 STEPS = dict(
-    score=((256, 8, 3, 2, True, 0), (256, 8, 3, 2, False, 64), (256, 8, 3, 2, False, 0), (256, 8, 4, 2, True, 64),
-           (256, 8, 2, 2, True, 64), (256, 8, 3, 3, True, 32), (256, 4, 3, 3, True, 64), (128, 4, 3, 4, True, 32),
-           (128, 4, 3, 3, True, 64), (128, 8, 3, 2, True, 64), (64, 4, 4, 4, True, 32)),
-    select=((2, 8, 0, 0), (1, 8, 0, 0), (2, 8, 512, 0), (1, 8, 512, 16), (2, 4, 512, 16), (2, 16, 512, 16),
-            (2, 8, 1024, 16), (2, 8, 256, 16), (2, 8, 512, 8), (2, 8, 512, 24), (2, 8, 512, 32)),
-    read=((64, 4, 3, 3, None), (64, 4, 4, 3, None), (64, 4, 3, 4, 128), (64, 4, 2, 4, None), (64, 4, 3, 2, None),
-          (64, 8, 3, 3, None), (32, 4, 4, 4, 128), (32, 4, 4, 5, None), (128, 8, 3, 2, None), (128, 4, 2, 2, None),
-          (32, 2, 4, 6, None), (64, 4, 4, 2, None), (64, 2, 3, 4, None)),
-    merge=((32, 4), (16, 4), (64, 4), (32, 8), (32, 2), (16, 2)))
+    score=((256, 8, 3, 2), (256, 8, 4, 2), (256, 8, 2, 2), (256, 8, 3, 3), (256, 4, 3, 3), (128, 4, 3, 4),
+           (128, 4, 3, 3), (128, 8, 3, 2), (64, 4, 4, 4)),
+    select=((4, 512, 16), (4, 512, 0), (8, 512, 0), (8, 512, 16), (16, 512, 16), (8, 1024, 16), (8, 256, 16),
+            (8, 512, 8), (8, 512, 24), (8, 512, 32)),
+    read=((32, 4, 3, 5, None), (64, 4, 3, 3, None), (64, 4, 4, 3, None), (64, 4, 3, 4, 128), (64, 4, 2, 4, None),
+          (64, 4, 3, 2, None), (64, 8, 3, 3, None), (32, 4, 4, 4, 128), (32, 4, 4, 5, None), (128, 8, 3, 2, None),
+          (128, 4, 2, 2, None), (32, 2, 4, 6, None), (64, 4, 4, 2, None), (64, 2, 3, 4, None)),
+    merge=((64, 2), (32, 4), (16, 4), (64, 4), (32, 8), (32, 2), (16, 2)))
 PAIRS = ((64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2),
          (64, 128, 8, 2), (64, 64, 8, 3), (128, 64, 4, 2), (64, 32, 4, 3))
 CHOICE = dict(means=((32, 8), (16, 4), (32, 4), (16, 2), (64, 8), (16, 8)), sums=PAIRS, shares=PAIRS,
@@ -107,6 +106,7 @@ def measure_choice(
                 if name == setting or setting == "means" and name in ("queries", "keys"):
                     recorder.measure_row(call, None, **row, launch=name, tiles=value, shipped=False)
 
+# %% ../../kernels/records/sketch_walk_tiles.ipynb #3b1d90a0
 def measure_lists(
     recorder: Recorder,
     p: Prompt,
@@ -133,7 +133,6 @@ def measure_rules(
         row = dict(what="rule", n=p.n, index=index, heads=heads, pool=pool)
         recorder.measure_row(lambda: attend_blocks(p.q, p.k, p.v, *ask(), **sizes)[0], check, **row, launch="all")
         recorder.measure_row(lambda: ask()[1].float(), None, **row, launch="choice")
-
 
 # %% ../../kernels/records/sketch_walk_tiles.ipynb #fb32ab02
 @torch.no_grad()
