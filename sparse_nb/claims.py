@@ -25,6 +25,7 @@ class Claim:
 _SANTA, _VATT, _METRICS = "nbs/10_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/01_metrics.ipynb"
 _BOUNDS, _SANTA_MEASURED = "nbs/08_bounds.ipynb", "nbs/11_santa_measured.ipynb"
 _SANTA_PROMISE, _SANTA_READS = "nbs/12_santa_promise.ipynb", "nbs/13_santa_reads.ipynb"
+_SCHEDULE = "nbs/14_santa_schedule.ipynb"
 _VATT_MEASURED, _AUDIT = "nbs/23_vattention_measured.ipynb", "nbs/22_audit.ipynb"
 _DELTA, _DELTA_MEASURED = "nbs/30_delta.ipynb", "nbs/31_delta_measured.ipynb"
 _SAAP, _LSH = "nbs/41_saap_measured.ipynb", "nbs/63_lsh.ipynb"
@@ -65,7 +66,7 @@ CLAIMS = {
     "SANTA-16": Claim("SANTA, Fig. 8", "Sampling a single value in one layer at a time shows which layers need "
                       "precision.", _SANTA_MEASURED),
     "SANTA-17": Claim("SANTA, Alg. 1, Table 16", "A schedule of samples per layer, learned with REINFORCE, is better "
-                      "than the same number in every layer.", None),
+                      "than the same number in every layer.", _SCHEDULE),
     "SANTA-18": Claim("SANTA, Fig. 4", "At 32 thousand keys the proportional kernel needs 1/1.5 of the time of "
                       "FlashInfer and FlashDecoding (RTX 6000 Ada).", _SANTA_MEASURED),
     "SANTA-19": Claim("SANTA, Fig. 4", "So does the flash kernel, with 2,048 samples.", _SANTA_MEASURED),

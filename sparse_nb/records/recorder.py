@@ -108,6 +108,8 @@ RECORDS = {
     "generate": Record(_HERE + "generate:record", "{gpu}_generate.json", "a whole model, token by token"),
     "santa_pocket": Record(_HERE + "santa_pocket:record", "{gpu}_santa_pocket.json",
                            "the pocket model's answers with SANTA"),
+    "santa_schedule": Record(_HERE + "santa_schedule:record", "{gpu}_santa_schedule.json",
+                             "samples for each layer of the pocket model: learned, or not", gpu=False),
     "vattention_pocket": Record(_HERE + "vattention_pocket:record", "{gpu}_vattention_pocket.json",
                                 "the pocket model's answers with vAttention, and its promise"),
     "two_models": Record(_HERE + "two_models:record", "{gpu}_two_models.json",
