@@ -101,7 +101,7 @@ METHODS = {
                        "keys whose signs stand near the query's in Gray code, in bins of equal size"),
     "h2o": Entry("sparse_nb.eviction:H2O", "H2O", "#020aff", "X",
                  "the newest keys and those that all queries before gave most attention; what is evicted is lost"),
-    "snapkv": Entry("sparse_nb.eviction:SnapKV", "SnapKV", "#a8feed", "s",
+    "snapkv": Entry("sparse_nb.eviction:SnapKV", "SnapKV", "#fb6a4b", "s",
                     "the prompt's keys that its last queries voted for, and all later ones; what is evicted is lost"),
     "saap": Entry("sparse_nb.saap:Saap", "SAAP", "#6d1d00", "d",
                   "clusters of keys that look heavy by their moments, and of the others their means"),
