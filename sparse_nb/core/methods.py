@@ -71,6 +71,7 @@ class Entry(NamedTuple):
     marker: str # likewise
     reads: str  # what it reads in a decoding step, or of a prompt
 
+# %% ../../nbs/07_methods.ipynb #5e7a64c2
 METHODS = {
     "exact": Entry("sparse_nb.core.methods:Exact", "exact", "#222222", "o", "every key and value"),
     "streaming": Entry("sparse_nb.core.methods:Streaming", "streaming", "#a9c2a5", "X",
