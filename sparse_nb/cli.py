@@ -282,10 +282,14 @@ def rehearse(
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    q, k = torch.randn(1, heads, 1, size), torch.randn(1, groups, 16, size)
+    q, k = torch.randn(1, heads, 16, size), torch.randn(1, groups, 16, size)
     try:
         if hasattr(method, "at_layer"): method = method.at_layer(config.num_hidden_layers - 1)
-        (method.decode or method.prefill)(q, k, k.clone())
+        told = {}
+        if method.decode and getattr(state := method.new_state(), "hears", ()) == ("q",):  # it cannot do without
+            state.append(k, k, q=q)
+            told = dict(state=state)
+        (method.decode or method.prefill)(q[:, :, -1:], k, k.clone(), **told)
     except (TypeError, ValueError, OSError, MemoryError, RuntimeError) as error:
         raise ValueError(f"{option}: {' '.join(str(error).split()) or type(error).__name__}, in {method!r}") from error
 

@@ -71,6 +71,7 @@ class Entry(NamedTuple):
     marker: str # likewise
     reads: str  # what it reads in a decoding step, or of a prompt
 
+# %% ../../nbs/07_methods.ipynb #5e7a64c2
 METHODS = {
     "exact": Entry("sparse_nb.core.methods:Exact", "exact", "#222222", "o", "every key and value"),
     "streaming": Entry("sparse_nb.core.methods:Streaming", "streaming", "#a9c2a5", "X",
@@ -99,6 +100,10 @@ METHODS = {
                       "keys in the query's chunk of a row sorted by the nearest of random directions"),
     "kdeformer": Entry("sparse_nb.lsh:KDEformer", "KDEformer", "#4878c0", "<",
                        "keys whose signs stand near the query's in Gray code, in bins of equal size"),
+    "h2o": Entry("sparse_nb.eviction:H2O", "H2O", "#020aff", "X",
+                 "the newest keys and those that all queries before gave most attention; what is evicted is lost"),
+    "snapkv": Entry("sparse_nb.eviction:SnapKV", "SnapKV", "#fb6a4b", "s",
+                    "the prompt's keys that its last queries voted for, and all later ones; what is evicted is lost"),
     "saap": Entry("sparse_nb.saap:Saap", "SAAP", "#6d1d00", "d",
                   "clusters of keys that look heavy by their moments, and of the others their means"),
     "sketch_walk": Entry("sparse_nb.sketch_walk:SketchWalk", "Sketch&Walk", "#cdaad7", "h",

@@ -1,0 +1,284 @@
+"""H2O and SnapKV against transcriptions of their definitions; what is evicted stays away; and in generation."""
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from sparse_nb.attention import Method, TopK, assert_close, attention
+from sparse_nb.eviction import H2O, Held, SnapKV
+from sparse_nb.hf import prefill, sparsify
+
+METHODS = [H2O(12), H2O(38), H2O(0.3, recent=0.2, sinks=2), H2O(9, recent=3, sinks=1, heads="each"), SnapKV(14, 6),
+           SnapKV(0.4, 5, 5, "avg"), SnapKV(12, 4, 3, heads="each")]
+NAMES = dict(ids=repr)
+
+
+def inputs(seed=0, batch=2, heads=6, groups=2, keys=50, size=16, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, h, keys, size, generator=g, dtype=torch.float64).to(dtype)
+                 for h in (heads, groups, groups))
+
+
+def told(method, q, k, v, cuts=()):
+    state = method.new_state()
+    for a, b in zip((0, *cuts), (*cuts, k.shape[2])): state.append(k[:, :, a:b], v[:, :, a:b], q=q[:, :, a:b])
+    return state
+
+
+def whole(x, n): return min(x, n) if isinstance(x, int) else math.ceil(n * x * (1 - 1e-12))
+
+
+def softmax_over(q, k, keys):
+    "Shares of one query [D] over some keys, a dict."
+    keys = sorted(keys)
+    return dict(zip(keys, (k[keys] @ q / len(q)**0.5).softmax(0).tolist()))
+
+
+def h2o(method, qs, k, prompt):
+    "Keys that each query after the prompt reads; queries [heads, N, D] of one list of heads, keys [N, D]."
+    sums, held = [0.0] * len(k), {*range(prompt)}
+    budget = method.budget if isinstance(method.budget, int) else max(1, whole(method.budget, prompt))
+    recent, read = whole(method.recent, budget), []
+    for t in range(len(k)):
+        if t == prompt or t > prompt:
+            while len(held) > budget:
+                old = [i for i in held if i >= method.sinks and i < t - recent]
+                held.remove(min(old or held, key=lambda i: (sums[i], -i)))
+            held.add(t)
+            read.append({*held})
+        for q in qs:
+            for i, p in softmax_over(q[t], k, held if t >= prompt else range(t + 1)).items(): sums[i] += p / len(qs)
+    return read
+
+
+def snapkv(method, qs, k, prompt):
+    "Likewise."
+    begin, sums = max(0, prompt - method.window), [0.0] * len(k)
+    for t in range(begin, prompt):
+        for q in qs:
+            for i, p in softmax_over(q[t], k, range(t + 1)).items(): sums[i] += p / len(qs)
+    half, pooled = method.kernel // 2, []
+    for i in range(begin):
+        near = [sums[j] if 0 <= j < begin else 0.0 for j in range(i - half, i + half + 1)]
+        pooled.append(max(near) if method.pooling == "max" else sum(near) / method.kernel)
+    best = sorted(range(begin), key=lambda i: (-pooled[i], i))
+    count = whole(method.budget, prompt)
+    kept = {*range(begin, prompt)} if count >= prompt - begin else {*range(prompt - count, prompt)}
+    kept |= {*best[:max(0, count - len(kept))]}
+    return [kept | {*range(prompt, t + 1)} for t in range(prompt, len(k))]
+
+
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_definition(method):
+    "Keys read, and outputs, of each step after the prompt, for a sequence with padding and one without."
+    q, k, v = inputs()
+    prompt, starts = 40, [0, 7]
+    state = told(method, q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt])
+    lists, reads = (1, 3) if method.heads == "group" else (3, 1), snapkv if isinstance(method, SnapKV) else h2o
+    want = {}
+    for b, start in enumerate(starts):
+        for g in range(2):
+            for x in range(lists[0]):
+                heads = [3 * g + x] if lists[0] > 1 else [3 * g, 3 * g + 1, 3 * g + 2]
+                found = reads(method, q[b, heads, start:], k[b, g, start:], prompt - start)
+                for h in heads: want[b, h] = [{start + i for i in row} for row in found]
+    masks = dict(kv_start=torch.tensor(starts))
+    for t in range(prompt, 50):
+        state.append(k[:, :, [t]], v[:, :, [t]], q=q[:, :, [t]])
+        seen = k[:, :, :t + 1], v[:, :, :t + 1]
+        kept = method.select(q[:, :, [t]], seen[0], state=state, **masks).dense(t + 1)[:, :, 0]
+        out = method.decode(q[:, :, [t]], *seen, state=state, **masks)[:, :, 0]
+        for (b, h), rows in want.items():
+            keys = sorted(rows[t - prompt])
+            assert kept[b, h].nonzero()[:, 0].tolist() == keys
+            share = softmax_over(q[b, h, t], k[b, h // 3], keys)
+            assert_close(out[b, h], sum(share[i] * v[b, h // 3, i] for i in keys), 1e-10)
+
+
+@pytest.mark.parametrize("method", [x for x in METHODS if x.budget != 38], **NAMES)
+def test_what_is_evicted_stays_away(method):
+    "Keys read at a step are those of the step before, less some, and the new one; a wanted key that is gone is lost."
+    q, k, v = inputs()
+    prompt, before = 30, None
+    k[:, :, 5], v[:, :, 5], q[:, :, 40:] = 0, 100, 0
+    q[:, :, :prompt, 0], k[:, :, 2:9, 0] = -3, 40    # all queries of the prompt shun key 5 and its neighbours ...
+    k[:, :, 5, 0], q[:, :, 40:, 0] = 60, 50          # ... and late ones want nothing else
+    state = told(method, q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt])
+    for t in range(prompt, 50):
+        state.append(k[:, :, [t]], v[:, :, [t]], q=q[:, :, [t]])
+        asked, seen = q[:, :, [t]], (k[:, :, :t + 1], v[:, :, :t + 1])
+        kept = method.select(asked, seen[0], state=state).dense(t + 1)[:, :, 0] > 0
+        if before is not None: assert not (kept[..., :t] & ~before).any() and kept[..., t].all()
+        before = kept
+    assert not kept[..., 5].any()
+    assert (method.decode(asked, *seen, state=state) < 50).all() and (TopK(1).decode(asked, *seen) == 100).all()
+    size = kept.sum(-1)
+    if isinstance(method, H2O): assert (size == whole(method.budget, prompt) + 1).all()
+    else: assert (size == whole(method.budget, prompt) + 20).all()
+
+
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_parts_of_a_prompt_and_steps_at_once(method):
+    q, k, v = inputs()
+    one, many = told(method, q, k, v), told(method, q, k, v, (1, 13, 14, 37, 45))
+    asked = q[:, :, 40:]
+    together = method.select(asked, k, causal=True, state=one).dense(50)
+    for j in range(10):
+        n = torch.full((2,), 41 + j)
+        assert torch.equal(method.select(asked[:, :, [j]], k, kv_len=n, state=many).dense(50)[:, :, 0],
+                           together[:, :, j])
+    again = method.select(asked, k, causal=True, state=many).dense(50)
+    assert torch.equal(again, together) and torch.equal(one.rows, many.rows)
+
+
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_a_state_is_cut_and_picked(method):
+    q, k, v = inputs()
+    state = told(method, q, k, v)
+    n = torch.full((2,), 41)
+    method.select(q[:, :, 40:41], k, kv_len=n, state=state)
+    method.select(q[:, :, 48:49], k, kv_len=n + 8, state=state)
+    with pytest.raises(ValueError, match="length must be at least 40, got 39"): state.crop(39)
+    state.crop(44)                                   # queries 44 to 48 were never asked
+    rows = torch.tensor([1, 1, 0])
+    state.pick_rows(rows)
+    other = tuple(x[rows] for x in inputs(seed=9))
+    state.append(*(x[:, :, 44:] for x in other[1:]), q=other[0][:, :, 44:])
+    mixed = tuple(torch.cat([x[rows][:, :, :44], y[:, :, 44:]], 2) for x, y in zip((q, k, v), other))
+    fresh = told(method, *mixed)
+    want = method.select(mixed[0][:, :, 40:], mixed[1], causal=True, state=fresh).dense(50)
+    assert torch.equal(method.select(mixed[0][:, :, 40:], mixed[1], causal=True, state=state).dense(50), want)
+    state.reset()
+    assert len(state) == 0 and state.begun is None
+    undecided = told(method, q, k, v)
+    undecided.crop(20)                               # nothing was decided yet
+    undecided.append(k[:, :, 20:], v[:, :, 20:], q=q[:, :, 20:])
+    fresh = told(method, q, k, v)
+    last = method.select(q[:, :, -1:], k, state=fresh).dense(50)
+    assert torch.equal(method.select(q[:, :, -1:], k, state=undecided).dense(50), last)
+
+
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_all_keys_are_exact(method):
+    q, k, v = inputs()
+    every = dataclasses.replace(method, budget=99)
+    masks = dict(causal=True, kv_start=torch.tensor([0, 9]))
+    out, stats = every.decode(q[:, :, 40:], k, v, state=told(every, q, k, v), return_stats=True, **masks)
+    assert_close(out, attention(q[:, :, 40:], k, v, **masks), 1e-12)
+    assert (stats.density == 1).all()
+    if isinstance(method, H2O): assert torch.equal(stats.index_bytes, 4 * stats.budget)
+    else: assert stats.index_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_dtypes_and_padding(method, dtype):
+    "Hidden keys leave no trace, whatever stands there."
+    q, k, v = inputs(dtype=dtype)
+    masks = dict(kv_start=torch.tensor([0, 9]))
+    out = method.decode(q[:, :, -1:], k, v, state=told(method, q, k, v), **masks)
+    assert out.dtype == dtype and out.isfinite().all()
+    alone = tuple(x[1:, :, 9:] for x in (q, k, v))
+    assert_close(method.decode(alone[0][:, :, -1:], *alone[1:], state=told(method, *alone)), out[1:],
+                 2e-2 if dtype != torch.float32 else 1e-5)
+
+
+@pytest.mark.parametrize("method", [METHODS[0], METHODS[4]], **NAMES)
+def test_later_parts_are_read_without_what_is_gone(method):
+    q, k, v = inputs()
+    state = told(method, q[:, :, :30], k[:, :, :30], v[:, :, :30])
+    masks = dict(kv_start=torch.tensor([0, 4]))
+    first = method.prefill(q[:, :, :30], k[:, :, :30], v[:, :, :30], state=state, **masks)
+    for b, start in ((0, 0), (1, 4)):
+        want = attention(q[b:b + 1, :, start:30], k[b:b + 1, :, start:30], v[b:b + 1, :, start:30], causal=True)
+        assert_close(first[b:b + 1, :, start:], want, 1e-12)
+    assert (first[1, :, :4] == 0).all() and state.begun is None
+    state.append(k[:, :, 30:], v[:, :, 30:], q=q[:, :, 30:])
+    method.select(q[:, :, 30:31], k[:, :, :31], state=state, **masks)
+    later = method.prefill(q[:, :, 31:], k, v, state=state, **masks)
+    assert_close(later, method.decode(q[:, :, 31:], k, v, causal=True, state=state, **masks), 1e-12)
+    assert not torch.allclose(later, attention(q[:, :, 31:], k, v, causal=True, **masks))
+
+
+@pytest.mark.parametrize("kind, wrong", [
+    (H2O, dict(budget=0)), (H2O, dict(budget=1.5)), (H2O, dict(recent=-1)), (H2O, dict(recent=2.0)),
+    (H2O, dict(sinks=-1)), (H2O, dict(heads="all")), (H2O, dict(budget=8, recent=6, sinks=3)),
+    (SnapKV, dict(budget=32)), (SnapKV, dict(window=0)), (SnapKV, dict(kernel=4)), (SnapKV, dict(kernel=2.0)),
+    (SnapKV, dict(pooling="sum")), (SnapKV, dict(heads=None))], ids=str)
+def test_bad_settings(kind, wrong):
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} must"): kind(**wrong)
+
+
+def test_bad_input():
+    method, (q, k, v) = H2O(12), inputs()
+    state, asked = told(method, q, k, v), q[:, :, -1:]
+    for wrong, message in ((None, "state must be a Held, .* got None"), (told(H2O(11), q, k, v), "state must be that"),
+                           (told(method, q[:1], k[:1], v[:1]), "state must hold the keys"),
+                           (told(method, q[:, :, :9], k[:, :, :9], v[:, :, :9]), "state must hold the keys")):
+        with pytest.raises(ValueError, match=message): method.decode(asked, k, v, state=wrong)
+    with pytest.raises(ValueError, match="kv_len must be the same"):
+        method.decode(asked, k, v, state=state, kv_len=torch.tensor([50, 49]))
+    with pytest.raises(ValueError, match="q must be the queries of these keys"): state.append(k, v)
+    with pytest.raises(TypeError, match="append takes q"): state.append(k, v, shown=None)
+    method.decode(asked, k, v, state=state)
+    with pytest.raises(ValueError, match="q must stand behind the 49 keys"):
+        method.decode(asked, k, v, state=state, kv_len=torch.tensor([40, 40]))
+    k[0, 0, 3] = math.nan
+    with pytest.raises(ValueError, match="NaN"): method.decode(asked, k, v, state=told(method, q, k, v))
+
+
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_json(method): assert Method.from_json(method.to_json()) == method
+
+
+TEXTS = ["The key of Berlin is 4711. The key of Rome is 22. The key of Berlin is", "One, two, three, four,"]
+
+
+def batch_of(tokenizer, texts): return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+
+
+@pytest.mark.parametrize("method", [H2O(20), SnapKV(24, 8)], **NAMES)
+@pytest.mark.parametrize("how", [dict(), dict(num_beams=2), dict(prompt_lookup_num_tokens=3)], ids=str)
+def test_in_generation(pocket, method, how):
+    "A padded batch writes what its rows write alone; beams and guesses that are taken back do not disturb it."
+    model, tokenizer = pocket
+
+    def written(texts, method, **how):
+        with sparsify(model, decode=method):
+            out = model.generate(**batch_of(tokenizer, texts), max_new_tokens=6, do_sample=False, pad_token_id=0, **how)
+        return out[:, -6:].tolist()
+
+    if "num_beams" in how or not how:
+        assert written(TEXTS, method, **how) == [written([x], method, **how)[0] for x in TEXTS]
+    else: assert written(TEXTS[:1], method, **how) == written(TEXTS[:1], method)
+    dense = model.generate(**batch_of(tokenizer, TEXTS[:1]), max_new_tokens=6, do_sample=False, pad_token_id=0, **how)
+    assert written(TEXTS[:1], dataclasses.replace(method, budget=500), **how) == dense[:, -6:].tolist()
+
+
+@pytest.mark.parametrize("method", [H2O(20), SnapKV(24, 8)], **NAMES)
+def test_a_cache_that_is_read_in_parts_and_goes_on(pocket, method):
+    model, tokenizer = pocket
+    ids = batch_of(tokenizer, TEXTS[:1]).input_ids
+    found = []
+    for chunk in (7, 500):
+        with torch.no_grad(), sparsify(model, decode=method, prefill=method, stats=True) as session:
+            cache = prefill(model, ids, chunk=chunk)
+            logits = [model(input_ids=ids[:, i:i + 1], past_key_values=cache).logits for i in range(4)]
+            logits.append(model(input_ids=ids[:, :9], past_key_values=cache).logits)   # a second turn
+            logits.append(model(input_ids=ids[:, :1], past_key_values=cache).logits)
+        states = [layer.state for layer in cache.layers]
+        assert all(isinstance(state, Held) and state.begun == ids.shape[1] for state in states)
+        assert len(states[0]) == ids.shape[1] + 14 and session.stats().density.max() < 1
+        found.append((torch.cat(logits, 1), [state.rows for state in states]))
+    assert_close(found[0][0], found[1][0], 1e-4)
+    assert all(torch.equal(*rows) for rows in zip(found[0][1], found[1][1]))
+
+
+def test_a_cache_that_was_read_outside(pocket):
+    model, tokenizer = pocket
+    ids = batch_of(tokenizer, TEXTS[:1]).input_ids
+    cache = prefill(model, ids)
+    with torch.no_grad(), sparsify(model, decode=H2O(20)):
+        with pytest.raises(ValueError, match="q must be the queries of these keys.*read outside the session"):
+            model(input_ids=ids[:, :1], past_key_values=cache)
