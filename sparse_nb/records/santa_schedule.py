@@ -165,7 +165,7 @@ def rewards_by_jobs(
         return [float(right[name]) for name in arms]
     return ask
 
-# %% ../../kernels/records/santa_schedule.ipynb #b02c0632
+# %% ../../kernels/records/santa_schedule.ipynb #86341a20
 TASK, LENGTH, MEAN = "frequent_words:ratio=3", 1024, 6 # samples a layer on average
 OTHER = "multivalue"                                   # no schedule has seen it
 
@@ -181,6 +181,7 @@ def layer_traces(
             found.append(variance_trace(q, k, v, samples=1, scheme="iid").sum((1, 2)))
     return torch.stack(found).mean(0).tolist()
 
+# %% ../../kernels/records/santa_schedule.ipynb #793e2e8a
 def made_schedules(
     worker: Worker,
     grid: Grid,           # prompts to learn from
