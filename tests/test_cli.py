@@ -182,7 +182,8 @@ def test_small_commands():
     assert text_of(run("--version")) == f"sparse-nb {sparse_nb.__version__}\n"
     assert text_of(run("-h")) == text_of(run("--help")) and "demo" in text_of(run("-h"))
     said = text_of(run("methods"))
-    for word in ("santa", "samples=128", "vattention", "quest", "page=16", "streaming", "sparse-nb tune"):
+    for word in ("santa", "samples=128", "vattention", "quest", "page=16", "streaming", "h2o", "snapkv",
+                 "sparse-nb tune"):
         assert word in said, word
     from sparse_nb.records.recorder import RECORDS
     assert [line.split()[0] for line in text_of(run("record", "--list")).splitlines()] == list(RECORDS)

@@ -1,11 +1,13 @@
 """H2O and SnapKV against transcriptions of their definitions; what is evicted stays away; and in generation."""
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sparse_nb.attention import Method, TopK, assert_close, attention
+from sparse_nb.cli import method_from, rehearse
 from sparse_nb.eviction import H2O, Held, SnapKV
 from sparse_nb.hf import prefill, sparsify
 
@@ -282,3 +284,23 @@ def test_a_cache_that_was_read_outside(pocket):
     with torch.no_grad(), sparsify(model, decode=H2O(20)):
         with pytest.raises(ValueError, match="q must be the queries of these keys.*read outside the session"):
             model(input_ids=ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("method", [H2O(20), SnapKV(24, 8)], **NAMES)
+def test_other_caches(pocket, method):
+    "Keys in host memory, and a cache of a fixed size, give the same words."
+    model, tokenizer = pocket
+    found = []
+    for offload, how in ((False, {}), (True, {}), (False, dict(cache_implementation="static"))):
+        with sparsify(model, decode=method, offload=offload):
+            out = model.generate(**batch_of(tokenizer, TEXTS), max_new_tokens=5, do_sample=False, pad_token_id=0, **how)
+        found.append(out[:, -5:].tolist())
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("method", [H2O(), SnapKV()], **NAMES)
+def test_the_command_rehearses_them(method):
+    sizes = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_hidden_layers=1)
+    rehearse("--decode", method, sizes)
+    with pytest.raises(ValueError, match="--decode: .*budget must be more than the window"):
+        method_from("--decode", "snapkv:budget=20")
