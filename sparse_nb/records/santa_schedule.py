@@ -89,6 +89,7 @@ def batches(
             found.append(Batch(seeds[i:i + each], some, prompt, cache))
     return found
 
+# %% ../../kernels/records/santa_schedule.ipynb #22c24d36
 @torch.no_grad()
 def forced_answers(
     model,          # a transformers decoder
