@@ -326,7 +326,8 @@ def test_sums_of_clusters(dtype, layout, unit):
         2, p.ids.long()[..., None].expand(rows.shape), rows)
     assert_close(got, want, rtol=1e-6)
     assert torch.equal(got[..., 0], want[..., 0].float())
-    assert torch.equal(cluster_sums(p.k, None, p.ids, shown, p.C, unit=unit), got[..., :26])
+    alone = cluster_sums(p.k, None, p.ids, shown, p.C, unit=unit)
+    assert_close(alone, got[..., :26], rtol=1e-6 if GPU else 0)  # on a GPU another compilation, which may sum otherwise
 
 
 @kernel
