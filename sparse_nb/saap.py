@@ -7,7 +7,7 @@ __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'TAILS', 'ROUTERS', 'RANKS'
            'cluster_sums', 'sums_of_nearest', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows',
            'moments_of', 'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition',
            'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Partition', 'rank_clusters', 'keys_to_read',
-           'newest_of_each', 'cluster_shares', 'keys_for_mass', 'tail_state', 'Partitioned', 'Routed', 'Saap',
+           'newest_of_each', 'guessed_shares', 'keys_for_mass', 'tail_state', 'Partitioned', 'Routed', 'Saap',
            'saap_decode']
 
 # %% ../nbs/40_saap.ipynb #3c143375
@@ -458,16 +458,16 @@ def newest_of_each(
     return torch.zeros_like(read).scatter(-1, order, read)
 
 # %% ../nbs/40_saap.ipynb #8815880a
-def cluster_shares(
+def guessed_shares(
     log_a: torch.Tensor, # guess of a key's mean weight in each cluster [B, H, Q, C], from `log_weights`
     count: torch.Tensor, # n_c [B, G, C]
     near: torch.Tensor,  # scores of the keys that are read anyway [B, H, Q, S], -inf for none
 ) -> torch.Tensor:       # [B, G, Q, C], float32 or float64
-    "Share of each cluster in the attention to near and far keys, mean over the heads of a group."
+    "Share of each cluster in the attention to near and far keys, mean over a group's heads; NaN where a guess is."
     groups = count.shape[1]
     mass = log_a.unflatten(1, (groups, -1)) + count.log()[:, :, None, None]
     share = torch.cat([near.unflatten(1, (groups, -1)).to(mass.dtype), mass], -1).softmax(-1)
-    return share[..., near.shape[-1]:].mean(2).nan_to_num(0)
+    return share[..., near.shape[-1]:].mean(2)
 
 def keys_for_mass(
     rank: torch.Tensor,  # of each cluster [B, G, C], from `rank_clusters`
@@ -475,11 +475,11 @@ def keys_for_mass(
     share: torch.Tensor, # its share of all attention [B, G, C], as guessed
     unread: float,       # share that may stay unread, 0 to 1; 0: nothing
 ) -> torch.Tensor:       # [B, G, C], int64
-    "How many keys of each cluster are read, in clusters of falling rank, so that no more than `unread` stays."
+    "How many keys of each cluster are read, by falling rank, so that no more than `unread` stays; for NaN all."
     order = rank.sort(dim=-1, descending=True, stable=True).indices
     n, share = count.gather(-1, order), share.gather(-1, order)
     left = share.flip(-1).cumsum(-1).flip(-1).clamp(max=1)  # of a cluster and of all behind it
-    wanted = ((left - unread) / share * n).nan_to_num(0).ceil().clamp(min=0)
+    wanted = ((left - unread) / share * n).masked_fill(left <= unread, 0).nan_to_num(math.inf, math.inf).ceil()
     taken = torch.minimum(wanted, n.to(wanted.dtype)).long() if unread else n
     return torch.zeros_like(n).scatter(-1, order, taken)
 
@@ -577,7 +577,7 @@ def step(s, q, k, v, state, first, far, scale, q_before):
     log_a = guess(s, q, state, scale, q_before)
     rank = rank_clusters(log_a, count, s.rank)[:, :, 0]
     if s.unread is not None:
-        share = cluster_shares(log_a, count, near_scores(q, k, near, first, scale))[:, :, 0]
+        share = guessed_shares(log_a, count, near_scores(q, k, near, first, scale))[:, :, 0]
         taken = keys_for_mass(rank, count.long(), share, s.unread)
     else:
         if s.probes is None: budget = budget_counts(s.budget, visible, n)[0] if s.budget else torch.zeros_like(visible)

@@ -16,9 +16,9 @@ from sparse_nb.attention import (
 from sparse_nb.core.methods import weights_id
 from sparse_nb.metrics import clopper_pearson, relative_error
 from sparse_nb.saap import (
-    KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, keys_for_mass,
-    keys_to_read, moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores, saap_decode,
-    save_partition, served)
+    KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, guessed_shares,
+    keys_for_mass, keys_to_read, moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores,
+    saap_decode, save_partition, served)
 from sparse_nb.vattention import VAttention, select_and_promise
 
 UNTRAINED = [tail for tail in TAILS if tail != "fitted"]
@@ -334,6 +334,15 @@ def test_the_guess_is_held_where_keys_are_alike():
         less = read.clone()
         less[:, int((rank == rank.min()).nonzero()[0, 0])] = False
         assert left <= unread + 1e-12 < unread_of(q, k, less).mean()
+
+def test_a_guess_that_is_no_number_reads_all():
+    "As a GPU may have it, where scores are not looked at before: nothing is left out in silence."
+    count = torch.tensor([[[5, 10, 0, 7]]])
+    for bad in (math.nan, math.inf):
+        log_a = torch.tensor([0., bad, -math.inf, 1.]).expand(1, 2, 1, 4)
+        share = guessed_shares(log_a, count, torch.zeros(1, 2, 1, 3))[:, :, 0]
+        assert torch.equal(keys_for_mass(log_a[:, :1, 0], count, share, 0.9), count)
+
 
 def test_unread_has_no_kernel(monkeypatch):
     "Where a GPU has kernels, a step with `unread` is PyTorch's unless they are asked for"
