@@ -319,6 +319,7 @@ class ForwardPass:
         self.has_context = has_context # did the cache hold keys?
         self.reached = False           # has a layer called the attention function?
         self.kept, self.walks, self.same, self.shared = {}, {}, None, {}
+        self.seen = None               # of a compiled step: the mask, and what a query sees by it
 
     def per_step(self, what, call, fleeting, make):
         "`make()`, or what it gave for an earlier layer of the pass: layers share their mask."
@@ -664,9 +665,13 @@ def compiled_step(
 ) -> torch.Tensor:     # [B, 1, H, D]
     "A layer's part of a compiled step."
     refuse_losses(call)
-    (view, streams), = look_at_each(dispatch, call, 0)
-    kept, seed = dispatch.thread.forward.kept.get(call.layer), None if streams is None else streams[call.layer]
+    forward = dispatch.thread.forward
+    if forward.seen is None or forward.seen[0] is not call.mask:
+        forward.seen = call.mask, *look_at_each(dispatch, call, 0)[0]
+    _, view, streams = forward.seen
+    kept, seed = forward.kept.pop(call.layer, None), None if streams is None else streams[call.layer]
     state, angles = ([], []) if kept is None or not kept.decodes else (list(kept.layer.buffers), list(kept.angles))
+    if call.layer == max(dispatch.modules): forward.seen = None  # what outlives the step is copied out of the graph
     out = step(call.query, call.key, call.value, view.start, view.stop, seed, state, angles, dispatch.number, call.layer,
                call.options.get("scaling"))
     return out.transpose(1, 2)
