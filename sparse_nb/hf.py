@@ -619,6 +619,7 @@ def heard_of(dispatch, layer, call, angles):
     if "k_before" in hears: heard["k_before"] = turn(call.key)
     return heard
 
+# %% ../nbs/70_hf.ipynb #c0de5703
 @torch.library.custom_op("sparse_nb::step", mutates_args=())
 def step(
     query: torch.Tensor,         # [B, H, 1, D]
@@ -639,7 +640,8 @@ def step(
     if dispatch.observe is not None:
         raise ValueError("stats and audit must be False in a step that transformers compiles, got True; use a cache "
                          "that grows, or generate(disable_compile=True)")
-    if why := no_graph(method): raise ValueError(f"decode must be a method that a graph can hold, got {method!r}: {why}")
+    if why := no_graph(method):
+        raise ValueError(f"decode must be a method that a graph can hold, got {method!r}: {why}")
     settings, walks = dict(seed=seed, scale=scale, kv_start=start, kv_len=stop), dispatch.thread.walks
     if keeps_state(method):
         kept, call = layer_of(state), Call(module, query, key, value, None, {})
@@ -659,6 +661,7 @@ def step(
 @step.register_fake
 def _(query, key, value, start, stop, seed, state, angles, number, layer, scale): return torch.empty_like(query)
 
+# %% ../nbs/70_hf.ipynb #c0de5704
 def compiled_step(
     dispatch: Dispatch,
     call: Call,        # of one query
@@ -672,10 +675,9 @@ def compiled_step(
     kept, seed = forward.kept.pop(call.layer, None), None if streams is None else streams[call.layer]
     state, angles = ([], []) if kept is None or not kept.decodes else (list(kept.layer.buffers), list(kept.angles))
     if call.layer == max(dispatch.modules): forward.seen = None  # what outlives the step is copied out of the graph
-    out = step(call.query, call.key, call.value, view.start, view.stop, seed, state, angles, dispatch.number, call.layer,
-               call.options.get("scaling"))
+    out = step(call.query, call.key, call.value, view.start, view.stop, seed, state, angles, dispatch.number,
+               call.layer, call.options.get("scaling"))
     return out.transpose(1, 2)
-
 
 # %% ../nbs/70_hf.ipynb #0e572974
 def note_request(dispatch, outermost, module, args, kwargs):

@@ -85,3 +85,28 @@ def test_a_second_turn_goes_on_with_the_cache(llama):
             want = two_turns(transformers.DynamicCache(config=llama.config))
             got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())
         assert torch.equal(got, want)
+
+ON_A_GPU = [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64), Quest(budget=64),
+            Adamas(budget=64), DoubleSparsity(budget=64), HashAttention(budget=64), MagicPIG(bits=4, tables=16),
+            VAttention(sinks=16, window=16, topk=64, base=32), VAttention(sinks=16, window=16, topk=64, base=32,
+                                                                          predictor=HashAttention())]
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cudagraphs", "inductor"])
+@pytest.mark.parametrize("method", ON_A_GPU, ids=lambda m: repr(m)[:40])
+def test_a_gpu_replays_one_graph(method, backend):
+    if backend == "inductor" and method not in (Santa(samples=64), Quest(budget=64)): pytest.skip("takes a minute")
+    from sparse_nb import pocket, tasks
+    model, tokenizer = pocket.load("cuda")
+    prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt
+               for i, length in enumerate((2048, 1500))]
+    inputs, settings = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda"), dict(max_new_tokens=8,
+        do_sample=False)
+    forget(model)
+    config = transformers.CompileConfig(fullgraph=True, backend=backend,
+                                        mode="reduce-overhead" if backend == "inductor" else None)
+    with sparsify(model, decode=method):
+        want = model.generate(**inputs, **settings)
+        for _ in range(2):
+            got = model.generate(**inputs, **settings, cache_implementation="static", compile_config=config)
+            assert torch.equal(got, want)

@@ -830,21 +830,3 @@ def test_a_gpu_reads_from_pinned_host_memory(method):
             assert (not a.keys.is_cuda and b.keys.is_cuda and torch.equal(a.keys, b.keys.cpu())
                     and torch.equal(a.values, b.values.cpu()))
         assert host.layers[0].keys.is_cuda
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64),
-                                    Santa(samples=64)], ids=lambda m: type(m).__name__)
-def test_a_gpu_writes_the_same_with_a_compiled_static_cache(method):
-    from sparse_nb import pocket, tasks
-    model, tokenizer = pocket.load("cuda")
-    prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt
-               for i, length in enumerate((2048, 1500))]
-    inputs, settings = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda"), dict(max_new_tokens=8,
-        do_sample=False)
-    with sparsify(model, decode=method):
-        want = model.generate(**inputs, **settings)
-        assert torch.equal(model.generate(**inputs, **settings), want)
-        # transformers compiles its steps
-        got = model.generate(**inputs, **settings, cache_implementation="static",
-                             compile_config=transformers.CompileConfig(fullgraph=True))
-    assert torch.equal(got, want)

@@ -87,6 +87,7 @@ class _Growing(StatefulLayer):
 
 class StatefulDynamicLayer(_Growing, DynamicLayer): "A growing layer with a state."
 
+# %% ../../nbs/73_cache.ipynb #7c0de002
 class StatefulStaticLayer(StatefulLayer, StaticLayer):
     """A layer of a fixed size with a state, which gets that size, too, once it has heard a prompt.
 
@@ -133,6 +134,7 @@ class StatefulStaticLayer(StatefulLayer, StaticLayer):
         super().reset()
         self.buffers = ()
 
+# %% ../../nbs/73_cache.ipynb #7c0de003
 def layer_of(
     buffers, # of a layer, or the same tensors under another name
 ) -> StatefulStaticLayer:
