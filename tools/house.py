@@ -14,7 +14,7 @@ METHODS = ["santa", "vattention", "delta", "saap", "sketch_walk", "baselines", "
            "eviction"]
 HOUSE = [  # floor by floor, from the ground
     ["kernels.common", "kernels.gather", "kernels.host", "kernels.santa", "kernels.vattention", "kernels.blocks",
-     "kernels.delta", "kernels.saap", "kernels.sketch_walk", "kernels.sketch_walk_prefill"],
+     "kernels.delta", "kernels.saap", "kernels.sketch_walk", "kernels.sketch_walk_prefill", "kernels.exact"],
     ["core.checks", "core.streams", "tasks"],
     ["core.exact", "core.bounds"],
     ["core.selection", "core.blocks"],
