@@ -193,5 +193,7 @@ def attend_all(
     valid key. Raises TypeError or ValueError for a dtype, size or device without a kernel.
     """
     if error := refusal(q): raise error
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device: raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
     if torch.compiler.is_compiling(): return _op(q, k, v, scale, kv_start, kv_len)
     with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_len)
