@@ -100,8 +100,9 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, start_ptr, len_ptr, out_b, out_h
     ends = _ends(start_ptr, len_ptr, B, N, BN, BB)
     before, after = _span(ends, i_b, BB)
     W, used = _shares(ends, P)
-    p_0 = (((before + 1) * used - 1) // tl.maximum(W, 1)).to(tl.int32)               # the share with the sequence's first tile
-    C = tl.where(before < after, ((after * used - 1) // tl.maximum(W, 1)).to(tl.int32) - p_0 + 1, 0)
+    W = tl.maximum(W, 1)
+    p_0, p_1 = ((before + 1) * used - 1) // W, (after * used - 1) // W  # shares with its first tile and its last
+    C = tl.where(before < after, p_1 - p_0 + 1, 0).to(tl.int32)
     i_c = i_h.to(tl.int64) * S + p_0 + i_b
     if PDL: gdc_wait()
     m = tl.load(m_ptr + i_c + o_c, mask=o_c < C, other=-float("inf"))
