@@ -149,7 +149,8 @@ def launch(
     "Launch both kernels."
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     BD, engine = max(16, triton.next_power_of_2(D)), by_engine(q, k, v) if engine is None else engine
-    BN, warps, stages, programs, columns, registers = tile_settings(BD, q.element_size(), engine) if tiles is None else tiles
+    tiles = tile_settings(BD, q.element_size(), engine) if tiles is None else tiles
+    BN, warps, stages, programs, columns, registers = tiles
     descriptors = [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, BD]) if engine else None
                    for x in (k, v)]
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
