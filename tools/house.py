@@ -19,7 +19,7 @@ HOUSE = [  # floor by floor, from the ground
     ["core.exact", "core.bounds"],
     ["core.selection", "core.blocks"],
     ["core.methods", "metrics"],
-    [*METHODS, "compose", "audit", "attention"],
+    [*METHODS, "compose", "audit", "crossover", "attention"],
     ["models.rotation", "models.cache", "models.override", "models.view", "models.capturing"],
     ["hf", "pocket", "witness", "corpus", "plots"],
     ["evaluate", "text", "grid", "bench", "rivals", "tuning", "claims"],
