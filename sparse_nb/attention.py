@@ -10,9 +10,9 @@ __all__ = ['check_bounds', 'check_budget', 'check_choice', 'check_count', 'check
            'visible_range', 'CLASSES', 'METHODS', 'BlockState', 'Exact', 'Fitted', 'Method', 'Predictor',
            'PrefillByDecode', 'PrefillByPattern', 'State', 'Stats', 'Streaming', 'TopK', 'TopP', 'Uniform',
            'check_state', 'method_class', 'stats_of', 'visible_keys', 'weights_id', 'Selection', 'budget_counts',
-           'make_selection', 'select_sinks_window', 'select_topk', 'select_topp', 'select_uniform', 'take_rows',
-           'weighted_attention', 'weighted_state', 'fold_in', 'head_seeds', 'new_seed', 'philox', 'philox_words',
-           'stream_seeds', 'tickets']
+           'full_attention', 'make_selection', 'select_sinks_window', 'select_topk', 'select_topp', 'select_uniform',
+           'take_rows', 'weighted_attention', 'weighted_state', 'fold_in', 'head_seeds', 'new_seed', 'philox',
+           'philox_words', 'stream_seeds', 'tickets']
 
 # %% ../nbs/00_attention.ipynb #bf602c46
 from .core.checks import (
@@ -25,8 +25,8 @@ from .core.methods import (
     CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, PrefillByPattern, State, Stats,
     Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id)
 from .core.selection import (
-    Selection, budget_counts, make_selection, select_sinks_window, select_topk, select_topp, select_uniform, take_rows,
-    weighted_attention, weighted_state)
+    Selection, budget_counts, full_attention, make_selection, select_sinks_window, select_topk, select_topp,
+    select_uniform, take_rows, weighted_attention, weighted_state)
 from .core.streams import fold_in, head_seeds, new_seed, philox, philox_words, stream_seeds, tickets
 
 _all_ = [
@@ -37,6 +37,6 @@ _all_ = [
     to_device_of, visible_range,
     CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, PrefillByPattern, State,
     Stats, Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id,
-    Selection, budget_counts, make_selection, select_sinks_window, select_topk, select_topp,
+    Selection, budget_counts, full_attention, make_selection, select_sinks_window, select_topk, select_topp,
     select_uniform, take_rows, weighted_attention, weighted_state,
     fold_in, head_seeds, new_seed, philox, philox_words, stream_seeds, tickets]

@@ -14,12 +14,12 @@ METHODS = ["santa", "vattention", "delta", "saap", "sketch_walk", "baselines", "
            "eviction"]
 HOUSE = [  # floor by floor, from the ground
     ["kernels.common", "kernels.gather", "kernels.host", "kernels.santa", "kernels.vattention", "kernels.blocks",
-     "kernels.delta", "kernels.saap", "kernels.sketch_walk", "kernels.sketch_walk_prefill"],
+     "kernels.delta", "kernels.saap", "kernels.sketch_walk", "kernels.sketch_walk_prefill", "kernels.exact"],
     ["core.checks", "core.streams", "tasks"],
     ["core.exact", "core.bounds"],
     ["core.selection", "core.blocks"],
     ["core.methods", "metrics"],
-    [*METHODS, "compose", "audit", "attention"],
+    [*METHODS, "compose", "audit", "crossover", "attention"],
     ["models.rotation", "models.cache", "models.override", "models.view", "models.capturing"],
     ["hf", "pocket", "witness", "corpus", "plots"],
     ["evaluate", "text", "grid", "bench", "rivals", "tuning", "claims"],

@@ -22,10 +22,10 @@ import torch
 from .blocks import BlockPattern, block_attention, streaming_prefill
 from .checks import (
     check_bounds, check_budget, check_count, check_inputs, check_mass, check_scores, check_seed, on_cpu_eagerly)
-from .exact import attention, to_device_of, visible_range
-from sparse_nb.core.selection import (
-    Selection, budget_counts, make_selection, select_sinks_window, select_topk, select_topp, select_uniform,
-    weighted_attention)
+from .exact import to_device_of, visible_range
+from .selection import (
+    Selection, budget_counts, full_attention, make_selection, select_sinks_window, select_topk, select_topp,
+    select_uniform, weighted_attention)
 from .streams import fold_in, head_seeds, new_seed
 
 # %% ../../nbs/07_methods.ipynb #d6862fa6
@@ -356,10 +356,10 @@ class Exact(PrefillByDecode, Method):
         return select_sinks_window(q, k, sinks=0, window=1.0, causal=causal, kv_start=kv_start, kv_len=kv_len)
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False):
-        "`attention`, and its `Stats` on request."
+        "`full_attention`, and its `Stats` on request."
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
-        check_inputs(q, k, v, scale=scale, seed=seed, **masks)
-        out = attention(q, k, v, scale=scale, **masks)
+        if seed is not None: check_inputs(q, k, v, seed=seed)
+        out = full_attention(q, k, v, scale=scale, **masks)
         if not return_stats: return out
         visible = visible_keys(q, k, **masks)
         return out, stats_of(visible, visible)

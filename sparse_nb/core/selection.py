@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COPIED_AT_ONCE', 'HAS_TRITON', 'Selection', 'take_rows', 'exponential_terms', 'weighted_state', 'has_kernels',
-           'weighted_attention', 'budget_counts', 'make_selection', 'select_sinks_window', 'select_topk', 'select_topp',
-           'select_uniform']
+           'weighted_attention', 'full_attention', 'budget_counts', 'make_selection', 'select_sinks_window',
+           'select_topk', 'select_topp', 'select_uniform']
 
 # %% ../../nbs/06_selection.ipynb #da41eb24
 import importlib.util
@@ -16,7 +16,8 @@ import torch
 
 from .checks import (
     FLOATS, check_budget, check_choice, check_count, check_inputs, check_mass, check_scores, on_cpu_eagerly)
-from .exact import SoftmaxState, attention_scores, exponentials, no_autocast, promote, visible_range
+from .exact import (
+    SoftmaxState, attention, attention_scores, exponentials, no_autocast, promote, visible_range)
 from .streams import TICKETS, new_seed, stream_seeds, tickets
 
 # %% ../../nbs/06_selection.ipynb #9cf07207
@@ -162,6 +163,14 @@ def has_kernels(
     from sparse_nb.kernels.common import refusal
     return refusal(q) is None
 
+def _by_kernels(backend, q, *given):
+    "Should kernels do it? Raise for a backend of another name, and where a gradient is wanted of the kernels."
+    check_choice("backend", backend, ("auto", "torch", "triton"))
+    learns = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *given))
+    if backend == "triton" and learns:
+        raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
+    return backend == "triton" or backend == "auto" and not learns and isinstance(q, torch.Tensor) and has_kernels(q)
+
 def weighted_attention(
     q: torch.Tensor,            # queries [B, H, Q, D]
     k: torch.Tensor,            # keys [B, G, N, D]
@@ -175,15 +184,35 @@ def weighted_attention(
 
     Raises as `check_inputs`, and ValueError for a selection that does not fit or, on the CPU, leaves a query no key.
     """
-    check_choice("backend", backend, ("auto", "torch", "triton"))
-    given = q, k, v, getattr(selection, "weight", None)
-    learns = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
-    if backend == "triton" or backend == "auto" and not learns and isinstance(q, torch.Tensor) and has_kernels(q):
+    if _by_kernels(backend, q, k, v, getattr(selection, "weight", None)):
         from sparse_nb.kernels.gather import attend
         _check_selection(q, k, v, selection, scale)
-        if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
         return attend(q, k, v, selection.index, selection.weight, scale=scale)
     return weighted_state(q, k, v, selection, scale=scale).output().to(q.dtype)
+
+# %% ../../nbs/06_selection.ipynb #4d0be923
+def full_attention(
+    q: torch.Tensor,                      # queries [B, H, Q, D]
+    k: torch.Tensor,                      # keys [B, G, N, D]
+    v: torch.Tensor,                      # values [B, G, N, D]
+    *,
+    causal: bool = False,                 # queries are the last Q positions and see no later key
+    scale: float | None = None,           # factor on the dot products; None is D ** -0.5
+    kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    backend: str = "auto",                # "torch", "triton" (one query on a GPU, no gradient) or "auto"
+) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q
+    """Attention over all visible keys, as `attention`, by kernels where they can serve.
+
+    Raises as `check_inputs`, and ValueError, on the CPU, where a query sees no key.
+    """
+    masks = dict(kv_start=kv_start, kv_len=kv_len)
+    kernels = _by_kernels(backend, q, k, v)
+    if backend == "auto" and kernels: kernels = all(getattr(x, "device", None) == q.device for x in (k, v))
+    if not kernels: return attention(q, k, v, causal=causal, scale=scale, **masks)
+    from sparse_nb.kernels.exact import attend_all
+    check_inputs(q, k, v, causal=causal, scale=scale, **masks)
+    return attend_all(q, k, v, scale=scale, **masks)
 
 # %% ../../nbs/06_selection.ipynb #7d5a029a
 def budget_counts(
