@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method', 'by_layer', 'keeps_state', 'walks_layers',
-           'walk_of', 'Plan', 'plan_of', 'check_methods', 'check_model', 'Call', 'ForwardPass', 'PerThread',
-           'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer', 'Dispatch',
-           'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'heard_of', 'step', 'compiled_step',
-           'note_request', 'begin_pass', 'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts',
-           'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer',
-           'Captured', 'attention_override', 'capture']
+           'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call', 'ForwardPass',
+           'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
+           'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'heard_of', 'step',
+           'compiled_step', 'note_request', 'begin_pass', 'check_reached', 'turn_back', 'adopt_cache', 'hooks_of',
+           'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
+           'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -35,7 +35,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .core.checks import check_choice, check_count, check_flag, check_integer, check_seed
 from .core.exact import attention, to_device_of
 from .core.methods import Exact, Method, Stats
+from .core.selection import has_kernels
 from .core.streams import fold_in
+from .crossover import crossover_keys
 from .metrics import relative_error
 from .models.cache import (
     HostLayer, StatefulStaticLayer, fork_cache, keep_state, layer_of, offload)
@@ -59,24 +61,26 @@ def sparsify(
     stats: bool = False,          # count what is read, for `Session.stats`?
     audit: bool = False,          # also compare every decoded query with exact attention?
     offload: bool = False,        # keep keys and values of layers that decode with a method in host memory?
+    crossover=None,               # decode exactly a layer whose cache has fewer keys: a count; "auto": as records say
 ) -> "Session": # also a context manager
     """Put methods in place of the attention of every layer, for every way to `generate` that keeps a cache.
 
     None is the model's own attention. `Session.restore` or the end of a `with` block undoes it. Layers with a sliding
     window keep the model's own attention; a warning says so where nothing else is left. A row of a batch draws from
     streams of its own seed, position, layer and head: sequence b of seed s draws as a sequence alone does with
-    seed=[fold_in(s, b)]. "A" and "B" are other names for the setups. Raises TypeError or ValueError for arguments and
+    seed=[fold_in(s, b)]. "A" and "B" are other names for the setups. A static cache has as many keys as it has room
+    for. A "crossover" that is "auto" is `crossover_keys` of each method on this GPU, and 0 where no record says one. Raises TypeError or ValueError for arguments and
     models that do not fit, when called or, for masks and features of a layer that a method cannot honour, when the
     model runs.
     """
-    return Session(model, prefill, decode, dense_layers, setup, seed, stats, audit, offload)
+    return Session(model, prefill, decode, dense_layers, setup, seed, stats, audit, offload, crossover)
 
 # %% ../nbs/70_hf.ipynb #e36041f7
 _running = set()  # names of the attention functions of sessions
 
 class Session:
     "A model with methods in place of its attention; `restore`, or the end of a `with` block, gives the model back."
-    def __init__(self, model, prefill, decode, dense_layers, setup, seed, stats, audit, offload):
+    def __init__(self, model, prefill, decode, dense_layers, setup, seed, stats, audit, offload, crossover):
         for name, x in (("stats", stats), ("audit", audit), ("offload", offload)): check_flag(name, x)
         check_choice("setup", setup, ("prompt", "context", "A", "B"))
         own, streams = check_model(model), Streams(seed)
@@ -88,7 +92,8 @@ class Session:
         self.model, self.seed, self.open = kind_of(model), seed, True
         self.counts = Counts(audit) if stats or audit else None
         self.dispatch = Dispatch(self.plan.prefill, self.plan.decode, streams, own_attention(own), self.setup,
-                                 aligned="flash" in own, layers=set(self.plan.layers.values()))
+                                 aligned="flash" in own, layers=set(self.plan.layers.values()),
+                                 exact=self.plan.exact, crossover=crossovers_of(self.plan, crossover))
         self.dispatch.observe, self._undo = self.counts, ExitStack()
         try:
             self._undo.enter_context(attention_override(model, self.dispatch, mask=own))
@@ -207,6 +212,7 @@ class Plan:
     decode: dict   # likewise
     reasons: dict  # number -> why the layer keeps the model's own attention, whatever it was given
     idle: bool     # was every layer that was given a method left to the model for its window?
+    exact: set     # layers that were asked to decode exactly
 
     def line(self, i):
         "What layer i does."
@@ -240,9 +246,22 @@ def plan_of(
     windows = [i for i in layers if has_window(layers[i])]
     busy = [i for i in layers if any(found[i] is not None for found in chosen.values())]
     reasons = dict.fromkeys(windows, "a sliding window") | dict.fromkeys(dense, "dense_layers")
-    plan = Plan(layers, **chosen, reasons=reasons, idle=bool(busy) and set(busy) <= set(windows))
+    exact = {i for i in layers if (i in dense or isinstance(given["decode"][i], Exact)) and i not in windows}
+    plan = Plan(layers, **chosen, reasons=reasons, idle=bool(busy) and set(busy) <= set(windows), exact=exact)
     check_methods(model, plan)
     return plan
+
+def crossovers_of(
+    plan,      # of the session
+    crossover, # as in `sparsify`
+) -> dict: # layer -> keys below which it decodes exactly
+    "Where layers begin to decode with their methods. Raises TypeError or ValueError for what is no count."
+    decodes = {i: m for i, m in plan.decode.items() if m is not None}
+    if crossover is None: return {}
+    if crossover == "auto": return {i: crossover_keys(m) or 0 for i, m in decodes.items()}
+    if isinstance(crossover, str): raise ValueError(f"crossover must be a count of keys or 'auto', got {crossover!r}")
+    check_count("crossover", crossover, 0)
+    return dict.fromkeys(decodes, crossover)
 
 # %% ../nbs/70_hf.ipynb #afe048ea
 def check_methods(
@@ -470,12 +489,14 @@ def at_layer(
 # %% ../nbs/70_hf.ipynb #3d57a827
 class Dispatch:
     "The attention function: every layer calls it, and it calls the layer's method or the model's own attention."
-    def __init__(self, prefill, decode, streams, own, setup="prompt", aligned=False, layers=None):
+    def __init__(self, prefill, decode, streams, own, setup="prompt", aligned=False, layers=None, exact=(),
+                 crossover=None):
         self.prefill, self.decode = prefill, decode # a method or None, or a dict of these by layer
         self.streams, self.own = streams, own       # of random numbers; attention layer -> the model's own function
         self.setup, self.aligned = setup, aligned   # as in `sparsify`; as in `view_of`
         self.layers = layers                        # that it serves; None: all
         self.modules = {m.layer_idx: m for m in layers or ()}
+        self.exact, self.crossover = exact, crossover or {} # layers that decode exactly; those that do up to so many keys
         self.observe, self.thread, self.rotations, self.number = None, PerThread(), {}, next(_numbers)
         _dispatches[self.number] = self
         every = lambda x: [m for m in (x.values() if isinstance(x, dict) else [x]) if m is not None]
@@ -509,14 +530,16 @@ class Dispatch:
         if reads is None and decodes is None and self.observe is None: return self.attend(call)
         served = self.layers is None or module in self.layers
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
-        if torch.compiler.is_compiling() and query.shape[2] == 1 and decodes is not None:
-            return compiled_step(self, call), None
+        few = key.shape[2] < self.crossover.get(call.layer, 0)
+        if torch.compiler.is_compiling() and query.shape[2] == 1:
+            exact = few or decodes is None and call.layer in self.exact and has_kernels(query)
+            if exact or decodes is not None: return compiled_step(self, call, exact), None
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
             kept.hear(call)
         new = 0 if self.thread.reading else decoded_queries(self.setup, forward, query.shape[2], key.shape[2])
         old = query.shape[2] - new
-        reads, decodes = reads if old else None, decodes if new else None
+        reads, decodes = reads if old else None, decodes if new and not few else None
         if reads is not None or decodes is not None:
             refuse_losses(call)
             if query.requires_grad and torch.is_grad_enabled():
@@ -633,6 +656,7 @@ def step(
     number: int,                 # of the dispatch
     layer: int,
     scale: float | None,
+    exact: bool,                 # decode exactly, whatever the method?
 ) -> torch.Tensor:               # [B, H, 1, D]
     "A layer's method decodes a query of a compiled step."
     dispatch = _dispatches[number]
@@ -651,6 +675,7 @@ def step(
         kept.put(key, value, at, **heard)
         settings["state"] = kept.state
         if "q_before" in heard: settings["q_before"] = heard["q_before"]
+    if exact: return Exact().decode(query, key, value, scale=scale, kv_start=start, kv_len=stop)
     if walks_layers(method):
         if layer == min(dispatch.modules): walks.clear()
         settings["step"] = walks.setdefault(walk_of(method), method.new_step())
@@ -659,12 +684,14 @@ def step(
     return out
 
 @step.register_fake
-def _(query, key, value, start, stop, seed, state, angles, number, layer, scale): return torch.empty_like(query)
+def _(query, key, value, start, stop, seed, state, angles, number, layer, scale, exact):
+    return torch.empty_like(query)
 
 # %% ../nbs/70_hf.ipynb #c0de5704
 def compiled_step(
     dispatch: Dispatch,
     call: Call,        # of one query
+    exact: bool,       # decode exactly, whatever the method?
 ) -> torch.Tensor:     # [B, 1, H, D]
     "A layer's part of a compiled step."
     refuse_losses(call)
@@ -676,7 +703,7 @@ def compiled_step(
     state, angles = ([], []) if kept is None or not kept.decodes else (list(kept.layer.buffers), list(kept.angles))
     if call.layer == max(dispatch.modules): forward.seen = None  # what outlives the step is copied out of the graph
     out = step(call.query, call.key, call.value, view.start, view.stop, seed, state, angles, dispatch.number,
-               call.layer, call.options.get("scaling"))
+               call.layer, call.options.get("scaling"), exact)
     return out.transpose(1, 2)
 
 # %% ../nbs/70_hf.ipynb #0e572974

@@ -1,4 +1,5 @@
 "A step that transformers compiles: every method in one graph, with the tokens it writes otherwise."
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,23 @@ def test_what_no_graph_can_hold_is_refused_by_name(llama):
     forget(llama)
     with sparsify(llama, decode=TopK(), stats=True), pytest.raises(ValueError, match="stats and audit must be False"):
         compiled(llama)
+
+def test_below_the_crossover_every_layer_reads_all(llama):
+    method, plain = Streaming(sinks=1, window=2), ids_of(llama)
+    with sparsify(llama, decode=method): want = ids_of(llama)
+    assert not torch.equal(want, plain)
+    for crossover, expected in ((10**6, plain), (1, want), ("auto", want), (None, want)):
+        forget(llama)
+        with sparsify(llama, decode=method, crossover=crossover):  # "auto": no record says one of a CPU
+            assert torch.equal(ids_of(llama), expected) and torch.equal(compiled(llama), expected)
+    with sparsify(llama, decode=method, crossover=43, stats=True) as session:  # the fourth of the steps has 43 keys
+        ids_of(llama)
+        shares = session.stats().density
+    steps = ids_of(llama).shape[1] - 1
+    assert np.allclose(shares, (2 + sum(3 / n for n in range(43, 41 + steps))) / steps)
+    for bad, message in ((-1, "crossover must be at least 0, got -1"), ("soon", "or 'auto', got 'soon'"),
+                         (0.5, "crossover must be an int, got float")):
+        with pytest.raises((TypeError, ValueError), match=message): sparsify(llama, decode=method, crossover=bad)
 
 def test_a_second_turn_goes_on_with_the_cache(llama):
     forget(llama)
