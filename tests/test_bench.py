@@ -590,7 +590,8 @@ def test_what_cannot_be_measured_is_said_and_left_out(tmp_path, monkeypatch):
     assert late["rows"] == [] and {x["why"] for x in late["meta"]["failed"]} == {"the time is over"}
     monkeypatch.setattr(generate, "fill", lambda *a: 1 / 0)
     assert {x["why"].partition(":")[0] for x in tiny(tmp_path, **FEW)["meta"]["failed"]} == {"ZeroDivisionError"}
-    for wrong, why in (dict(batch=0), "batch must be at least 1"), (dict(static=True, offload=True), "offload must be"):
+    for wrong, why in ((dict(batch=0), "batch must be at least 1"), (dict(n=0), "lengths must be at least 1"),
+                       (dict(static=True, offload=True), "offload must be")):
         with pytest.raises(ValueError, match=why): tiny(tmp_path, **wrong)
 
 

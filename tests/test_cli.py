@@ -702,8 +702,8 @@ def test_bad_options_of_prompts(options, words): one_line(run("bench", "prefill"
 
 
 @pytest.mark.parametrize("options, words", [
-    (["--batch", 0], ["--batch must be at least 1, got 0"]), (["--tokens", 0], ["--tokens must be at least 1, got 0"]),
-    (["--layers", 0], ["--layers must be at least 1, got 0"]), (["--lengths", "many"], ["--lengths must be whole"]),
+    *(([f"--{x}", 0], [f"--{x} must be at least 1, got 0"]) for x in ("batch", "tokens", "layers")),
+    (["--lengths", "many"], ["--lengths must be whole"]),
     (["--static", "--offload"], ["--offload must not stand with --static"]),
     (["--decode", "santa:samples=0"], ["--decode: samples must be"]), (["--decode", "no"], ["--decode must be one of"])])
 def test_bad_options_of_a_whole_model(options, words): one_line(run("bench", "generate", *options), *words)
@@ -720,7 +720,7 @@ def test_any_methods_tokens_are_timed(tmp_path):
     assert list(rows) == ["the model alone", "exact kernel", *asked] and record["meta"]["failed"] == []
     assert all((row["filled"], row["batch"], row["static"], row["kernel_us"]) == ("drawn", 2, True, None)
                for row in rows.values()) and record["meta"]["shape"]["num_hidden_layers"] == 2
-    assert json.loads(rows[asked[0]]["method"]) == dict(method="Santa", samples=8) | json.loads(rows[asked[0]]["method"])
+    assert json.loads(rows[asked[0]]["method"])["samples"] == 8
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

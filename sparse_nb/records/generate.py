@@ -379,10 +379,11 @@ def bench_generate(
 ) -> Path:                          # the file
     """Measure a whole model with random weights in every one of `generate_ways` and write the record.
 
-    Raises ValueError for device "cuda" without one, for no sequence, and for a static cache in host memory.
+    Raises ValueError for device "cuda" without one, no sequence, no token, and a static cache in host memory.
     """
     if device == "cuda": need_gpu("generate")
-    if batch < 1: raise ValueError(f"batch must be at least 1, got {batch}")
+    for what, least in ("batch", batch), ("lengths", min(n for n, _ in lengths)):
+        if least < 1: raise ValueError(f"{what} must be at least 1, got {least}")
     if static and offload: raise ValueError("offload must be False for a static cache, got True")
     start, path = time.perf_counter(), record_path("generate", out)
     old = read_record(path) if append and path.exists() else dict(rows=[], meta={})
