@@ -2596,4 +2596,12 @@ d = { 'settings': { 'branch': 'main',
                                    'sparse_nb.witness.check': ('nbs/witness.html#check', 'sparse_nb/witness.py'),
                                    'sparse_nb.witness.fetch': ('nbs/witness.html#fetch', 'sparse_nb/witness.py'),
                                    'sparse_nb.witness.load': ('nbs/witness.html#load', 'sparse_nb/witness.py'),
-                                   'sparse_nb.witness.path': ('nbs/witness.html#path', 'sparse_nb/witness.py')}}}
+                                   'sparse_nb.witness.path': ('nbs/witness.html#path', 'sparse_nb/witness.py')},
+            'sparse_nb.worth': { 'sparse_nb.worth._at': ('nbs/worth.html#_at', 'sparse_nb/worth.py'),
+                                 'sparse_nb.worth._frozen': ('nbs/worth.html#_frozen', 'sparse_nb/worth.py'),
+                                 'sparse_nb.worth._in_model': ('nbs/worth.html#_in_model', 'sparse_nb/worth.py'),
+                                 'sparse_nb.worth._thawed': ('nbs/worth.html#_thawed', 'sparse_nb/worth.py'),
+                                 'sparse_nb.worth._weight_bytes': ('nbs/worth.html#_weight_bytes', 'sparse_nb/worth.py'),
+                                 'sparse_nb.worth.kernel_times': ('nbs/worth.html#kernel_times', 'sparse_nb/worth.py'),
+                                 'sparse_nb.worth.records_of': ('nbs/worth.html#records_of', 'sparse_nb/worth.py'),
+                                 'sparse_nb.worth.worth': ('nbs/worth.html#worth', 'sparse_nb/worth.py')}}}

@@ -522,7 +522,7 @@ def test_a_record_of_a_whole_model(tmp_path):
     pytest.importorskip("transformers")
     both = dict(offload=True, **FEW)
     first, second, other = tiny(tmp_path, 300, **both), tiny(tmp_path, append=True, **both), tiny(tmp_path, **FEW)
-    ways = {*generate.DENSE, generate.PAIR[1], *FEW["methods"]}
+    ways = {*generate.DENSE_WAYS, generate.PAIR[1], *FEW["methods"]}
     hosts, few = {name + generate.HOST for name in FEW["methods"]}, {(generate.NO_KEYS, 16)}
     for record, lengths, names in ((first, {300}, ways | hosts), (second, {300, 200}, ways | hosts),
                                    (other, {200}, ways)):
@@ -536,9 +536,9 @@ def test_a_record_of_a_whole_model(tmp_path):
 def test_a_record_says_what_a_token_is_made_of_and_whose_rival_it_has(tmp_path):
     pytest.importorskip("transformers")
     rows = {row["way"]: row for row in tiny(tmp_path, static=True, **FEW)["rows"]}
-    assert set(rows) == {generate.NO_KEYS, *generate.DENSE, *FEW["methods"]}
-    dense = min(rows[name]["median_us"] for name in generate.DENSE)
-    for name in (*generate.DENSE, *FEW["methods"]):
+    assert set(rows) == {generate.NO_KEYS, *generate.DENSE_WAYS, *FEW["methods"]}
+    dense = min(rows[name]["median_us"] for name in generate.DENSE_WAYS)
+    for name in (*generate.DENSE_WAYS, *FEW["methods"]):
         row = rows[name]
         assert row["attention_us"] == pytest.approx(3 * row["kernel_us"], abs=0.1) and row["exact_layers"] == 0
         assert row["ratio"] == pytest.approx(dense / row["median_us"], rel=1e-3) and row["static"]
@@ -585,7 +585,7 @@ def test_what_cannot_be_measured_is_said_and_left_out(tmp_path, monkeypatch):
     record = tiny(tmp_path, methods={"broken": HashAttention(0.1, maps="nowhere"), "quest": Quest(0.2)})
     assert [(x["way"], x["n"]) for x in record["meta"]["failed"]] == [("broken", 200)]
     assert "nowhere" in record["meta"]["failed"][0]["why"]
-    assert {row["way"] for row in record["rows"]} == {generate.NO_KEYS, *generate.DENSE, generate.PAIR[1], "quest"}
+    assert {row["way"] for row in record["rows"]} == {generate.NO_KEYS, *generate.DENSE_WAYS, generate.PAIR[1], "quest"}
     late = tiny(tmp_path, limit_s=-1, **FEW)
     assert late["rows"] == [] and {x["why"] for x in late["meta"]["failed"]} == {"the time is over"}
     monkeypatch.setattr(generate, "fill", lambda *a: 1 / 0)
