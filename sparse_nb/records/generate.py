@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['LLAMA', 'TINY', 'PAIR', 'EXACT', 'NO_KEYS', 'HOST', 'OFFLOADED', 'DENSE_WAYS', 'LIMITS', 'RATIOS', 'OF_HOST',
            'OF_PARTS', 'OF_PROMPT', 'token_times', 'Filled', 'fill', 'Way', 'generate_methods', 'generate_ways',
-           'needs_queries', 'must_read', 'weight_bytes', 'attention_time', 'random_model', 'random_networks',
-           'with_networks', 'measure_way', 'add_rivals', 'add_parts', 'bench_generate', 'quick_methods', 'record',
-           'targets']
+           'must_read', 'weight_bytes', 'attention_time', 'random_model', 'random_networks', 'with_networks',
+           'measure_way', 'add_rivals', 'add_parts', 'bench_generate', 'quick_methods', 'record', 'targets']
 
 # %% ../../kernels/records/generate.ipynb #f4a3764c
 import gc
@@ -27,6 +26,7 @@ from ..baselines import Adamas, DoubleSparsity, MagicPIG, Quest
 from ..bench import Protocol, bandwidth, captured, cold_times, quartiles
 from ..core.methods import Exact, Method, Streaming, TopK
 from ..eviction import SnapKV
+from ..grid import needs_queries
 from ..hash_attention import BITS, HashAttention
 from .recorder import machine, need_gpu, read_record, record_path, write_record
 from ..saap import Saap
@@ -176,13 +176,6 @@ def generate_ways(
         ways[name] = Way(dict(decode=method), cache)
         if offload and not static: ways[name + HOST] = Way(dict(decode=method, offload=True), cache)
     return ways
-
-def needs_queries(
-    method, # or None
-) -> bool:
-    "Does its index have to hear the queries of the prompt?"
-    if hasattr(method, "at_layer"): method = method.at_layer(0)
-    return method is not None and getattr(method.new_state(), "hears", ()) == ("q",)
 
 def must_read(
     way: Way,
