@@ -35,7 +35,7 @@ def equal_bytes(
             "snapkv": SnapKV(share)}
 
 # %% ../../kernels/records/eviction.ipynb #e71c0009
-TASKS, LENGTH, PROMPTS, SETUPS = ("multikey", "kv"), 400, 50, ("prompt", "context")
+TASKS, LENGTH, PROMPTS, SETUPS = ("multikey", "kv"), 576, 50, ("prompt", "context")
 
 def grid_of(
     setup: str,          # of `Grid`

@@ -235,6 +235,10 @@ def attention_time(
     "Time the attention of a token alone. Raises whatever the method raises where no graph can hold it."
     call, count, dense = _attentions(model, filled, way, layers)
     if not filled.ids.is_cuda: return quartiles(cold_times(call, Protocol(1, 1, 0))).median_us / count, dense
+    call()                                  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error") # a capture that fails half-way would leave the process unusable
+    try: call()
+    finally: torch.cuda.set_sync_debug_mode("default")
     replay, _ = captured(call)
     return quartiles(cold_times(replay, Protocol(3, 20), device="cuda")).median_us / count, dense
 
@@ -326,11 +330,11 @@ def _row(model, filled, name, way, runs, tokens, found, kernels):
     "A row of a way, but for its parts; `found`: what was written in the ways before; `kernels`: time its attention?"
     free = filled.ids.is_cuda and way.cache != "static"
     base = sum(p.nbytes for p in model.parameters()) + free * sum(x.nbytes for x in filled.keys + filled.values)
-    times, notes = [], {}
+    times, notes, start = [], {}, time.perf_counter()
     for _ in range(runs):
         of_run, wrote, held, how = measure_way(model, filled, way, tokens)
         times += of_run
-    near = name.removesuffix(HOST)
+    ready, near = (time.perf_counter() - start - sum(times) / 1e6) / runs, name.removesuffix(HOST)
     same = round(float((wrote == found[near]).double().mean()), 4) if near != name and near in found else None
     found[name], kernel, dense = wrote, None, 0
     if kernels and near == name:
@@ -339,7 +343,7 @@ def _row(model, filled, name, way, runs, tokens, found, kernels):
     method = (way.session or {}).get("decode")
     return dict(way=name, n=filled.n, batch=len(wrote), static=way.cache == "static", filled=how, runs=runs,
                 **quartiles(times)._asdict(), held_bytes=held - base if held else None, same_tokens=same,
-                kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense,
+                ready_s=round(ready, 2), kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense,
                 method=None if method is None else method.to_json()) | notes
 
 def _said(row):
