@@ -835,26 +835,40 @@ def _prefill(
 
 @bench.command("generate")
 def _generate(
-    lengths: Annotated[str,
-                       typer.Option(help="Tokens of the prompt; 8192,32768,131072 if not given, the shorter ones "
-                                         "several "
-                                         "times.", show_default=False)] = None,
+    decode: METHODS_OF = (),
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt; 32768,131072 if not given.",
+                                         show_default=False)] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    static: Annotated[bool, typer.Option("--static", help="With a static cache, for which transformers compiles the "
+                                                          "step into a CUDA graph.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Also with the cache in host memory.")] = False,
+    filled: Annotated[bool, typer.Option("--filled", help="Draw keys and values instead of reading a prompt.")] = False,
+    rivals: Annotated[bool, typer.Option(help="Time dense attention and a token without keys, too; those of the file "
+                                              "count if not.")] = True,
+    kernels: Annotated[bool, typer.Option(help="Time the attention alone, too.")] = True,
+    tokens: Annotated[int, typer.Option(help="To time in each run.")] = 24,
+    layers: Annotated[int, typer.Option(help="Layers of the model; 32 if not given.", show_default=False)] = None,
     out: OUT = None,
-    append: Annotated[bool,
-                      typer.Option("--append",
-                                   help="Keep the lengths of the file that are not measured again.")] = False,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    compiled: Annotated[bool,
-                        typer.Option("--compiled", help="With a static cache and a compiled step: the model alone and "
-                                           "SANTA.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="Keep the rows of the file that are not measured again."
+                                         )] = False,
+    seconds: Annotated[float, typer.Option(help="Begin no way later than this.")] = 540,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model and a short prompt; on a CPU, too.")] = False,
 ):
-    """Time the tokens of a model like Llama-3.1-8B, with random weights: alone, with methods, and with the cache in
-    host memory."""
+    """Time the tokens of a model like Llama-3.1-8B, with random weights: with methods, as many as --decode says, and
+    with dense attention."""
+    import torch
     from sparse_nb.records import generate as room
-    if layers < 1: raise ValueError(f"--layers must be at least 1, got {layers}")
-    chosen = {} if lengths is None else dict(lengths=[(n, 2) for n in _items("lengths", lengths, number=True)])
-    path = room.bench_generate(**chosen, shape=room.LLAMA | dict(num_hidden_layers=layers), compiled=compiled, out=out,
-                               append=append, command=_command(), say=_say)
+    for name, x in (("batch", batch), ("tokens", tokens)) + (() if layers is None else (("layers", layers),)):
+        if x < 1: raise ValueError(f"--{name} must be at least 1, got {x}")
+    if static and offload: raise ValueError("--offload must not stand with --static: that cache stays on the GPU")
+    methods = {text: method_from("--decode", text) for text in decode} or None
+    device = "cpu" if quick and not torch.cuda.is_available() else "cuda"
+    shape = dict(room.TINY if quick else room.LLAMA) | ({} if layers is None else dict(num_hidden_layers=layers))
+    chosen = [400] if quick and lengths is None else None if lengths is None else _items("lengths", lengths, True)
+    chosen = {} if chosen is None else dict(lengths=[(n, 1) for n in chosen])
+    path = room.bench_generate(**chosen, **dict(read=0) if filled else {}, methods=methods, batch=batch, static=static,
+                               offload=offload, rivals=rivals, kernels=kernels, tokens=tokens, shape=shape,
+                               device=device, out=out, append=append, limit_s=seconds, command=_command(), say=_say)
     print(f"saved {path}", file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #894306d5

@@ -14,14 +14,18 @@ import torch
 
 from sparse_nb import bench
 from sparse_nb.attention import assert_close, attention
+from sparse_nb.baselines import Quest
 from sparse_nb.bench import (
     Case, Protocol, Refused, Shape, bytes_needed, cache_bytes, check_dense, check_sampled, cold_times, dense_bytes,
     exact_moments, flash_bytes, quartiles, santa_bytes)
+from sparse_nb.core.methods import Streaming
+from sparse_nb.eviction import SnapKV
+from sparse_nb.hash_attention import HashAttention
 from sparse_nb.records import decode, first_token, generate, recorder
 from sparse_nb.records.decode import add_ratios, bench_decode, contenders, measure, read
 from sparse_nb.records.recorder import RECORDS, Recorder, read_record, recorded, run_record, write_record
 from sparse_nb.rivals import DENSE, Contender
-from sparse_nb.santa import SCHEMES, santa_decode, variance_trace
+from sparse_nb.santa import SCHEMES, Santa, santa_decode, variance_trace
 
 ROOT = Path(__file__).parents[1]
 QUICK = Protocol(warmup=1, runs=3, buffer_mb=1)
@@ -358,7 +362,7 @@ def test_a_quick_form_does_not_stand_among_the_results(tmp_path, monkeypatch):
 def test_quick_forms_that_need_no_kernels(tmp_path):
     pytest.importorskip("transformers")
     meta, rows = read_record(generate.record(tmp_path / "x.json", quick=True, say=lambda line: None)).values()
-    assert meta["command"] == "sparse-nb record generate --quick" and {row["n"] for row in rows} == {400}
+    assert meta["command"] == "sparse-nb record generate --quick" and {row["n"] for row in rows} == {16, 200}
 
 
 def test_the_first_token_is_timed_in_every_way(tmp_path, monkeypatch):
@@ -506,20 +510,111 @@ def test_the_picture_of_prompts(prefill):
 
 # A whole model.
 
+def tiny(tmp_path, n=200, **kw):
+    return json.loads(generate.bench_generate(**dict(lengths=((n, 1),), tokens=2, shape=generate.TINY, device="cpu",
+        out=tmp_path, say=lambda line: None) | kw).read_text())
+
+
+FEW = dict(methods={"quest": Quest(0.2), "santa": Santa(16)})
+
+
 def test_a_record_of_a_whole_model(tmp_path):
     pytest.importorskip("transformers")
-    run = lambda n, **kw: json.loads(generate.bench_generate(lengths=((n, 1),), tokens=2, shape=generate.TINY,
-        device="cpu", out=tmp_path, say=lambda line: None, **kw).read_text())
-    first, both, other = run(300, pairs=3), run(200, pairs=1, append=True), run(200, pairs=1)
-    ways = set(generate.generate_ways()) - {"the model alone, offloaded by transformers"}
-    for record, lengths in ((first, {300}), (both, {300, 200}), (other, {200})):
-        assert {(row["way"], row["n"]) for row in record["rows"]} == {(way, n) for way in ways for n in lengths}
-    assert {row["way"]: row["runs"] for row in first["rows"]} == {way: 3 if way in generate.PAIR else 1 for way in ways}
-    assert ([row for row in both["rows"] if row["n"] == 300] == first["rows"] and both["meta"]["earlier"]
-            == [first["meta"]] and "earlier" not in other["meta"])
-    compiled = run(200, compiled=True)
-    assert ([row["way"] for row in compiled["rows"]] == ["the model alone", "SANTA, 128 samples"]
-            and {path.name for path in tmp_path.iterdir()} == {"cpu_generate.json", "cpu_generate_compiled.json"})
+    both = dict(offload=True, **FEW)
+    first, second, other = tiny(tmp_path, 300, **both), tiny(tmp_path, append=True, **both), tiny(tmp_path, **FEW)
+    ways = {*generate.DENSE_WAYS, generate.PAIR[1], *FEW["methods"]}
+    hosts, few = {name + generate.HOST for name in FEW["methods"]}, {(generate.NO_KEYS, 16)}
+    for record, lengths, names in ((first, {300}, ways | hosts), (second, {300, 200}, ways | hosts),
+                                   (other, {200}, ways)):
+        assert {(row["way"], row["n"]) for row in record["rows"]} == few | {(x, n) for x in names for n in lengths}
+        assert record["meta"]["failed"] == [] and not any(row["static"] for row in record["rows"])
+        assert all(row["same_tokens"] == 1 for row in record["rows"] if row["way"] in hosts)
+    assert ([row for row in second["rows"] if row["n"] == 300] == [row for row in first["rows"] if row["n"] == 300]
+            and second["meta"]["earlier"] == [first["meta"]] and "earlier" not in other["meta"])
+
+
+def test_a_record_says_what_a_token_is_made_of_and_whose_rival_it_has(tmp_path):
+    pytest.importorskip("transformers")
+    rows = {row["way"]: row for row in tiny(tmp_path, static=True, **FEW)["rows"]}
+    assert set(rows) == {generate.NO_KEYS, *generate.DENSE_WAYS, *FEW["methods"]}
+    dense = min(rows[name]["median_us"] for name in generate.DENSE_WAYS)
+    for name in (*generate.DENSE_WAYS, *FEW["methods"]):
+        row = rows[name]
+        assert row["attention_us"] == pytest.approx(3 * row["kernel_us"], abs=0.1) and row["exact_layers"] == 0
+        assert row["ratio"] == pytest.approx(dense / row["median_us"], rel=1e-3) and row["static"]
+        assert row["median_us"] == pytest.approx(row["weights_us"] + row["attention_us"] + row["rest_us"], abs=0.2)
+    assert rows[generate.NO_KEYS]["n"] == 16 and rows[generate.NO_KEYS]["ratio"] is None
+    again = tiny(tmp_path, static=True, append=True, rivals=False, methods={"window": Streaming(4, 0.1)})["rows"]
+    new = next(row for row in again if row["way"] == "window")
+    assert [row for row in again if row is not new] == list(rows.values())
+    assert new["ratio"] == pytest.approx(dense / new["median_us"], rel=1e-3)  # of the file's dense rows
+
+
+def test_what_stays_exact_counts_as_exact(tmp_path):
+    rows = [dict(way=way, n=9, batch=1, static=True, median_us=100.0, kernel_us=kernel, exact_layers=exact)
+            for way, kernel, exact in ((generate.EXACT, 7.0, 0), ("walk", 2.0, 2), ("slow", None, 0))]
+    meta = dict(weights_read_bytes=20_000_000, copy_gb_s=900.0, read_gb_s=1000.0, shape=dict(num_hidden_layers=5))
+    found = {row["way"]: row for row in generate.add_parts(rows, meta)}
+    assert {x: row["attention_us"] for x, row in found.items()} == {generate.EXACT: 35.0, "walk": 20.0, "slow": None}
+    assert found["walk"]["weights_us"] == 20.0 and found["walk"]["rest_us"] == 60.0 and found["slow"]["rest_us"] is None
+    alone = generate.add_parts([rows[1] | dict(n=10)], meta)[0]
+    assert alone["attention_us"] is None  # nobody has measured exact layers of this length
+
+
+def test_a_prompt_is_read_once_for_all_ways(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    model, reads = generate.random_model(generate.TINY, "cpu"), []
+    ids = torch.randint(1, 64, (2, 101))
+    methods = dict(window=Streaming(4, 1.0), snap=SnapKV(1.0))
+    want = generate.token_times(model, ids, 4)[1]
+    filled = generate.fill(model, ids, 120)
+    whole = type(model.base_model).forward
+    monkeypatch.setattr(type(model.base_model), "forward", lambda self, *a, **kw: (
+        reads.append(kw["input_ids"].shape[1]), whole(self, *a, **kw))[1])
+    for static in False, True:
+        for name, way in generate.generate_ways(methods, static).items():
+            reads.clear()
+            _, wrote, _, how = generate.measure_way(model, filled, way, 4)
+            assert torch.equal(wrote, want), (name, static)
+            assert (max(reads), how) == ((101, "by itself") if name == "snap" else (1, "read")), (name, static)
+    assert generate.fill(model, ids, 120, read=False).how == "drawn"
+
+
+def test_what_cannot_be_measured_is_said_and_left_out(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    record = tiny(tmp_path, methods={"broken": HashAttention(0.1, maps="nowhere"), "quest": Quest(0.2)})
+    assert [(x["way"], x["n"]) for x in record["meta"]["failed"]] == [("broken", 200)]
+    assert "nowhere" in record["meta"]["failed"][0]["why"]
+    assert {row["way"] for row in record["rows"]} == {generate.NO_KEYS, *generate.DENSE_WAYS, generate.PAIR[1], "quest"}
+    late = tiny(tmp_path, limit_s=-1, **FEW)
+    assert late["rows"] == [] and {x["why"] for x in late["meta"]["failed"]} == {"the time is over"}
+    monkeypatch.setattr(generate, "fill", lambda *a: 1 / 0)
+    assert {x["why"].partition(":")[0] for x in tiny(tmp_path, **FEW)["meta"]["failed"]} == {"ZeroDivisionError"}
+    for wrong, why in ((dict(batch=0), "batch must be at least 1"), (dict(n=0), "lengths must be at least 1"),
+                       (dict(static=True, offload=True), "offload must be")):
+        with pytest.raises(ValueError, match=why): tiny(tmp_path, **wrong)
+
+
+def test_targets_are_computed_from_the_rows():
+    row = dict(batch=1, static=True, weights_us=3000.0, attention_us=1000.0)
+    rows = [row | dict(way="santa:samples=128", n=32768, median_us=5800.0, ratio=1.1),
+            row | dict(way="vAttention, 10 %", n=131072, median_us=4900.0, ratio=1.5),
+            row | dict(way=generate.EXACT, n=131072, median_us=7350.0, ratio=1.0)]
+    slow = dict(n=131072, static=False)
+    rows += [dict(way=generate.OFFLOADED, median_us=400.0, **slow), dict(way="x, host", median_us=100.0, **slow)]
+    prompts = [dict(way=way, n=131072, median_us=time)
+               for way, time in (("FlashAttention-2", 9.0), ("cuDNN", 7.0), ("tangent", 2.0))]
+    found = {(x["what"], x["way"], x["n"]): (x["asked"], x["reached"], x["met"])
+             for x in generate.targets(rows, prompts)}
+    assert found[("ms a token", "santa:samples=128", 32768)] == (5.9, 5.8, True)
+    assert found[("ms a token", "vAttention", 524288)] == (8.4, None, False)
+    assert found[("ms a token, by its parts", "santa:samples=128", 32768)] == (5.0, 5.8, False)
+    assert found[("ms a token, by its parts", "vAttention, 10 %", 131072)] == (5.0, 4.9, True)
+    assert found[("times the fastest dense", "vAttention, 10 %", 131072)] == (1.4, 1.5, True)
+    assert found[("times the fastest dense", "every method", 524288)] == (2.3, None, False)
+    assert found[("times the offloaded cache", "x, host", 131072)] == (4.0, 4.0, True)
+    assert found[("times the fastest dense, first token", "tangent", 131072)] == (3.5, 3.5, True)
+    assert not any(x["way"] == generate.EXACT for x in generate.targets(rows, prompts))
 
 
 # On a GPU.

@@ -701,6 +701,29 @@ def test_bad_options_of_the_bench(options, words): one_line(run("bench", "decode
 def test_bad_options_of_prompts(options, words): one_line(run("bench", "prefill", *options), *words)
 
 
+@pytest.mark.parametrize("options, words", [
+    *(([f"--{x}", 0], [f"--{x} must be at least 1, got 0"]) for x in ("batch", "tokens", "layers")),
+    (["--lengths", "many"], ["--lengths must be whole"]),
+    (["--static", "--offload"], ["--offload must not stand with --static"]),
+    (["--decode", "santa:samples=0"], ["--decode: samples must be"]),
+    (["--decode", "no"], ["--decode must be one of"])])
+def test_bad_options_of_a_whole_model(options, words): one_line(run("bench", "generate", *options), *words)
+
+
+def test_any_methods_tokens_are_timed(tmp_path):
+    asked = ["santa:samples=8", "vattention:predictor=(hashattention:maps=random)"]
+    options = [x for words in asked for x in ("--decode", words)]
+    result = run("bench", "generate", "--quick", "--static", "--filled", "--no-kernels", "--batch", 2, "--tokens", 2,
+                 "--lengths", 100, "--layers", 2, *options, "--out", tmp_path / "x.json")
+    assert result.returncode == 0, result
+    record = json.loads((tmp_path / "x.json").read_text())
+    rows = {row["way"]: row for row in record["rows"] if row["n"] == 100}
+    assert list(rows) == ["the model alone", "exact kernel", *asked] and record["meta"]["failed"] == []
+    assert all((row["filled"], row["batch"], row["static"], row["kernel_us"]) == ("drawn", 2, True, None)
+               for row in rows.values()) and record["meta"]["shape"]["num_hidden_layers"] == 2
+    assert json.loads(rows[asked[0]]["method"])["samples"] == 8
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_bench_and_records_need_a_gpu(tmp_path):
     one_line(run("bench", "decode", "--out", tmp_path / "new"), "there is no CUDA device here")

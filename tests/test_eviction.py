@@ -9,7 +9,9 @@ import torch
 from sparse_nb.attention import Method, TopK, assert_close, attention
 from sparse_nb.cli import method_from, rehearse
 from sparse_nb.eviction import H2O, Held, SnapKV
+from sparse_nb.grid import needs_queries
 from sparse_nb.hf import prefill, sparsify
+from sparse_nb.records.eviction import equal_bytes, equal_rows
 
 METHODS = [H2O(12), H2O(38), H2O(0.3, recent=0.2, sinks=2), H2O(9, recent=3, sinks=1, heads="each"), SnapKV(14, 6),
            SnapKV(0.4, 5, 5, "avg"), SnapKV(12, 4, 3, heads="each")]
@@ -307,3 +309,33 @@ def test_the_command_rehearses_them(method):
     rehearse("--decode", method, sizes)
     with pytest.raises(ValueError, match="--decode: .*budget must be more than the window"):
         method_from("--decode", "snapkv:budget=20")
+
+
+# Settings that read as many rows, or as many bytes.
+
+def test_settings_of_equal_rows_and_equal_bytes_read_as_many():
+    n, size = 1024, 64
+    q, k, v = (x.bfloat16() for x in inputs(1, 1, 2, 1, n + 1, size))
+    new = q[:, :, n:]
+    def read(method):
+        "Rows and bytes of one query after n keys, index included"
+        state = told(method, q, k, v) if isinstance(method, (H2O, SnapKV)) else method.new_state()
+        if state is not None and not len(state): state.append(k, v)
+        if isinstance(state, Held): state.held_at(n, k, torch.zeros(1, dtype=torch.long), None)
+        stats = method.decode(new, k, v, return_stats=True, **({} if state is None else dict(state=state)))[1]
+        rows = stats.budget.double().mean()
+        return float(rows), float(rows * 4 * size + (torch.as_tensor(stats.index_bytes).double().mean()))
+    share, row = 0.25, 4 * size
+    for name, method in equal_rows(share).items():
+        extra = 5 if name == "streaming" else 1  # its sinks, and the query's own key
+        assert share * n - 1 <= read(method)[0] <= share * (n + 1) + extra, name
+    for name, method in equal_bytes(size, share).items():
+        assert abs(read(method)[1] - share * n * row) <= 6 * row, name
+    assert read(equal_rows(share)["quest"])[1] > share * n * row * 1.2
+    with pytest.raises(ValueError, match="share must be more than an index reads, 0.0625, got 0.06"):
+        equal_bytes(size, 0.06)
+
+
+def test_only_methods_that_need_queries_are_said_to():
+    needs = {x: needs_queries(method_from("--decode", x)) for x in ("exact", "quest", "topk", "h2o", "snapkv")}
+    assert needs == dict(exact=False, quest=False, topk=False, h2o=True, snapkv=True) and not needs_queries(None)

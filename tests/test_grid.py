@@ -11,6 +11,7 @@ from test_cli import one_line, run as command, save_llama
 
 from sparse_nb import grid as room
 from sparse_nb.attention import Exact, Streaming, TopK
+from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.evaluate import accuracy, answers
 from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
 from sparse_nb.tasks import make, prompt_tokens
@@ -174,6 +175,18 @@ def test_the_command_scores_a_text(tiny, tmp_path, monkeypatch):
     assert "long_perplexity" in shown.stdout and some.long_tokens.max() < some.tokens.min()
 
 
+def test_eviction_answers_from_a_grid_and_from_the_command(tiny, tmp_path):
+    asked = {"h2o": H2O(0.5), "snapkv": SnapKV(0.5, window=8)}
+    for setup in "prompt", "context":
+        file = tmp_path / f"{setup}.jsonl"
+        assert run(Grid(tiny, ["needle"], [150], asked, prompts=2, setup=setup), file) == (1, 0)
+        density = frame_of(file).groupby("decode").density.mean()
+        assert density["exact"] == 1 and all(abs(density[name] - 0.5) < 0.15 for name in asked), (setup, density)
+    said = command("eval", "--model", tiny, "--tasks", "needle", "--lengths", "150", "--seeds", "2", "--out",
+                   tmp_path / "x.jsonl", "--decode", "h2o:budget=0.5,sinks=4", "--decode", "snapkv:budget=0.5,window=8")
+    assert said.returncode == 0 and "h2o:budget=0.5,sinks=4" in said.stdout and "0 failed" in said.stderr, said
+
+
 def test_dense_layers_attend_exactly_in_every_arm(tiny, tmp_path):
     model = room.load_named(tiny)[0]
     layers, sparse = model.config.num_hidden_layers, dict(decode={"topk": TopK(4)}, prefill={"window": Streaming(2, 8)})
@@ -214,6 +227,7 @@ BAD = [
     (["--seeds", "0"], ["--seeds must mean at least one"]),
     (["--seeds", "a:b"], ["--seeds must be a number"]), (["--setup", "C"], ["setup must be one of prompt, context"]),
     (["--text", "speeches"], ["--text must be given for the task text"]),
+    (["--tasks", "text", "--text", __file__, "--decode", "h2o"], ["--decode must need no queries of a prompt", "h2o"]),
     (["--tasks", "text"], ["--text must be given"]), (["--batch", "0"], ["batch must be at least 1"]),
     (["--tasks", "text", "--text", "/no/such"], ["--text: cannot read"]),
     (["--tasks", "text", "--text", "speeches:soon"], ["--text: speeches: must be followed by a year"]),

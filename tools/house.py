@@ -24,7 +24,7 @@ HOUSE = [  # floor by floor, from the ground
     ["hf", "pocket", "witness", "corpus", "plots"],
     ["evaluate", "text", "grid", "bench", "rivals", "tuning", "claims"],
     ["records.*"],
-    ["cli", "demo"],
+    ["cli", "demo", "worth"],
 ]
 BESIDE = {  # room: rooms of its own floor that it may import
     "core.blocks": ["core.selection"],

@@ -124,6 +124,8 @@ RECORDS = {
                    "SAAP's partitions, ranks, tails and routers on both models"),
     "saap_heads": Record(_HERE + "saap_heads:record", "{gpu}_saap_heads.json",
                          "what clusters catch of the attention of the pocket model's heads", gpu=False),
+    "eviction": Record(_HERE + "eviction:record", "{gpu}_eviction.json",
+                       "the pocket model's answers with H2O and SnapKV", gpu=False),
     "saap_partition": Record(_HERE + "saap_partition:record", "sparse_nb/pocket_model/saap.safetensors",
                              "the partition of the pocket model's keys, its router and its factors", gpu=False),
     "sketch_walk": Record(_HERE + "sketch_walk:record", "{gpu}_sketch_walk.json",

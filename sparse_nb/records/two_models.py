@@ -14,7 +14,8 @@ from pathlib import Path
 from ..baselines import Adamas, DoubleSparsity, MagicPIG, Quest, heavy_channels
 from ..compose import Then
 from ..core.methods import Streaming, TopK, TopP, Uniform
-from ..grid import Grid, frame_of, load_named, read_results
+from ..eviction import H2O, SnapKV
+from ..grid import Grid, frame_of, load_named, needs_queries, read_results
 from ..hash_attention import HashAttention
 from ..models.capturing import capture
 from .answers import condensed, finish, write_condensed
@@ -54,7 +55,7 @@ def methods_of(
                "streaming": Streaming(4, DENSITY), "uniform": Uniform(DENSITY), "santa": Santa(64),
                "magicpig": MagicPIG(8, 32), "double_sparsity-prompt": DoubleSparsity(DENSITY)} | alone
     methods |= {f"half+{name}": halved(method) for name, method in ({"topk": "oracle"} | alone).items()}
-    methods["then"] = Then(Quest(0.2, 16), Santa(64))
+    methods |= {"then": Then(Quest(0.2, 16), Santa(64)), "h2o": H2O(DENSITY), "snapkv": SnapKV(DENSITY)}
     return methods | {"promise": VAttention(0.1, 0.1, sinks=4, window=16, topk=0.025, base=0.025, share=False)}
 
 # %% ../../kernels/records/two_models.ipynb #980eaf01
@@ -78,6 +79,7 @@ def grid_of(
     "What one file of the record holds."
     methods, prose = methods_of(model, None if quick else channels_of(model)), task == "text"
     if quick: methods = {name: methods[name] for name in ("topk", "quest-16", "half+quest-16")}
+    if prose: methods = {name: method for name, method in methods.items() if not needs_queries(method)}
     return Grid(model, [task], [length], methods, prompts=3 if quick else 8 if prose else 100,
                 batch=4 * length if prose else min(100 * length, 400_000), every=256,
                 texts=speeches(1990)[::-1] if prose else ())
