@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'PIECES', 'HEADS', 'POOLS', 'POWERS', 'AT_ONCE', 'AHEAD', 'signed_hadamard',
            'Summary', 'joined_rows', 'block_scores', 'check_settings', 'shares', 'over_heads', 'averaged', 'walked',
-           'next_step', 'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means', 'guessed_shares',
-           'true_shares', 'drawn_shares', 'Asked', 'shares_of_blocks', 'earlier_shares', 'prompt_lists', 'Query',
-           'query_blocks', 'own_rows', 'query_shares', 'true_query_shares', 'query_lists', 'keys_of', 'Blocks',
-           'packed_index', 'ByKernels', 'SketchWalk', 'bytes_a_key', 'by_kernel', 'pattern_of', 'read_prompt',
-           'prompt_pattern', 'state_of', 'select_keys', 'served', 'by_kernels', 'decoded', 'sketch_walk_prefill',
-           'sketch_walk_decode']
+           'next_step', 'list_sizes', 'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means',
+           'guessed_shares', 'true_shares', 'drawn_shares', 'Asked', 'shares_of_blocks', 'earlier_shares',
+           'prompt_lists', 'Query', 'query_blocks', 'own_rows', 'query_shares', 'true_query_shares', 'query_lists',
+           'keys_of', 'Blocks', 'packed_index', 'ByKernels', 'SketchWalk', 'bytes_a_key', 'by_kernel', 'pattern_of',
+           'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'served', 'by_kernels', 'decoded',
+           'sketch_walk_prefill', 'sketch_walk_decode']
 
 # %% ../nbs/50_sketch_walk.ipynb #85d6c96d
 import math
@@ -203,6 +203,11 @@ def next_step(s, step, part, a, own, rows):
     step[part] = walked(s, at, a, own, rows)
     return step[part]
 
+def list_sizes(visible, forced, density):
+    "How many blocks the lists of rows hold [B, 1, R], of those that are visible [B, 1, R, M]."
+    count = budget_counts(float(density), visible.sum(-1), visible.shape[-1], "density")[0]
+    return torch.maximum(count, (forced & visible).sum(-1))
+
 def heaviest_blocks(
     score: torch.Tensor,   # [B, P, R, M]
     visible: torch.Tensor, # [B, 1, R, M], bool
@@ -210,8 +215,7 @@ def heaviest_blocks(
     density: float,        # share of the visible ones, in (0, 1]
 ) -> torch.Tensor:         # [B, P, R, M], bool
     "As many visible blocks as the density says, rounded up, and at least the forced ones; the earlier of equal ones."
-    count = budget_counts(float(density), visible.sum(-1), score.shape[-1], "density")[0]
-    count = torch.maximum(count, (forced & visible).sum(-1))[..., None]
+    count = list_sizes(visible, forced, density)[..., None]
     order = score.masked_fill(~visible, -math.inf).masked_fill(forced & visible, math.inf)
     rank = order.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return (rank < count) & visible
@@ -646,12 +650,10 @@ def served(s, q, k, v, backend):
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if backend == "torch" or backend == "auto" and (learns or not has_kernels(q)): return False
     from sparse_nb.kernels.sketch_walk import no_kernel
-    error = no_kernel(q, s)
-    for name, only in dict(walk=None, heads="group", pool="mean").items():
-        if (got := getattr(s, name)) != only:
+    error = no_kernel(q, k, s)
+    for name, only in dict(walk=None, pool="mean").items():
+        if (got := getattr(s, name)) != only and not (name == "pool" and s.heads == "each"):
             error = error or ValueError(f"{name} must be {only!r} for backend='triton', got {got!r}")
-    if error is None and k.shape[2] > s.block * 2**15:
-        error = ValueError(f"k must have at most {2**15} blocks for backend='triton', got {k.shape[2]} keys")
     if learns: error = ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
     if error and backend == "triton": raise error
     return error is None
@@ -661,13 +663,12 @@ def by_kernels(s, q, k, v, state, masks, scale):
     from sparse_nb.kernels import sketch_walk as kernels
     state = state_of(s, q, k, state, masks)
     index = packed_index(s, state, q.shape[3], masks["kv_len"] is not None)
-    found = kernels.decode(q, k, v, index, kernels.Settings(s.block, s.density, s.index), scale=scale,
+    found = kernels.decode(q, k, v, index, kernels.Settings(s.block, s.density, s.index, s.heads), scale=scale,
                            kv_start=masks["kv_start"], kv_len=masks["kv_len"])
     first, end = visible_range(q, k, **masks)
     place = query_blocks(s, state.begin, first, end, state.rows.shape[2])
-    left = place.visible.sum(-1)[:, 0] - found.count                                        # blocks [B, G]
-    read = (end - first)[:, 0] - left * s.block
-    return found.out, read.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., None]
+    left = place.visible.sum(-1) - list_sizes(place.visible, place.forced, s.density)       # blocks [B, 1, 1]
+    return found.out, (end - first - left * s.block).expand(-1, q.shape[1], -1)
 
 def decoded(s, q, k, v, masks, seed, scale, return_stats, state, step, backend="auto"):
     "What `SketchWalk.decode` gives."
@@ -741,9 +742,9 @@ def sketch_walk_decode(
 ):                                        # [B, H, Q, D] in the dtype of q
     """Attention to the first block, the query's own and those that look heaviest (Algorithm 2).
 
-    On a GPU `backend="auto"` gives single queries to the kernels, for lists a group by mean shares of the indexes
-    "fine4", "fine16" and "mean". Raises as `check_inputs`, and TypeError or ValueError for settings and a state that do
-    not fit, and for what has no kernel where `backend="triton"`.
+    On a GPU `backend="auto"` gives single queries to the kernels, for lists of a group by mean shares or of each head,
+    from the indexes "fine4", "fine16" and "mean". Raises as `check_inputs`, and TypeError or ValueError for settings
+    and a state that do not fit, and for what has no kernel where `backend="triton"`.
     """
     s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation)
     return s.decode(q, k, v, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len, seed=seed, state=state,
