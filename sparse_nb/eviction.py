@@ -66,6 +66,7 @@ def most_voted(
 class HeldRows(State):
     "The rows of `Held`, and what it knows of queries: those still to count, and where it decided."
     hears: ClassVar[tuple[str, ...]] = ("q",)
+    fixes: ClassVar[bool] = False
     __slots__ = "asked", "begun", "done", "votes", "base"
 
     def __init__(

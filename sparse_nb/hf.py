@@ -6,19 +6,22 @@
 __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method', 'by_layer', 'keeps_state', 'walks_layers',
            'walk_of', 'Plan', 'plan_of', 'check_methods', 'check_model', 'Call', 'ForwardPass', 'PerThread',
            'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer', 'Dispatch',
-           'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'note_request', 'begin_pass', 'check_reached',
-           'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill',
-           'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
+           'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'heard_of', 'step', 'compiled_step',
+           'note_request', 'begin_pass', 'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts',
+           'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer',
+           'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
 import inspect
+import itertools
 import operator
 import re
 import statistics
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -34,7 +37,8 @@ from .core.exact import attention, to_device_of
 from .core.methods import Exact, Method, Stats
 from .core.streams import fold_in
 from .metrics import relative_error
-from .models.cache import HostLayer, fork_cache, keep_state, offload
+from .models.cache import (
+    HostLayer, StatefulStaticLayer, fork_cache, keep_state, layer_of, offload)
 from .models.capturing import Captured, capture, check_ids
 from .models.override import (
     attention_configs, attention_override, check_evaluates, check_replaceable, kind_of, modeling_files, own_attention)
@@ -315,6 +319,7 @@ class ForwardPass:
         self.has_context = has_context # did the cache hold keys?
         self.reached = False           # has a layer called the attention function?
         self.kept, self.walks, self.same, self.shared = {}, {}, None, {}
+        self.seen = None               # of a compiled step: the mask, and what a query sees by it
 
     def per_step(self, what, call, fleeting, make):
         "`make()`, or what it gave for an earlier layer of the pass: layers share their mask."
@@ -335,7 +340,7 @@ class ForwardPass:
 
 class PerThread(threading.local):
     "The forward pass that a thread is in."
-    def __init__(self): self.forward, self.logits_kept, self.reading = ForwardPass(), 0, False
+    def __init__(self): self.forward, self.logits_kept, self.reading, self.walks = ForwardPass(), 0, False, {}
 
 # %% ../nbs/70_hf.ipynb #a8a507fb
 def decoded_queries(
@@ -400,10 +405,11 @@ class Streams:
         if key in self.made: return self.made[key]
         if isinstance(self.seed, list) and len(self.seed) != rows:
             raise ValueError(f"seed must be one for each of {rows} sequences, got {len(self.seed)}")
-        row = torch.tensor(self.seed) if isinstance(self.seed, list) else fold_in(self.seed, torch.arange(rows))
-        layers, own = torch.arange(key[0])[:, None, None], key[3] + torch.arange(heads)
-        made = fold_in(row[:, None], layers, own).to(device)
-        if torch.compiler.is_compiling(): return made  # what a CUDA graph makes is overwritten when it runs again
+        compiling = torch.compiler.is_compiling()
+        own = torch.arange(max(key[0], rows, heads), device=device if compiling else None)
+        row = torch.tensor(self.seed) if isinstance(self.seed, list) else fold_in(self.seed, own[:rows])
+        made = fold_in(row[:, None].to(own.device), own[:key[0], None, None], key[3] + own[:heads]).to(device)
+        if compiling: return made  # what a CUDA graph makes is overwritten when it runs again
         return self.made.setdefault(key, made)
 
 # %% ../nbs/70_hf.ipynb #b9b7b37f
@@ -415,6 +421,7 @@ class Kept:
     turn: object = None            # takes queries or keys of the pass back to before their rotation, if that is known
     q_before: torch.Tensor = None  # its queries from before it [B, H, Q, D], where the index hears them
     decodes: bool = True           # is it the index of the method that decodes? Else of the one that reads prompts
+    angles: tuple = ()             # cosines and sines of the rotation, in a compiled step
 
     def hear(self, call):
         "Tell the index of the new keys."
@@ -428,6 +435,7 @@ class Kept:
             if self.turn is None: continue
             if what == "q_before": heard[what] = self.q_before = self.turn(call.query)
             if what == "k_before": heard[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
+        if isinstance(self.layer, StatefulStaticLayer): heard["fix"] = self.decodes
         try: self.layer.hear(keys, values, new, **heard)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the index of layer {call.layer} of {kind_of(call.module)})") from error
@@ -467,7 +475,9 @@ class Dispatch:
         self.streams, self.own = streams, own       # of random numbers; attention layer -> the model's own function
         self.setup, self.aligned = setup, aligned   # as in `sparsify`; as in `view_of`
         self.layers = layers                        # that it serves; None: all
-        self.observe, self.thread, self.rotations = None, PerThread(), {}
+        self.modules = {m.layer_idx: m for m in layers or ()}
+        self.observe, self.thread, self.rotations, self.number = None, PerThread(), {}, next(_numbers)
+        _dispatches[self.number] = self
         every = lambda x: [m for m in (x.values() if isinstance(x, dict) else [x]) if m is not None]
         self.decodes, methods = bool(every(decode)), every(prefill) + every(decode)
         self.random = any(getattr(m, "random", True) for m in methods)
@@ -499,6 +509,8 @@ class Dispatch:
         if reads is None and decodes is None and self.observe is None: return self.attend(call)
         served = self.layers is None or module in self.layers
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
+        if torch.compiler.is_compiling() and query.shape[2] == 1 and decodes is not None:
+            return compiled_step(self, call), None
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
             kept.hear(call)
@@ -585,6 +597,86 @@ def decode_each(
         parts.append(out.transpose(1, 2))
     return parts
 
+# %% ../nbs/70_hf.ipynb #c0de5702
+_numbers, _dispatches = itertools.count(), weakref.WeakValueDictionary()
+
+def no_graph(
+    method,    # that decodes
+) -> str: # or None
+    "Why no graph can hold a step of the method."
+    inner = [m for m in getattr(method, "__dict__", {}).values() if isinstance(m, Method)]
+    if getattr(method, "waits", False): return f"{type(method).__name__} waits for the GPU in every step"
+    return next((why for m in inner if (why := no_graph(m))), None)
+
+def heard_of(dispatch, layer, call, angles):
+    "What the state of a cache layer hears of the one new key of a compiled step, and the query from before RoPE"
+    hears, heard = layer.state.hears, {}
+    if "q" in hears: heard["q"] = call.query
+    if not {"k_before", "q_before"} & set(hears): return heard
+    turn = turn_back(dispatch, call.module, dict(position_embeddings=angles), layer.state)
+    if turn is None: return heard
+    if "q_before" in hears: heard["q_before"] = turn(call.query)
+    if "k_before" in hears: heard["k_before"] = turn(call.key)
+    return heard
+
+@torch.library.custom_op("sparse_nb::step", mutates_args=())
+def step(
+    query: torch.Tensor,         # [B, H, 1, D]
+    key: torch.Tensor,           # of a static cache [B, G, N, D]
+    value: torch.Tensor,         # [B, G, N, D]
+    start: torch.Tensor,         # first visible key [B]
+    stop: torch.Tensor,          # end of the visible keys [B]
+    seed: torch.Tensor | None,   # streams [B, H]
+    state: list[torch.Tensor],   # `buffers` of the cache layer; they are written, by nobody else in the graph
+    angles: list[torch.Tensor],  # cosines and sines of this step's rotation
+    number: int,                 # of the dispatch
+    layer: int,
+    scale: float | None,
+) -> torch.Tensor:               # [B, H, 1, D]
+    "A layer's method decodes a query of a compiled step."
+    dispatch = _dispatches[number]
+    method, module = at_layer(dispatch.decode, layer), dispatch.modules[layer]
+    if dispatch.observe is not None:
+        raise ValueError("stats and audit must be False in a step that transformers compiles, got True; use a cache "
+                         "that grows, or generate(disable_compile=True)")
+    if why := no_graph(method): raise ValueError(f"decode must be a method that a graph can hold, got {method!r}: {why}")
+    settings, walks = dict(seed=seed, scale=scale, kv_start=start, kv_len=stop), dispatch.thread.walks
+    if keeps_state(method):
+        kept, call = layer_of(state), Call(module, query, key, value, None, {})
+        at = stop[:1] - 1
+        newest = replace(call, key=key.index_select(2, at))
+        heard = heard_of(dispatch, kept, newest, angles)
+        kept.put(key, value, at, **heard)
+        settings["state"] = kept.state
+        if "q_before" in heard: settings["q_before"] = heard["q_before"]
+    if walks_layers(method):
+        if layer == min(dispatch.modules): walks.clear()
+        settings["step"] = walks.setdefault(walk_of(method), method.new_step())
+    out = method.decode(query, key, value, **settings)
+    if layer == max(dispatch.modules): walks.clear()
+    return out
+
+@step.register_fake
+def _(query, key, value, start, stop, seed, state, angles, number, layer, scale): return torch.empty_like(query)
+
+def compiled_step(
+    dispatch: Dispatch,
+    call: Call,        # of one query
+) -> torch.Tensor:     # [B, 1, H, D]
+    "A layer's part of a compiled step."
+    refuse_losses(call)
+    forward = dispatch.thread.forward
+    if forward.seen is None or forward.seen[0] is not call.mask:
+        forward.seen = call.mask, *look_at_each(dispatch, call, 0)[0]
+    _, view, streams = forward.seen
+    kept, seed = forward.kept.pop(call.layer, None), None if streams is None else streams[call.layer]
+    state, angles = ([], []) if kept is None or not kept.decodes else (list(kept.layer.buffers), list(kept.angles))
+    if call.layer == max(dispatch.modules): forward.seen = None  # what outlives the step is copied out of the graph
+    out = step(call.query, call.key, call.value, view.start, view.stop, seed, state, angles, dispatch.number, call.layer,
+               call.options.get("scaling"))
+    return out.transpose(1, 2)
+
+
 # %% ../nbs/70_hf.ipynb #0e572974
 def note_request(dispatch, outermost, module, args, kwargs):
     "A model or a part of it is called: refuse what no method does, note how many logits are asked for"
@@ -608,7 +700,8 @@ def begin_pass(dispatch, names, module, args, kwargs):
     check_evaluates(module)
     kwargs, thread = dict(zip(names, args)) | kwargs, dispatch.thread
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-    has_context = dispatch.setup == "context" and cache is not None and bool(cache.get_seq_length() > 0)
+    has_context = dispatch.setup == "context" and cache is not None and not torch.compiler.is_compiling()
+    has_context = has_context and bool(cache.get_seq_length() > 0)
     thread.forward, thread.logits_kept = ForwardPass(thread.logits_kept, has_context), 0
 
 def check_reached(dispatch, module, args, out):
@@ -632,6 +725,10 @@ def adopt_cache(dispatch, method, away, decodes, module, args, kwargs):
     cache, i = kwargs.get("past_key_values", kwargs.get("layer_past")), module.layer_idx
     if cache is None or getattr(module, "is_kv_shared_layer", False) or has_window(module, kwargs): return
     if i < len(cache.layers) and getattr(cache.layers[i], "is_sliding", False): return
+    if torch.compiler.is_compiling():
+        kept = Kept(cache.layers[i], decodes=decodes, angles=tuple(kwargs.get("position_embeddings") or ()))
+        dispatch.thread.forward.kept[i] = kept
+        return
     kept = Kept(offload(cache, i) if away else None, decodes=decodes)
     if keeps_state(method):
         kept.layer = keep_state(cache, i, method)

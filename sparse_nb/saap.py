@@ -271,6 +271,7 @@ def router_scores(
 # %% ../nbs/40_saap.ipynb #a7deda3d
 class OfKeys(State):
     "A state of keys before RoPE (`before_rope` True), as they are (False), or before RoPE if the first come so (None)."
+    fixes: ClassVar[bool] = False
     __slots__ = "asks", "asked", "before"  # asked: queries before RoPE; before: is it of keys before? None: not known
 
     def __init__(self, before_rope, asks):

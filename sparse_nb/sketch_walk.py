@@ -303,6 +303,7 @@ def drawn_shares(s, q, groups, own, blocks, seed):
 class Asked(BlockState):
     "An index, and the mean query of each block: `asked`, whose rows are [B, H, M, 1, D + 2]."
     hears: ClassVar[tuple[str, ...]] = ("shown", "q")
+    fixes: ClassVar[bool] = False
     __slots__ = "asked",
 
     def __init__(self, size, reduce, merge):
@@ -442,6 +443,7 @@ def keys_of(lists, place, first, end, size, q, k):
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade01
 class Blocks(BlockState):
     "An index, and on a GPU the same as its kernels read it."
+    fixes: ClassVar[bool] = False
     __slots__ = "packed", "keys"  # `sparse_nb.kernels.sketch_walk.Index`, and how many keys there were at its last step
 
     def __init__(self, size, reduce, merge):

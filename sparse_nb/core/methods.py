@@ -6,8 +6,8 @@
 __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SPARE', 'SAMPLE', 'Stats', 'visible_keys', 'stats_of', 'Entry',
            'method_class', 'Settings', 'own_arguments', 'Method', 'starts_of', 'PrefillByDecode', 'PrefillByPattern',
            'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard', 'check_new_keys', 'check_picked',
-           'check_length', 'State', 'Fitted', 'block_keys', 'BlockRows', 'written_rows', 'BlockState', 'check_state',
-           'Predictor', 'weights_id']
+           'check_length', 'with_room', 'State', 'Fitted', 'block_keys', 'BlockRows', 'written_rows', 'BlockState',
+           'check_state', 'Predictor', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
 import hashlib
@@ -209,6 +209,7 @@ class Method(Settings):
     scores_all: ClassVar[bool] = False  # does choosing read every visible key?
     random: ClassVar[bool] = False      # does it draw random numbers?
     reads_state: ClassVar[bool] = False # does `prefill` take the `state`, too, for prompts that come in parts?
+    waits: ClassVar[bool] = False       # does `decode` wait for the GPU, so that no graph can hold it?
 
     def new_state(self) -> "State | None":
         "What it keeps about the keys of one layer between steps; None: nothing. `decode` takes it as `state`."
@@ -414,6 +415,7 @@ class TopP(PrefillByDecode, Method):
     """
     mass: float = 0.9 # share of the attention to keep, in (0, 1]
     scores_all: ClassVar[bool] = True
+    waits: ClassVar[bool] = True
 
     def __post_init__(self): check_mass(self.mass)
 
@@ -495,6 +497,17 @@ def check_length(
     if not 0 <= length <= keys: raise ValueError(f"length must lie in [0, {keys}], got {length}")
 
 # %% ../../nbs/07_methods.ipynb #9f524160
+def with_room(
+    rows: torch.Tensor,          # [B, G, n, ...]
+    room: int,                   # at least n
+    empty: torch.Tensor | None = None, # what the places behind them hold [B, G, 1, ...]; None: zeros
+) -> torch.Tensor:               # [B, G, room, ...], a tensor of its own
+    "Rows at the beginning of a longer tensor."
+    with torch.inference_mode(False): longer = rows.new_zeros(*rows.shape[:2], room, *rows.shape[3:])
+    longer[:, :, :rows.shape[2]] = rows
+    if empty is not None: longer[:, :, rows.shape[2]:] = empty
+    return longer
+
 class State:
     """Numbers kept for the keys of a layer [B, G, N, ...]; the cache keeps them in step with its keys.
 
@@ -502,8 +515,10 @@ class State:
     """
     hears: ClassVar[tuple[str, ...]] = () # what it wants beside k and v: "shown", "q", "k_before" or "q_before"
     spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
+    fixes: ClassVar[bool] = True          # can it `fix` its length?
+    __slots__ = "fixed", "__dict__"
 
-    def __init__(self): self.rows = None
+    def __init__(self): self.rows, self.fixed = None, False
 
     def __len__(self): return 0 if self.rows is None else self.rows.shape[2]
 
@@ -529,6 +544,7 @@ class State:
         "Put new keys at the end. Raises as `check_new_keys` and `check_heard`."
         check_new_keys(k, v, self.rows)
         check_heard(heard, self.hears, k)
+        if self.fixed: raise ValueError("state must be freed to take keys at its end, got one of a fixed length")
         self.extend(k, v, **{name: heard.get(name) for name in self.hears})
 
     def extend(self, k, v, **heard):
@@ -554,7 +570,44 @@ class State:
 
     def reset(self):
         "Forget all keys."
-        self.rows = None
+        self.rows, self.fixed = None, False
+
+    def fix(
+        self,
+        capacity: int, # keys of the cache, those to come included
+    ):
+        """Give the rows room for `capacity` keys; from then on the state counts as many, and new ones are `put`.
+
+        Where the state is asked, kv_len says how many keys there are. Raises as `check_count`.
+        """
+        check_count("capacity", capacity, len(self))
+        self.rows, self.fixed = with_room(self.rows, capacity), True
+
+    def put(
+        self,
+        k: torch.Tensor,  # keys of the cache [B, G, n, D], n > at
+        v: torch.Tensor,  # their values
+        at: torch.Tensor, # number of the one that is new [1], int64
+        **heard,          # what `hears` names of it, as in `features`
+    ):
+        "Write what is kept about a new key in its place: no address changes, and a GPU is not waited for."
+        k, v = (x.index_select(2, at) for x in (k, v))
+        new = self.features(k, v, **{name: heard.get(name) for name in self.hears})
+        self.rows.index_copy_(2, at, new.to(self.rows.dtype))
+
+    def free(
+        self,
+        length: int,     # keys there are
+        k: torch.Tensor, # the keys [B, G, n, D], n >= length
+    ):
+        "Grow again, from the first `length` keys on."
+        self.rows, self.fixed = self.rows[:, :, :length], False
+
+    def buffers(self) -> list: # of tensors
+        "Every tensor that the state holds, for who must know where they lie."
+        slots = [x for kind in type(self).__mro__ for x in getattr(kind, "__slots__", ()) if x != "__dict__"]
+        own = vars(self) | {x: getattr(self, x, None) for x in ([slots] if isinstance(slots, str) else slots)}
+        return [x for x in own.values() if isinstance(x, torch.Tensor)]
 
 # %% ../../nbs/07_methods.ipynb #d7d8f765
 class Fitted(State):
@@ -590,6 +643,12 @@ class Fitted(State):
             self.fit = new
             self.waits = None if shown is None or on_cpu_eagerly(waits) and not waits.any() else waits
         super().extend(k, v, shown=shown)
+
+    def fix(self, capacity):
+        "As `State.fix`, where every sequence has shown a key; nothing happens before that."
+        if self.waits is not None and bool(self.waits.any()): return
+        self.waits = None
+        super().fix(capacity)
 
     def pick_rows(self, rows):
         "As `State.pick_rows`."
@@ -654,6 +713,17 @@ class BlockRows(State):
         super().reset()
         self.count, self.begin, self.tail, self.tail_shown, self.held = 0, None, None, None, None
 
+    def buffers(self):
+        "As `State.buffers`; the last keys are not kept while the length is fixed."
+        return [self.rows, self.begin]
+
+    def free(self, length, k):
+        "As `State.free`."
+        super().free(-(-length // self.size), k)
+        first = max(0, length - self.KEPT - self.size)
+        self.count, self.held, self.tail = length, None, k[:, :, first:length]
+        self.tail_shown = torch.arange(first, length, device=k.device) >= self.begin[:, None]
+
     def to_keys(
         self,
         x: torch.Tensor, # a number for each block [B, G, n, blocks]
@@ -711,6 +781,22 @@ class BlockState(BlockRows):
         self._remake(old, known)
         kept = self.KEPT + self.size
         self.tail, self.tail_shown = self.tail[:, :, -kept:], self.tail_shown[:, -kept:]
+
+    def fix(self, capacity):
+        "As `State.fix`, where every sequence has shown a key; nothing happens before that."
+        check_count("capacity", capacity, len(self))
+        if self.tail is None or bool((self.begin >= self.count).any()): return
+        self.rows = with_room(self.rows, -(-capacity // self.size), self.empty_row())
+        self.count, self.held, self.fixed = capacity, None, True
+
+    def put(self, k, v, at, shown=None):
+        "As `State.put`: the block of the new key is made anew of all its keys from its first one on."
+        block = (at - self.begin) // self.size
+        i = (self.begin + block * self.size)[:, None] + torch.arange(self.size, device=k.device)
+        there = (i <= at)[:, None, None, :, None]
+        keys = k.gather(2, i.clamp(max=k.shape[2] - 1)[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3]))
+        new = self.reduce(keys[:, :, None], there)
+        self.rows.scatter_(2, self.wide(block[:, None]).expand_as(new), new.to(self.rows.dtype))
 
     def crop(self, length):
         """As `State.crop`.

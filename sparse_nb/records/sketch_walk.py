@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['PIECED', 'RULES', 'SMALL', 'PIECES', 'RIVALS', 'WALKING', 'ALL', 'FEW', 'PLAIN', 'SHORT', 'LONG', 'EASY', 'HARD',
-           'SOME', 'DECODES', 'LOSSES', 'READ', 'EACH', 'READS', 'blocks_by', 'deciders', 'readers', 'shared_readers',
-           'named', 'grids', 'loss_grids', 'quick_grids', 'sized_alike', 'forced_loss', 'losses', 'pairs_of', 'record']
+           'SOME', 'DECODES', 'LOSSES', 'READ', 'EACH', 'CORE', 'READS', 'blocks_by', 'deciders', 'readers',
+           'shared_readers', 'named', 'grids', 'loss_grids', 'quick_grids', 'sized_alike', 'forced_loss', 'losses',
+           'pairs_of', 'record']
 
 # %% ../../kernels/records/sketch_walk.ipynb #b2012449
 import math
@@ -112,18 +113,19 @@ LOSSES = [ # likewise, but the last
     ("witness", EASY[1:2], 8000, dict.fromkeys((0.05, 0.1, 0.2), (*LONG, *RIVALS)), 100)]
 READ = ("mean", "mean max", "fine16", "fine16 max", "oracle", "oracle max", "paper", "random", "xattention",
         "vertical-slash")
-EACH = "fine4 max", "fine4 max each", "oracle max each"
-READS = [ # model, tasks, length, prompts, names of arms
-    ("pocket", (*HARD, "variable_tracking"), 2048, 200, (*READ, *EACH, "fine16 max each", "oracle each")),
-    ("pocket", HARD, 8192, 100, (*READ, *EACH, "fine16 max each", "oracle each")),
-    ("witness", EASY, 2048, 200, (*READ, *EACH))]
+EACH = "fine4", "fine4 max", "fine4 max each", "fine16 max each", "oracle each", "oracle max each"
+CORE = "mean", "mean max", "fine4", "fine16 max", "fine4 max each", "oracle", "oracle max each", "paper", "xattention"
+READS = [ # model, tasks, length, prompts, density -> names of arms, rivals that set their own share
+    ("pocket", (*HARD, "variable_tracking"), 2048, 200, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
+    ("pocket", HARD, 8192, 100, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
+    ("witness", EASY, 2048, 200, {0.2: CORE}, False)]
 
 # %% ../../kernels/records/sketch_walk.ipynb #0b99f90e
 def grids() -> dict: # name -> `Grid`
     "All of the record."
     found, about = {}, dict(dense_layers=(0, 1))
-    for model, tasks, length, prompts, wanted in READS:
-        arms = named({x: wanted for x in (0.1, 0.2)}, blocks_by, lambda x: readers(x, length)) | shared_readers()
+    for model, tasks, length, prompts, wanted, shared in READS:
+        arms = named(wanted, blocks_by, lambda x: readers(x, length)) | (shared_readers() if shared else {})
         found |= {f"{model}.read.{task.replace(':', '.')}.{length}": Grid(
             model, [task], [length], {}, arms, prompts=prompts, chunk=length,
             batch=410_000 if model == "pocket" else 140_000, **about)

@@ -1,0 +1,87 @@
+"A step that transformers compiles: every method in one graph, with the tokens it writes otherwise."
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from sparse_nb.attention import Streaming, TopK, TopP, Uniform
+from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
+from sparse_nb.compose import Then
+from sparse_nb.hf import sparsify
+from sparse_nb.santa import Santa
+from sparse_nb.vattention import VAttention
+from test_hf import build
+from test_sparsify import IDS, MASK, PADDED, ids_of
+
+METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), Santa(samples=32),
+           Santa(samples=32, eps=0.5, delta=0.1), Quest(budget=12, page=4), Adamas(budget=12),
+           DoubleSparsity(budget=12, channels=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
+           VAttention(sinks=2, window=4, topk=4, base=4),
+           VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)),
+           Then(Quest(budget=12, page=4), Santa(samples=8))]
+
+@pytest.fixture(scope="module")
+def llama(): return build("llama")
+
+def forget(model):
+    "Compile anew."
+    torch.compiler.reset()
+    model.__dict__.pop("_compiled_call", None)
+
+def compiling(backend="eager"):
+    "How `generate` is to compile its steps: into one graph, on a CPU, too."
+    config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return config
+
+def compiled(model, ids=IDS, backend="eager", **settings):
+    "What `generate` writes with a static cache and steps that are compiled."
+    return ids_of(model, ids, cache_implementation="static", compile_config=compiling(backend), **settings)
+
+def test_a_step_without_side_effects(llama):
+    "As inductor gets it: what is written in place is written at the end, but for the index of our own."
+    forget(llama)
+    with sparsify(llama, decode=Quest(budget=12, page=4)):
+        assert torch.equal(compiled(llama, backend="aot_eager"), ids_of(llama))
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: repr(m)[:40])
+def test_a_compiled_step_writes_the_same(llama, method):
+    forget(llama)
+    padded = dict(attention_mask=MASK)
+    with sparsify(llama, decode=method, seed=3):
+        want, want_padded = ids_of(llama), ids_of(llama, PADDED, **padded)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert torch.equal(compiled(llama), want)
+        assert torch.equal(compiled(llama), want)  # in another cache
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1
+        assert torch.equal(compiled(llama, PADDED, **padded), want_padded)
+
+def test_networks_of_the_pocket_in_a_compiled_step():
+    from sparse_nb import pocket
+    model, _ = pocket.load()
+    forget(model)
+    with sparsify(model, decode=HashAttention(budget=12)):
+        assert torch.equal(compiled(model, max_new_tokens=4), ids_of(model, max_new_tokens=4))
+
+def test_what_no_graph_can_hold_is_refused_by_name(llama):
+    for method, why in ((TopP(), "TopP waits for the GPU in every step"),):
+        forget(llama)
+        with sparsify(llama, decode=method), pytest.raises(ValueError, match=f"graph can hold, got .*{why}"):
+            compiled(llama)
+    forget(llama)
+    with sparsify(llama, decode=TopK(), stats=True), pytest.raises(ValueError, match="stats and audit must be False"):
+        compiled(llama)
+
+def test_a_second_turn_goes_on_with_the_cache(llama):
+    forget(llama)
+    settings = dict(return_dict_in_generate=True, do_sample=False, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
+    def two_turns(cache, **kwargs):
+        ids = IDS
+        for more in (IDS[:, 5:12], None):
+            out = llama.generate(ids, past_key_values=cache, attention_mask=torch.ones_like(ids), **settings, **kwargs)
+            ids = out.sequences if more is None else torch.cat([out.sequences, more], 1)
+        return ids
+    for method in (Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4)):
+        with sparsify(llama, decode=method, seed=3):
+            want = two_turns(transformers.DynamicCache(config=llama.config))
+            got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())
+        assert torch.equal(got, want)
