@@ -397,6 +397,49 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
 
 
 @kernel
+@pytest.mark.parametrize("index, heads", [("fine4", "group"), ("fine16", "each"), ("mean", "group")])
+def test_a_state_of_a_fixed_length(index, heads):
+    "Put key by key where they have their place, padding included: nothing moves, and a step is that of a growing one."
+    from sparse_nb.kernels.sketch_walk import pack
+    p, s = problem(2, 2, 2, 210, 64, FP32), SketchWalk(32, 0.4, index, heads=heads)
+    start = torch.tensor([0, 45], device=DEVICE)
+    k, v = (torch.full((2, 2, 250, 64), math.nan, device=DEVICE) for _ in range(2))
+    grown, fixed = s.new_state(), s.new_state()
+    def grow(state, a, b):
+        i = torch.arange(a, b, device=DEVICE)
+        state.append(p.k[:, :, a:b], p.v[:, :, a:b], shown=i >= start[:, None])
+    for x in (grown, fixed): grow(x, 0, 150)
+    k[:, :, :150], v[:, :, :150] = p.k[:, :, :150], p.v[:, :, :150]
+    step = lambda state, k, v, by, **kw: s.decode(p.q, k, v, backend=by, state=state, kv_start=start, **kw)
+    step(fixed, k[:, :, :150], v[:, :, :150], "triton")
+    fixed.fix(250)
+    places = [x.data_ptr() for x in fixed.buffers()]
+    assert len(fixed) == 250 and len(places) == (7 if index == "fine16" else 6)
+    for n in range(150, 210):
+        k[:, :, n], v[:, :, n] = p.k[:, :, n], p.v[:, :, n]
+        fixed.put(k, v, torch.tensor([n], device=DEVICE))
+        grow(grown, n, n + 1)
+        if n % 8: continue
+        length = torch.full((2,), n + 1, device=DEVICE)
+        want = step(grown, p.k[:, :, :n + 1], p.v[:, :, :n + 1], "torch")
+        for by in ("torch", "triton"):
+            assert_close(step(fixed, k, v, by, kv_len=length), want, rtol=TOLERANCE[FP32])
+        fresh = pack(index, grown.rows, grown.begin, fixed.packed.sign)
+        for b in range(2):
+            full = (n + 1 - int(start[b])) // 32
+            for x, y in zip(fixed.packed[:3], fresh):
+                if x is not None and x.dtype == FP32: assert_close(x[b, :, :full], y[b, :, :full], rtol=1e-6)
+                elif x is not None: assert torch.equal(x[b, :, :full], y[b, :, :full])
+    assert [x.data_ptr() for x in fixed.buffers()] == places
+    fixed.free(210, k)
+    for name in ("rows", "begin", "tail", "tail_shown", "count"):
+        x, y = getattr(fixed, name), getattr(grown, name)
+        assert x == y if name == "count" else torch.equal(x, y), name
+    for by in ("torch", "triton"):
+        assert_close(step(fixed, p.k, p.v, by), step(grown, p.k, p.v, by), rtol=0)
+
+
+@kernel
 def test_which_backend():
     p = problem(1, 1, 2, 200, 64, FP32)
     by = lambda q=p.q, **kw: sketch_walk_decode(q, p.k, p.v, **kw)
@@ -515,6 +558,34 @@ if GPU:
             replay()
         assert torch.equal(out, decode(p.q, p.k, p.v, whole, settings, kv_len=stop).out)
         assert torch.equal(index.rows[:, :, :4200 // 64], whole.rows[:, :, :4200 // 64])
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("heads", ["group", "each"])
+    @pytest.mark.parametrize("backend", ["torch", "triton"])
+    def test_a_fixed_state_in_a_graph(heads, backend):
+        "A key is put and a query decoded: captured once, replays fill blocks, and nobody waits."
+        from sparse_nb.bench import captured
+        p, s = problem(2, 2, 4, 4200, 128, BF16), SketchWalk(density=0.1, heads=heads)
+        state, at = s.new_state(), torch.tensor([4030], device=DEVICE)
+        state.append(p.k[:, :, :4030], p.v[:, :, :4030])
+        state.fix(4200)
+        def call():
+            state.put(p.k, p.v, at)
+            return s.decode(p.q, p.k, p.v, state=state, kv_len=(at + 1).expand(2), backend=backend)
+        call()
+        torch.cuda.set_sync_debug_mode("error")
+        try: call()
+        finally: torch.cuda.set_sync_debug_mode("default")
+        replay, out = captured(call)
+        for _ in range(4031, 4200):
+            at += 1
+            replay()
+        grown = s.new_state()
+        for a, b in ((0, 4030), *((n, n + 1) for n in range(4030, 4200))): grown.append(p.k[:, :, a:b], p.v[:, :, a:b])
+        assert_close(out, s.decode(p.q, p.k, p.v, state=grown, backend=backend), rtol=TOLERANCE[BF16])
+        assert_close(state.rows, grown.rows, rtol=1e-6)
+        state.free(4200, p.k)
+        assert torch.equal(state.begin, grown.begin) and torch.equal(state.tail, grown.tail)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("N, R, index", [(131072, 4, "fine4"), (70001, 8, "fine16"), (1100003, 3, "fine4")])
