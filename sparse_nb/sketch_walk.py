@@ -472,8 +472,7 @@ class Blocks(BlockState):
         "As `BlockState.fix`; where kernels may read it, what they read lies at addresses of its own, too."
         super().fix(capacity)
         if not self.fixed: return
-        read = HAS_TRITON and self.rows.is_cuda and self.reduce.index in (*FINE, "mean")
-        if self.packed is None and not read: return
+        if self.packed is None and not (HAS_TRITON and self.rows.is_cuda and self.reduce.index in (*FINE, "mean")): return
         with torch.inference_mode(False): self.pack_all(self.tail.shape[3], self.rows.shape[2])
 
     def put(self, k, v, at, shown=None):
@@ -494,8 +493,7 @@ class Blocks(BlockState):
         "Pack all rows, of keys of `size` numbers, with room for as many blocks."
         from sparse_nb.kernels.sketch_walk import pack
         sign = signed_hadamard(size, None, self.reduce.seed)[:, 0].sign().to(self.rows.device)
-        self.packed = pack(self.reduce.index, self.rows, self.begin.clone(), sign, room)
-        self.keys = len(self)
+        self.packed, self.keys = pack(self.reduce.index, self.rows, self.begin.clone(), sign, room), len(self)
 
     def pack_some(self, place):
         "Pack the rows of blocks number `place`, with the axes of `rows` [B, 1, n, ...], in place."
