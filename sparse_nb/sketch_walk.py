@@ -472,7 +472,8 @@ class Blocks(BlockState):
         "As `BlockState.fix`; where kernels may read it, what they read lies at addresses of its own, too."
         super().fix(capacity)
         if not self.fixed: return
-        if self.packed is None and not (HAS_TRITON and self.rows.is_cuda and self.reduce.index in (*FINE, "mean")): return
+        kernels = HAS_TRITON and self.rows.is_cuda and self.reduce.index in (*FINE, "mean")
+        if self.packed is None and not kernels: return
         with torch.inference_mode(False): self.pack_all(self.tail.shape[3], self.rows.shape[2])
 
     def put(self, k, v, at, shown=None):
@@ -500,8 +501,7 @@ class Blocks(BlockState):
         from sparse_nb.kernels.sketch_walk import pack
         rows = self.rows.gather(2, place.expand(*self.rows.shape[:2], -1, *self.rows.shape[3:]))
         for x, new in zip(self.packed[:3], pack(self.reduce.index, rows, self.begin, self.packed.sign)):
-            if x is None: continue
-            x.scatter_(2, (place[..., 0] if x.ndim == 4 else place).expand_as(new), new)
+            if x is not None: x.scatter_(2, (place[..., 0] if x.ndim == 4 else place).expand_as(new), new)
 
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade04
 def packed_index(s, state, size, masked):
