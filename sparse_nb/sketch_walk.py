@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'PIECES', 'HEADS', 'POOLS', 'POWERS', 'AT_ONCE', 'AHEAD', 'signed_hadamard',
            'Summary', 'joined_rows', 'block_scores', 'check_settings', 'shares', 'over_heads', 'averaged', 'walked',
-           'next_step', 'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means', 'guessed_shares',
-           'true_shares', 'drawn_shares', 'Asked', 'shares_of_blocks', 'earlier_shares', 'prompt_lists', 'Query',
-           'query_blocks', 'own_rows', 'query_shares', 'true_query_shares', 'query_lists', 'keys_of', 'Blocks',
-           'packed_index', 'ByKernels', 'SketchWalk', 'bytes_a_key', 'by_kernel', 'pattern_of', 'read_prompt',
-           'prompt_pattern', 'state_of', 'select_keys', 'served', 'by_kernels', 'decoded', 'sketch_walk_prefill',
-           'sketch_walk_decode']
+           'next_step', 'list_sizes', 'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means',
+           'guessed_shares', 'true_shares', 'drawn_shares', 'Asked', 'shares_of_blocks', 'earlier_shares',
+           'prompt_lists', 'Query', 'query_blocks', 'own_rows', 'query_shares', 'true_query_shares', 'query_lists',
+           'keys_of', 'Blocks', 'packed_index', 'ByKernels', 'SketchWalk', 'bytes_a_key', 'by_kernel', 'pattern_of',
+           'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'served', 'by_kernels', 'keys_read', 'decoded',
+           'sketch_walk_prefill', 'sketch_walk_decode']
 
 # %% ../nbs/50_sketch_walk.ipynb #85d6c96d
 import math
@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from .core.blocks import BlockPattern, block_attention, check_block
-from .core.checks import check_bounds, check_choice, check_count, check_inputs, check_number, check_scores
+from .core.checks import (
+    check_bounds, check_choice, check_count, check_inputs, check_number, check_scores, on_cpu_eagerly)
 from .core.exact import grouped, masked_scores, no_autocast, promote, to_device_of, visible_range
 from .core.methods import (
     BlockState, Exact, Method, check_state, own_arguments, starts_of, stats_of, visible_keys)
@@ -203,6 +204,11 @@ def next_step(s, step, part, a, own, rows):
     step[part] = walked(s, at, a, own, rows)
     return step[part]
 
+def list_sizes(visible, forced, density):
+    "How many blocks the lists of rows hold [B, 1, R], of those that are visible [B, 1, R, M]."
+    count = budget_counts(float(density), visible.sum(-1), visible.shape[-1], "density")[0]
+    return torch.maximum(count, (forced & visible).sum(-1))
+
 def heaviest_blocks(
     score: torch.Tensor,   # [B, P, R, M]
     visible: torch.Tensor, # [B, 1, R, M], bool
@@ -210,8 +216,7 @@ def heaviest_blocks(
     density: float,        # share of the visible ones, in (0, 1]
 ) -> torch.Tensor:         # [B, P, R, M], bool
     "As many visible blocks as the density says, rounded up, and at least the forced ones; the earlier of equal ones."
-    count = budget_counts(float(density), visible.sum(-1), score.shape[-1], "density")[0]
-    count = torch.maximum(count, (forced & visible).sum(-1))[..., None]
+    count = list_sizes(visible, forced, density)[..., None]
     order = score.masked_fill(~visible, -math.inf).masked_fill(forced & visible, math.inf)
     rank = order.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return (rank < count) & visible
@@ -424,14 +429,15 @@ def query_lists(s, q, k, state, step, masks, scale, seed):
         a = next_step(s, step, "query", a, place.own, rows.masked_fill(~place.visible[:, :, -1:], 0))
     return heaviest_blocks(a, place.visible, place.forced, s.density), place, first, end
 
-def keys_of(lists, place, first, end, size, q, k):
-    "The `Selection` of the visible keys of listed blocks."
+def keys_of(lists, place, first, end, size, q, k, slots):
+    "The `Selection` of the visible keys of listed blocks, of which there are at most `slots` on a list."
     i = torch.arange(k.shape[2], device=q.device)
     block = (i - place.begin[:, None]).clamp(min=0) // size                                  # [B, N]
     read = lists.gather(-1, block[:, None, None].expand(*lists.shape[:3], -1))
     read = read & (i >= first[..., None]) & (i < end[..., None])
     number = read.sum(-1, keepdim=True)
-    index = read.int().sort(dim=-1, descending=True, stable=True).indices[..., :int(number.max())]
+    most = int(number.max()) if on_cpu_eagerly(number) else min(k.shape[2], slots * size)
+    index = read.int().sort(dim=-1, descending=True, stable=True).indices[..., :most]
     used = torch.arange(index.shape[-1], device=q.device) < number
     spread = lambda x: x.repeat_interleave(q.shape[1] // x.shape[1], 1)
     return make_selection(q, spread(index), spread(used), first)
@@ -439,7 +445,6 @@ def keys_of(lists, place, first, end, size, q, k):
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade01
 class Blocks(BlockState):
     "An index, and on a GPU the same as its kernels read it."
-    fixes: ClassVar[bool] = False
     __slots__ = "packed", "keys"  # `sparse_nb.kernels.sketch_walk.Index`, and how many keys there were at its last step
 
     def __init__(self, size, reduce, merge):
@@ -463,30 +468,59 @@ class Blocks(BlockState):
         super().reset()
         self.packed, self.keys = None, 0
 
+    def fix(self, capacity):
+        "As `BlockState.fix`; where kernels may read it, what they read lies at addresses of its own, too."
+        super().fix(capacity)
+        if not self.fixed: return
+        kernels = HAS_TRITON and self.rows.is_cuda and self.reduce.index in (*FINE, "mean")
+        if self.packed is None and not kernels: return
+        with torch.inference_mode(False): self.pack_all(self.tail.shape[3], self.rows.shape[2])
+
+    def put(self, k, v, at, shown=None):
+        "As `BlockState.put`; the same block is packed."
+        super().put(k, v, at, shown=shown)
+        if self.packed is not None: self.pack_some(self.wide((at - self.begin)[:, None] // self.size))
+
+    def free(self, length, k):
+        "As `BlockState.free`; the kernels' index is packed anew when they are asked."
+        super().free(length, k)
+        self.packed, self.keys = None, 0
+
+    def buffers(self):
+        "As `BlockState.buffers`, with those of the kernels."
+        return super().buffers() + [x for x in self.packed or () if x is not None]
+
+    def pack_all(self, size, room):
+        "Pack all rows, of keys of `size` numbers, with room for as many blocks."
+        from sparse_nb.kernels.sketch_walk import pack
+        sign = signed_hadamard(size, None, self.reduce.seed)[:, 0].sign().to(self.rows.device)
+        self.packed, self.keys = pack(self.reduce.index, self.rows, self.begin.clone(), sign, room), len(self)
+
+    def pack_some(self, place):
+        "Pack the rows of blocks number `place`, with the axes of `rows` [B, 1, n, ...], in place."
+        from sparse_nb.kernels.sketch_walk import pack
+        rows = self.rows.gather(2, place.expand(*self.rows.shape[:2], -1, *self.rows.shape[3:]))
+        for x, new in zip(self.packed[:3], pack(self.reduce.index, rows, self.begin, self.packed.sign)):
+            if x is not None: x.scatter_(2, (place[..., 0] if x.ndim == 4 else place).expand_as(new), new)
+
+# %% ../nbs/50_sketch_walk.ipynb #5c1ade04
 def packed_index(s, state, size, masked):
     """The rows of `state`, of keys of `size` numbers; those are packed that the kernels have not followed key by key.
 
     They complete a block by its last visible key, so `masked` keys count as not followed.
     """
-    from sparse_nb.kernels.sketch_walk import pack
     came, blocks, packed = len(state) - state.keys, state.rows.shape[2], state.packed
     frozen = packed is not None and packed.rows.is_inference() and not torch.is_inference_mode_enabled()
     if packed is None or packed.rows.shape[2] < blocks or frozen:
-        sign = signed_hadamard(size, None, s.seed)[:, 0].sign().to(state.rows.device)
-        state.packed = pack(s.index, state.rows, state.begin, sign, blocks + max(AHEAD, blocks // 4))
+        state.pack_all(size, blocks + max(AHEAD, blocks // 4))
     elif came > (0 if masked else 1):
         first = (state.keys - state.begin).clamp(min=0)[:, None] // s.block
         number = torch.arange((came + s.block - 2) // s.block + 1, device=first.device)
-        place = state.wide((first + number).clamp(max=blocks - 1))
-        new = pack(s.index, state.rows.gather(2, place.expand(*state.rows.shape[:2], -1, *state.rows.shape[3:])),
-                   state.begin, packed.sign)
-        for x, y in zip(packed[:3], new):
-            if x is not None: x.scatter_(2, place[..., 0].expand_as(y) if y.ndim == 4 else place.expand_as(y), y)
-        state.packed = packed._replace(begin=new.begin)
+        state.pack_some(state.wide((first + number).clamp(max=blocks - 1)))
+        state.packed = packed._replace(begin=state.begin.clone())
     state.keys = len(state)
     return state.packed
 
-# %% ../nbs/50_sketch_walk.ipynb #5c1ade04
 class ByKernels(Method):
     "The part of `SketchWalk` that gives single queries to the kernels."
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
@@ -637,7 +671,8 @@ def select_keys(s, q, k, masks, seed, scale, state, step):
         raise ValueError("walk must be None for single queries of an oracle, which keeps no rows, got 'softmax'")
     state = state_of(s, q, k, state, masks)
     with torch.no_grad(): lists, place, first, end = query_lists(s, q, k, state, step, masks, scale, seed)
-    return keys_of(lists, place, first, end, s.block, q, k)
+    slots = max(2, math.ceil(lists.shape[-1] * s.density))
+    return keys_of(lists, place, first, end, s.block, q, k, slots)
 
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade03
 AHEAD = 64  # blocks that a packed index has room for beside those it holds
@@ -648,33 +683,35 @@ def served(s, q, k, v, backend):
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if backend == "torch" or backend == "auto" and (learns or not has_kernels(q)): return False
     from sparse_nb.kernels.sketch_walk import no_kernel
-    error = no_kernel(q, s)
-    for name, only in dict(walk=None, heads="group", pool="mean").items():
-        if (got := getattr(s, name)) != only:
+    error = no_kernel(q, k, s)
+    for name, only in dict(walk=None, pool="mean").items():
+        if (got := getattr(s, name)) != only and not (name == "pool" and s.heads == "each"):
             error = error or ValueError(f"{name} must be {only!r} for backend='triton', got {got!r}")
-    if error is None and k.shape[2] > s.block * 2**15:
-        error = ValueError(f"k must have at most {2**15} blocks for backend='triton', got {k.shape[2]} keys")
     if learns: error = ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
     if error and backend == "triton": raise error
     return error is None
 
 def by_kernels(s, q, k, v, state, masks, scale):
-    "Attention of one query a head on a GPU, and how many keys it has read [B, H, 1]."
+    "Attention of one query a head on a GPU."
     from sparse_nb.kernels import sketch_walk as kernels
-    state = state_of(s, q, k, state, masks)
     index = packed_index(s, state, q.shape[3], masks["kv_len"] is not None)
-    found = kernels.decode(q, k, v, index, kernels.Settings(s.block, s.density, s.index), scale=scale,
-                           kv_start=masks["kv_start"], kv_len=masks["kv_len"])
+    return kernels.decode(q, k, v, index, kernels.Settings(s.block, s.density, s.index, s.heads), scale=scale,
+                          kv_start=masks["kv_start"], kv_len=masks["kv_len"]).out
+
+def keys_read(s, q, k, state, masks):
+    "How many keys each head reads [B, H, Q]: what is left out are whole blocks."
     first, end = visible_range(q, k, **masks)
     place = query_blocks(s, state.begin, first, end, state.rows.shape[2])
-    left = place.visible.sum(-1)[:, 0] - found.count                                        # blocks [B, G]
-    read = (end - first)[:, 0] - left * s.block
-    return found.out, read.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., None]
+    left = place.visible.sum(-1) - list_sizes(place.visible, place.forced, s.density)
+    return (end - first - left * s.block).expand(-1, q.shape[1], -1)
 
 def decoded(s, q, k, v, masks, seed, scale, return_stats, state, step, backend="auto"):
     "What `SketchWalk.decode` gives."
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
-    if served(s, q, k, v, backend): out, read = by_kernels(s, q, k, v, state, masks, scale)
+    if served(s, q, k, v, backend):
+        state = state_of(s, q, k, state, masks)
+        out = by_kernels(s, q, k, v, state, masks, scale)
+        read = keys_read(s, q, k, state, masks) if return_stats else None
     else:
         selection = s.select(q, k, seed=seed, scale=scale, **masks, **own_arguments(state, step))
         out = weighted_attention(q, k, v, selection, scale=scale, backend=backend)
@@ -743,9 +780,9 @@ def sketch_walk_decode(
 ):                                        # [B, H, Q, D] in the dtype of q
     """Attention to the first block, the query's own and those that look heaviest (Algorithm 2).
 
-    On a GPU `backend="auto"` gives single queries to the kernels, for lists a group by mean shares of the indexes
-    "fine4", "fine16" and "mean". Raises as `check_inputs`, and TypeError or ValueError for settings and a state that do
-    not fit, and for what has no kernel where `backend="triton"`.
+    On a GPU `backend="auto"` gives single queries to the kernels, for lists of a group by mean shares or of each head,
+    from the indexes "fine4", "fine16" and "mean". Raises as `check_inputs`, and TypeError or ValueError for settings
+    and a state that do not fit, and for what has no kernel where `backend="triton"`.
     """
     s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation)
     return s.decode(q, k, v, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len, seed=seed, state=state,

@@ -9,6 +9,7 @@ from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG,
 from sparse_nb.compose import Then
 from sparse_nb.hf import sparsify
 from sparse_nb.santa import Santa
+from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
 from test_hf import build
 from test_sparsify import IDS, MASK, PADDED, ids_of
@@ -18,7 +19,8 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
            DoubleSparsity(budget=12, channels=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
            VAttention(sinks=2, window=4, topk=4, base=4),
            VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)),
-           Then(Quest(budget=12, page=4), Santa(samples=8))]
+           Then(Quest(budget=12, page=4), Santa(samples=8)),
+           SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0)]
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")

@@ -724,3 +724,48 @@ def test_a_walk_is_compared_with_other_methods():
     assert (found.loc["exact"].error < 1e-5).all() and (found.error[["mean", "walk"]] > 1e-3).all()
     walk, mean = (found.loc[name].reset_index() for name in ("walk", "mean"))
     assert (walk.density == mean.density).all() and not (walk.error == mean.error).any()
+
+
+# a state of a fixed length
+
+@pytest.mark.parametrize("settings", [dict(index=x, heads=y) for x, y in (
+    ("fine4", "group"), ("fine16", "each"), ("mean", "all"), ("sketch", "averaged"), ("oracle", "group"))], ids=str)
+def test_a_fixed_state_put_key_by_key_is_one_that_grew(settings):
+    "Bit for bit, padding included, whatever lies behind the keys; and so is what is decoded, told how many there are."
+    g = torch.Generator().manual_seed(4)
+    k_, v_ = (torch.randn(3, 2, 230, 16, generator=g) for _ in range(2))
+    q, start = torch.randn(3, 4, 1, 16, generator=g), torch.tensor([0, 31, 90])
+    s = SketchWalk(block=32, density=0.4, sketch=8, **settings)
+    grown, fixed = s.new_state(), s.new_state()
+    def grow(state, a, b):
+        state.append(k_[:, :, a:b], v_[:, :, a:b], shown=torch.arange(a, b) >= start[:, None])
+    for x in (grown, fixed):
+        for a, b in ((0, 100), (100, 130)): grow(x, a, b)
+    k, v = (torch.full((3, 2, 300, 16), math.nan) for _ in range(2))
+    k[:, :, :130], v[:, :, :130] = k_[:, :, :130], v_[:, :, :130]
+    fixed.fix(300)
+    places = [x.data_ptr() for x in fixed.buffers()]
+    with pytest.raises(ValueError, match="state must be freed"): grow(fixed, 130, 131)
+    for n in range(130, 230):
+        k[:, :, n], v[:, :, n] = k_[:, :, n], v_[:, :, n]
+        fixed.put(k, v, torch.tensor([n]))
+        grow(grown, n, n + 1)
+        blocks = grown.rows.shape[2]
+        assert torch.equal(fixed.rows[:, :, :blocks], grown.rows)
+        if n % 7: continue
+        same = dict(kv_start=start, return_stats=True)
+        want, stats = s.decode(q, k_[:, :, :n + 1], v_[:, :, :n + 1], state=grown, **same)
+        got, ours = s.decode(q, k, v, state=fixed, kv_len=torch.full((3,), n + 1), **same)
+        assert torch.equal(ours.budget, stats.budget)
+        assert_close(got, want, rtol=1e-6)
+    assert [x.data_ptr() for x in fixed.buffers()] == places and len(fixed) == 300
+    fixed.free(230, k)
+    def same_bits():
+        for name in ("rows", "begin", "tail", "tail_shown"):
+            assert torch.equal(getattr(fixed, name), getattr(grown, name)), name
+        assert len(fixed) == len(grown)
+    same_bits()
+    for x in (grown, fixed): x.append(k_[:, :, :40], v_[:, :, :40])
+    same_bits()
+    for x in (grown, fixed): x.crop(222)
+    same_bits()

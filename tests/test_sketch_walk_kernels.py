@@ -59,32 +59,44 @@ def packed(p, s, n=None, room=None):
     return state, pack(s.index, state.rows, state.begin, sign, room)
 
 
-def check(p, *, density=0.3, index="fine4", block=64, scale=None, tiles=None):
+def lists_of_heads(found, H):
+    "The blocks that each head has read, of each sequence; those of a group come in order, each has a reader."
+    B, G, _ = found.blocks.shape
+    R, lists = H // G, [[] for _ in range(B)]
+    for b, g in ((b, g) for b in range(B) for g in range(G)):
+        blocks = found.blocks[b, g, :found.count[b, g]].tolist()
+        bits = [2**R - 1] * len(blocks) if found.readers is None else found.readers[b, g, :len(blocks)].tolist()
+        assert blocks == sorted(set(blocks)) and all(x % 2**R for x in bits)
+        lists[b] += [[m for m, x in zip(blocks, bits) if x >> r & 1] for r in range(R)]
+    return lists
+
+
+def check(p, *, density=0.3, index="fine4", block=64, scale=None, tiles=None, heads="group"):
     "A step against the rule in float64."
     from sparse_nb.kernels import sketch_walk
-    s = SketchWalk(block, density, index)
+    s = SketchWalk(block, density, index, heads=heads)
     state, given = packed(p, s)
     more = {} if tiles is None else dict(tiles=tiles)
     found = poisoned(lambda: sketch_walk.launch(
-        p.q, p.k, p.v, given, sketch_walk.Settings(block, density, index), scale, **p.masks, **more))
+        p.q, p.k, p.v, given, sketch_walk.Settings(block, density, index, heads), scale, **p.masks, **more))
     k, v = (x.nan_to_num() for x in (p.k, p.v))
     lists, place, *_ = query_lists(s, p.q.double(), k, state, None, dict(causal=False, **p.masks), scale, None)
     z = block_scores(s.summary, p.q.double(), state.rows.double(), scale)[:, :, 0] / math.log(2)
     out, (B, H), G = torch.empty(p.q.shape).double(), p.q.shape[:2], p.k.shape[1]
+    read = lists_of_heads(found, H)
     for b in range(B):
         first, end = (0, k.shape[2]) if p.start is None else (int(p.start[b]), int(p.stop[b]))
         key = torch.arange(first, end, device=DEVICE)
         seen, own = place.visible[b, 0, 0], int(place.own[b, 0])
         rows = [x for x in seen.nonzero()[:, 0].tolist() if x != own]
         assert_close(found.score[b][:, rows], z[b][:, rows], rtol=1e-5) if rows else None
-        for g in range(G):
-            want = lists[b, g, 0].nonzero()[:, 0].tolist()
-            assert found.blocks[b, g, :found.count[b, g]].tolist() == want, "other blocks than by the rule"
-            read = key[torch.isin((key - state.begin[b]) // block, torch.tensor(want, device=DEVICE))]
-            heads = slice(g * H // G, (g + 1) * H // G)
+        for h, got in enumerate(read[b]):
+            g, want = h * G // H, lists[b, h * lists.shape[1] // H, 0].nonzero()[:, 0].tolist()
+            assert got == want, "other blocks than by the rule"
+            rows = key[torch.isin((key - state.begin[b]) // block, torch.tensor(want, device=DEVICE))]
             factor = p.q.shape[3]**-0.5 if scale is None else scale
-            log = factor * p.q[b, heads, 0].double() @ k[b, g, read].double().T
-            out[b, heads, 0] = (log.softmax(-1) @ v[b, g, read].double()).cpu()
+            log = factor * p.q[b, h, 0].double() @ k[b, g, rows].double().T
+            out[b, h, 0] = (log.softmax(-1) @ v[b, g, rows].double()).cpu()
     assert found.out.dtype == p.q.dtype
     assert_close(found.out, out.to(DEVICE), rtol=TOLERANCE[p.q.dtype])
     return found
@@ -98,7 +110,7 @@ def drawn(factors, seed=0):
 
 CASES = drawn(dict(index=KINDS, block=(32, 64, 128), density=(0.01, 0.3, 0.77, 1.0), dtype=(BF16, FP16, FP32),
                    D=(64, 80, 96, 128), R=(1, 3, 4), layout=tuple(LAYOUTS), ragged=(False, True),
-                   small=(False, True)))
+                   small=(False, True), heads=("group", "each")))
 
 
 @kernel
@@ -108,14 +120,15 @@ def test_cases(case):
     B, N = (3, 5003) if GPU else (1 + case["ragged"], 7 * case["block"] + 9)
     p = problem(B, 1 + (case["R"] == 3), case["R"], N, case["D"], case["dtype"], layout=case["layout"],
                 ragged=case["ragged"])
-    check(p, **{x: case[x] for x in ("index", "block", "density")},
+    check(p, **{x: case[x] for x in ("index", "block", "density", "heads")},
           tiles=Tiles((32, 4, 2, 8), (4, 4, 0), (16, 4, 2, 8, None), (16, 4)) if case["small"] else None)
 
 
 @kernel
+@pytest.mark.parametrize("heads", ["group", "each"])
 @pytest.mark.parametrize("index, N", [
     ("fine4", 1), ("fine4", 64), ("mean", 65), ("fine16", 127), ("fine4", 128), ("fine16", 129), ("mean", 200)])
-def test_edges(index, N): check(problem(1, 1, 2, N, 64, FP32), index=index, density=1e-6, scale=0.3)
+def test_edges(index, N, heads): check(problem(1, 1, 2, N, 64, FP32), index=index, density=1e-6, scale=0.3, heads=heads)
 
 
 @kernel
@@ -123,12 +136,88 @@ def test_edges(index, N): check(problem(1, 1, 2, N, 64, FP32), index=index, dens
                                           (16, "fine16"), (16, "mean")])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_small_blocks(block, index, ragged):
-    check(problem(2, 1, 3, 203, 64, FP32, ragged=ragged), index=index, block=block)
+    check(problem(2, 1, 3, 203, 64, FP32, ragged=ragged), index=index, block=block,
+          heads="each" if block == 8 else "group")
 
 
 @kernel
-@pytest.mark.parametrize("R, D, index", [(16, 64, "fine4"), (20, 64, "fine16"), (2, 256, "fine4"), (2, 16, "mean")])
-def test_large_groups_and_other_heads(R, D, index): check(problem(1, 1, R, 333, D, BF16), index=index)
+@pytest.mark.parametrize("R, D, index, heads", [
+    (16, 64, "fine4", "group"), (20, 64, "fine16", "group"), (2, 256, "fine4", "each"), (2, 16, "mean", "group"),
+    (32, 64, "fine4", "each"), (20, 64, "fine16", "each")])
+def test_large_groups_and_other_heads(R, D, index, heads):
+    check(problem(1, 1, R, 333, D, BF16), index=index, heads=heads)
+
+
+# a list for each head
+
+def needles(where, R=4, blocks=24):
+    "A group of R heads, of which head r finds the keys of the blocks where[r] twenty times as heavy as others."
+    p = problem(1, 1, R, 64 * blocks, 64, FP32, spread=0)
+    p.k.mul_(0.01)
+    for r, places in enumerate(where):
+        p.q[0, r, 0, r] = 8
+        for m in places: p.k[0, 0, 64 * m:64 * m + 64, r] += 3
+    return p
+
+
+@kernel
+@pytest.mark.parametrize("density", [6 / 24, 2 / 24])
+def test_lists_that_share_nothing(density):
+    "Each head finds four blocks of its own; between them the group reads them all, or with a budget of two, none."
+    where = [[1, 2, 3, 4], [5, 9, 13, 17], [6, 7, 8, 10], [19, 20, 21, 22]]
+    found = check(needles(where), density=density, heads="each")
+    mine = [[0, *x, 23] if density > 0.2 else [0, 23] for x in where]
+    assert lists_of_heads(found, 4) == [mine]
+    assert found.blocks[0, 0, :found.count[0, 0]].tolist() == sorted({x for y in mine for x in y})
+
+
+@kernel
+def test_lists_that_are_equal():
+    "Then the lists of heads are the group's, the union is one list, and the numbers are the group's to the last bit."
+    p = needles([[3, 4, 11]] * 3, R=3)
+    p.q[:] = p.q[:, :1] + p.q[:, 1:2] + p.q[:, 2:]
+    each, group = (check(p, density=5 / 24, heads=x) for x in ("each", "group"))
+    assert each.count.tolist() == group.count.tolist() == [[5]]
+    assert torch.equal(each.blocks[..., :5], group.blocks[..., :5]) and torch.equal(each.out, group.out)
+
+
+@kernel
+def test_a_head_of_its_own_reads_what_it_would_read_alone():
+    "Whatever the others of its group read, in other groups and sequences, with padding."
+    from sparse_nb.kernels.sketch_walk import Settings, decode
+    p, s = problem(2, 2, 3, 700, 64, FP32, ragged=True), SketchWalk()
+    whole = decode(p.q, p.k, p.v, packed(p, s)[1], Settings(density=0.3, heads="each"), **p.masks)
+    lists = lists_of_heads(whole, 6)
+    for h in (0, 4):
+        q = p.q.view(2, 2, 3, 1, 64)[:, :, h % 3]
+        alone = decode(q, p.k, p.v, packed(p, s)[1], Settings(density=0.3), **p.masks)
+        assert_close(whole.out[:, h], alone.out[:, h // 3], rtol=TOLERANCE[FP32])
+        for b in range(2): assert lists[b][h] == lists_of_heads(alone, 2)[b][h // 3]
+
+
+@kernel
+def test_of_equal_shares_each_head_takes_the_earlier():
+    "Nine blocks of equal keys for one head; the other has a heaviest one, and of the rest the earlier."
+    p = needles([[], [6]], R=2, blocks=9)
+    p.k[..., 0], p.q[0, 0, 0, 1:] = 1, 0
+    p.k[..., 2:] = 0
+    p.k[0, 0, :, 1] = 0
+    p.k[0, 0, 64 * 6:64 * 7, 1] = 3
+    assert lists_of_heads(check(p, density=4 / 9, heads="each"), 2) == [[[0, 1, 2, 8], [0, 1, 6, 8]]]
+
+
+@kernel
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_nan_of_a_query_stays_with_its_head():
+    from sparse_nb.kernels.sketch_walk import Settings, decode
+    p, s = problem(1, 2, 2, 576, 64, FP32), SketchWalk()
+    settings = Settings(64, 0.3, heads="each")
+    whole = decode(p.q, p.k, p.v, packed(p, s)[1], settings)
+    index = packed(p, s)[1]
+    p.q[0, 1, 0, 5] = math.nan
+    bad = decode(p.q, p.k, p.v, index, settings)
+    assert bad.out[0, 1].isnan().all() and bad.out[:, [0, 2, 3]].isfinite().all()
+    assert_close(bad.out[:, [0, 2, 3]], whole.out[:, [0, 2, 3]], rtol=TOLERANCE[FP32])
 
 
 @kernel
@@ -142,10 +231,10 @@ def test_strides_of_q():
 
 
 @kernel
-@pytest.mark.parametrize("index", KINDS)
-def test_all_blocks_are_exact_attention(index):
+@pytest.mark.parametrize("index, heads", [*((x, "group") for x in KINDS), ("fine4", "each")])
+def test_all_blocks_are_exact_attention(index, heads):
     p = problem(2, 2, 3, 300, 64, FP32, ragged=True)
-    out = check(p, density=1.0, index=index).out
+    out = check(p, density=1.0, index=index, heads=heads).out
     assert_close(out, attention(p.q, p.k.nan_to_num(), p.v.nan_to_num(), **p.masks), rtol=TOLERANCE[FP32])
 
 
@@ -179,7 +268,7 @@ def test_a_nan_stays_in_its_group(where, index):
 @pytest.mark.parametrize("M, want", [(5, 2), (100, 33), (129, 128), (200, 3)])
 def test_selection(M, want, part):
     "Scores of three heads, of which many have the same share, or none; sums of parts, one of them without a block."
-    from sparse_nb.kernels.sketch_walk import _select_kernel, _share_kernel
+    from sparse_nb.kernels.sketch_walk import _join_kernel, _select_kernel, _share_kernel
     new = torch.Generator(DEVICE).manual_seed(M)
     z = torch.randint(-3, 3, (3, M), generator=new, device=DEVICE).float()
     z[:, M // 2:M // 2 + M // 8] = -200
@@ -192,8 +281,14 @@ def test_selection(M, want, part):
     same = dict(BLOCK=64, BT=part, PDL=False, num_warps=4)
     key, parts, none = torch.zeros(M, device=DEVICE).int(), -(-M // part), torch.zeros(1, device=DEVICE)
     _share_kernel[parts, 1](z, m, l, begin, None, None, key, M * 64, 1, M, 3, LR=3, LP=4, BS=4, **same)
-    _select_kernel[1, parts](none, none, key, begin, None, None, lists, count, 0, 0, 0, 0, M * 64, 1, M,
-                             math.floor(want / M * 2**38), parts, D=64, BM=256, BF=128, MOST=0, **same)
+    share, tiles = math.floor(want / M * 2**38), dict(D=64, BM=256, BF=128, MOST=0)
+    _select_kernel[1, parts](none, none, key, begin, None, None, lists, count, None, 0, 0, 0, 0, M * 64, 1, M, share,
+                             parts, EACH=0, **tiles, **same)
+    own, cut, bits = torch.full_like(lists, -1), torch.zeros(1, 2, device=DEVICE).int(), torch.zeros_like(lists)
+    _select_kernel[1, 1](none, none, key, begin, None, None, None, None, cut, 0, 0, 0, 0, M * 64, 1, M, share, 1,
+                         EACH=1, **tiles, **same)
+    _join_kernel[1, parts](key, cut, own, bits, count, M, LR=1, BM=64, BT=part, PDL=False, num_warps=4)
+    assert torch.equal(own, lists) and (bits[:want] == 1).all()
     share = (z - m.amax(1, keepdim=True) - (l * (m - m.amax(1, keepdim=True)).exp2()).sum(1, keepdim=True).log2())
     share = share.exp2().sum(0)
     share[[0, M - 1]] = many
@@ -244,7 +339,7 @@ def test_packing_keeps_every_bit():
 @kernel
 @pytest.mark.parametrize("ragged, settings", [
     (True, dict(density=0.4)), (False, dict(density=0.3, index="fine16", block=32)),
-    (True, dict(density=0.5, index="mean"))], ids=str)
+    (True, dict(density=0.5, index="mean")), (True, dict(density=0.4, heads="each", pool="max"))], ids=str)
 def test_the_method_by_kernels_is_the_reference(ragged, settings):
     "Key by key, several at once, after a crop and in another order: as from scratch in PyTorch."
     from sparse_nb.kernels.sketch_walk import pack
@@ -302,13 +397,57 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
 
 
 @kernel
+@pytest.mark.parametrize("index, heads", [("fine4", "group"), ("fine16", "each"), ("mean", "group")])
+def test_a_state_of_a_fixed_length(index, heads):
+    "Put key by key where they have their place, padding included: nothing moves, and a step is that of a growing one."
+    from sparse_nb.kernels.sketch_walk import pack
+    p, s = problem(2, 2, 2, 210, 64, FP32), SketchWalk(32, 0.4, index, heads=heads)
+    start = torch.tensor([0, 45], device=DEVICE)
+    k, v = (torch.full((2, 2, 250, 64), math.nan, device=DEVICE) for _ in range(2))
+    grown, fixed = s.new_state(), s.new_state()
+    def grow(state, a, b):
+        i = torch.arange(a, b, device=DEVICE)
+        state.append(p.k[:, :, a:b], p.v[:, :, a:b], shown=i >= start[:, None])
+    for x in (grown, fixed): grow(x, 0, 150)
+    k[:, :, :150], v[:, :, :150] = p.k[:, :, :150], p.v[:, :, :150]
+    step = lambda state, k, v, by, **kw: s.decode(p.q, k, v, backend=by, state=state, kv_start=start, **kw)
+    step(fixed, k[:, :, :150], v[:, :, :150], "triton")
+    fixed.fix(250)
+    places = [x.data_ptr() for x in fixed.buffers()]
+    assert len(fixed) == 250 and len(places) == (7 if index == "fine16" else 6)
+    for n in range(150, 210):
+        k[:, :, n], v[:, :, n] = p.k[:, :, n], p.v[:, :, n]
+        fixed.put(k, v, torch.tensor([n], device=DEVICE))
+        grow(grown, n, n + 1)
+        if n % 8: continue
+        length = torch.full((2,), n + 1, device=DEVICE)
+        want = step(grown, p.k[:, :, :n + 1], p.v[:, :, :n + 1], "torch")
+        for by in ("torch", "triton"):
+            assert_close(step(fixed, k, v, by, kv_len=length), want, rtol=TOLERANCE[FP32])
+        fresh = pack(index, grown.rows, grown.begin, fixed.packed.sign)
+        for b in range(2):
+            full = (n + 1 - int(start[b])) // 32
+            for x, y in zip(fixed.packed[:3], fresh):
+                if x is not None and x.dtype == FP32: assert_close(x[b, :, :full], y[b, :, :full], rtol=1e-6)
+                elif x is not None: assert torch.equal(x[b, :, :full], y[b, :, :full])
+    assert [x.data_ptr() for x in fixed.buffers()] == places
+    fixed.free(210, k)
+    for name in ("rows", "begin", "tail", "tail_shown", "count"):
+        x, y = getattr(fixed, name), getattr(grown, name)
+        assert x == y if name == "count" else torch.equal(x, y), name
+    for by in ("torch", "triton"):
+        assert_close(step(fixed, p.k, p.v, by), step(grown, p.k, p.v, by), rtol=0)
+
+
+@kernel
 def test_which_backend():
     p = problem(1, 1, 2, 200, 64, FP32)
     by = lambda q=p.q, **kw: sketch_walk_decode(q, p.k, p.v, **kw)
     assert_close(by(backend="triton"), by(backend="torch"), rtol=1e-5)
     with pytest.raises(ValueError, match="backend must be one of"): by(backend="cuda")
     with pytest.raises(ValueError, match="q must have one query"): by(p.q.repeat(1, 1, 2, 1), backend="triton")
-    for name, other in (("heads", "all"), ("heads", "each"), ("pool", "max"), ("walk", "softmax")):
+    assert_close(by(backend="triton", heads="each"), by(backend="torch", heads="each"), rtol=1e-5)
+    for name, other in (("heads", "all"), ("heads", "averaged"), ("pool", "max"), ("walk", "softmax")):
         with pytest.raises(ValueError, match=f"^{name} must be .* for backend='triton', got '?{other}'?$"):
             by(backend="triton", **{name: other})
         if name != "walk":  # "auto" on a GPU: chosen in PyTorch, the chosen rows read by a kernel
@@ -320,7 +459,7 @@ def test_which_backend():
     assert by(learns).requires_grad
 
 
-OTHERS = (dict(heads="all"), dict(heads="each"), dict(heads="averaged"), dict(pool="max"), dict(walk="softmax"),
+OTHERS = (dict(heads="all"), dict(heads="averaged"), dict(pool="max"), dict(walk="softmax"),
           *(dict(index=x) for x in ("oracle", "random", "sketch")))
 
 
@@ -336,8 +475,13 @@ def test_a_step_without_a_kernel_is_not_handed_over(monkeypatch):
                 assert serves(index=index, block=block) and not serves("torch", index=index, block=block)
     long = p.k[:, :, :1].expand(1, 1, 2**17 + 1, 64)
     assert not sketch_walk.served(SketchWalk(block=4), p.q, long, long, "auto")
-    with pytest.raises(ValueError, match="k must have at most 32768 blocks for backend='triton', got 131073 keys"):
+    with pytest.raises(ValueError, match="k must have at most 32768 blocks for backend='triton', got 32769"):
         sketch_walk.served(SketchWalk(block=4), p.q, long, long, "triton")
+    assert serves(heads="each") and serves(heads="each", pool="max")
+    many = p.q.repeat(1, 33, 1, 1)
+    assert not sketch_walk.served(SketchWalk(heads="each"), many, p.k, p.v, "auto")
+    with pytest.raises(ValueError, match="at most 32 heads a group for backend='triton' and heads='each', got 66"):
+        sketch_walk.served(SketchWalk(heads="each"), many, p.k, p.v, "triton")
     for settings in OTHERS:
         assert not serves(**settings), settings
         with pytest.raises(ValueError, match=next(iter(settings))): serves("triton", **settings)
@@ -367,6 +511,8 @@ def test_what_has_no_kernel():
         decode(*p[:3], index._replace(rows=index.rows[..., :1, :]), s._replace(index="mean"))
     with pytest.raises(ValueError, match="index must be one of fine4, fine16, mean"):
         decode(*p[:3], index, s._replace(index="sketch"))
+    with pytest.raises(ValueError, match="heads must be one of group, each for backend='triton', got 'all'"):
+        decode(*p[:3], index, s._replace(heads="all"))
     with pytest.raises(ValueError, match="k must have at most 32768 blocks"):
         decode(p.q, *(x[:, :, :1].expand(1, 1, 2**21 + 1, 64) for x in p[1:3]), index, s)
 
@@ -376,7 +522,8 @@ def test_compiles_into_one_graph():
     from sparse_nb.kernels.sketch_walk import Settings, decode
     p = problem(2, 1, 2, 200, 64, BF16, ragged=True)
     index = packed(p, SketchWalk())[1]
-    step = lambda q, k, v: decode(q, k, v, index, Settings(density=0.5), **p.masks).out
+    step = lambda q, k, v: torch.cat([decode(q, k, v, index, Settings(density=0.5, heads=x), **p.masks).out
+                                      for x in ("group", "each")])
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
     assert torch.equal(compiled(*p[:3]), step(*p[:3]))
@@ -385,20 +532,22 @@ def test_compiles_into_one_graph():
 @kernel
 def test_operator():
     p = problem(1, 1, 2, 192, 64, FP32)
-    given = (*p[:3], *packed(p, SketchWalk())[1], 64, 0.5, "fine4", None, None, None)
+    given = (*p[:3], *packed(p, SketchWalk())[1], 64, 0.5, "fine4", "each", None, None, None)
     torch.library.opcheck(torch.ops.sparse_nb.sketch_walk_decode, given, test_utils=("test_schema", "test_faketensor"))
 
 
 if GPU:
     @pytest.mark.gpu
-    def test_graph_without_a_wait():
+    @pytest.mark.parametrize("heads", ["group", "each"])
+    def test_graph_without_a_wait(heads):
         "A cache that is filled key by key: a replay completes blocks, and nobody waits."
         from sparse_nb.bench import captured
         from sparse_nb.kernels.sketch_walk import Settings, decode
         p, s = problem(2, 2, 4, 5000, 128, BF16), SketchWalk()
         index, whole = packed(p, s, 4030, room=79)[1], packed(p, s)[1]
         stop = torch.full((2,), 4030, dtype=torch.int32, device=DEVICE)
-        call = lambda: decode(p.q, p.k, p.v, index, Settings(density=0.1), kv_len=stop).out
+        settings = Settings(density=0.1, heads=heads)
+        call = lambda: decode(p.q, p.k, p.v, index, settings, kv_len=stop).out
         call()
         torch.cuda.set_sync_debug_mode("error")
         try: call()
@@ -407,12 +556,41 @@ if GPU:
         for _ in range(4030, 4200):
             stop += 1
             replay()
-        assert torch.equal(out, decode(p.q, p.k, p.v, whole, Settings(density=0.1), kv_len=stop).out)
+        assert torch.equal(out, decode(p.q, p.k, p.v, whole, settings, kv_len=stop).out)
         assert torch.equal(index.rows[:, :, :4200 // 64], whole.rows[:, :, :4200 // 64])
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("heads", ["group", "each"])
+    @pytest.mark.parametrize("backend", ["torch", "triton"])
+    def test_a_fixed_state_in_a_graph(heads, backend):
+        "A key is put and a query decoded: captured once, replays fill blocks, and nobody waits."
+        from sparse_nb.bench import captured
+        p, s = problem(2, 2, 4, 4200, 128, BF16), SketchWalk(density=0.1, heads=heads)
+        state, at = s.new_state(), torch.tensor([4030], device=DEVICE)
+        state.append(p.k[:, :, :4030], p.v[:, :, :4030])
+        state.fix(4200)
+        def call():
+            state.put(p.k, p.v, at)
+            return s.decode(p.q, p.k, p.v, state=state, kv_len=(at + 1).expand(2), backend=backend)
+        call()
+        torch.cuda.set_sync_debug_mode("error")
+        try: call()
+        finally: torch.cuda.set_sync_debug_mode("default")
+        replay, out = captured(call)
+        for _ in range(4031, 4200):
+            at += 1
+            replay()
+        grown = s.new_state()
+        for a, b in ((0, 4030), *((n, n + 1) for n in range(4030, 4200))): grown.append(p.k[:, :, a:b], p.v[:, :, a:b])
+        assert_close(out, s.decode(p.q, p.k, p.v, state=grown, backend=backend), rtol=TOLERANCE[BF16])
+        assert_close(state.rows, grown.rows, rtol=1e-6)
+        state.free(4200, p.k)
+        assert torch.equal(state.begin, grown.begin) and torch.equal(state.tail, grown.tail)
+
+    @pytest.mark.gpu
     @pytest.mark.parametrize("N, R, index", [(131072, 4, "fine4"), (70001, 8, "fine16"), (1100003, 3, "fine4")])
-    def test_long(N, R, index): check(problem(1, 2, R, N, 128, BF16), density=0.1, index=index)
+    @pytest.mark.parametrize("heads", ["group", "each"])
+    def test_long(N, R, index, heads): check(problem(1, 2, R, N, 128, BF16), density=0.1, index=index, heads=heads)
 
 
 if not INTERPRETED:
@@ -422,13 +600,14 @@ if not INTERPRETED:
         from sparse_nb.kernels import sketch_walk as kernels
         from sparse_nb.kernels.common import compiled_usage
         BD, s = triton.next_power_of_2(D), kernels.Settings(block, 0.1, index)
-        types = dict.fromkeys(("fact_ptr", "len_ptr", "list_ptr", "count_ptr", "off_ptr", "key_ptr"), "i32")
+        types = dict.fromkeys(("fact_ptr", "len_ptr", "list_ptr", "count_ptr", "off_ptr", "key_ptr", "cut_ptr",
+                               "reader_ptr"), "i32")
         types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), kind) | dict(
             start_ptr="i64", begin_ptr="i64", share="i64", row_ptr="bf16" if index == "mean" else "u8",
             digit_ptr="bf16" if index == "mean" else "i8")
         known = dict(LR=4, LP=4, D=D, W=BD, BD=BD, BR=16, STEPS=BD.bit_length() - 1, PDL=capability >= 90,
                      MEAN=index == "mean", RADIUS=index == "fine16", REACH=0.5, FINE=s.fine, BLOCK=block, WARPS=warps,
-                     BF=128, BB=kernels.score_tile(kernels.Tiles(), s, BD))
+                     BF=128, EACH=0, BB=kernels.score_tile(kernels.Tiles(), s, BD))
         if index != "fine16": known |= dict(radius_ptr=None)
         kernel_ = getattr(kernels, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
@@ -443,17 +622,21 @@ if not INTERPRETED:
         few, BT, _ = tiles.select
         found = {"score": usage("score", capability, kind, D, index=index, warps=warps, STAGES=stages),
                  "ask": usage("ask", capability, kind, D, index=index, warps=1),
-                 "share": usage("share", capability, kind, D, BT=BT, BS=64)}
+                 "share": usage("share", capability, kind, D, BT=BT, BS=64),
+                 "join": usage("join", capability, kind, D, warps=few, BM=4096, BT=BT)}
         for BM in (2048, 8192, 16384, 32768):
             chosen = dict(warps=min(32, few * max(1, BM // 4096)), BM=BM, BT=BT, MOST=60 if capability >= 90 else 0)
             found[f"select {BM}"] = usage("select", capability, kind, D, **chosen)
+            found[f"cut {BM}"] = usage("select", capability, kind, D, EACH=4, **chosen)
         _, warps, stages, _, registers = tiles.read
-        BN = read_tile(tiles, triton.next_power_of_2(D), 4 if kind == "fp32" else 2)
-        found["read"] = usage("read", capability, kind, D, warps=warps, registers=registers, BN=BN, STAGES=stages)
+        for each, more in (("", dict(reader_ptr=None)), (" each", {})):
+            BN = read_tile(tiles, triton.next_power_of_2(D), 4 if kind == "fp32" else 2, each)
+            found["read" + each] = usage("read", capability, kind, D, warps=warps, registers=registers, BN=BN,
+                                         STAGES=stages, **more)
         found["merge"] = usage("merge", capability, kind, D, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
         for name, used in found.items():
             print(name, used)
-            most = 40 if name == "select 32768" else 0  # 32 keys a thread
+            most = 40 if name in ("select 32768", "cut 32768") else 0  # 32 keys a thread
             assert used["spills"] <= most and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
 
     @pytest.mark.budget(40)
