@@ -583,6 +583,13 @@ class State:
         check_count("capacity", capacity, len(self))
         self.rows, self.fixed = with_room(self.rows, capacity), True
 
+    def look_at(
+        self,
+        k: torch.Tensor,  # the keys that there are [B, G, n, D]
+        v: torch.Tensor,  # their values
+    ):
+        "What a state that was just fixed still asks of its keys; by itself nothing."
+
     def put(
         self,
         k: torch.Tensor,  # keys of the cache [B, G, n, D], n > at
