@@ -6,9 +6,9 @@
 __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'EVERY', 'TAILS', 'ROUTERS', 'RANKS', 'BUDGET', 'CONTEXT', 'nearest_cluster',
            'cluster_sums', 'sums_of_nearest', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows',
            'moments_of', 'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition',
-           'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Summed', 'Kept', 'Partition', 'rank_clusters',
-           'keys_to_read', 'newest_of_each', 'guessed_shares', 'keys_for_mass', 'tail_state', 'Partitioned', 'Routed',
-           'Saap', 'saap_decode']
+           'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Summed', 'Kept', 'listed', 'far_sums',
+           'Partition', 'rank_clusters', 'keys_to_read', 'newest_of_each', 'guessed_shares', 'keys_for_mass',
+           'tail_state', 'far_of', 'used_slots', 'near_scores', 'Partitioned', 'Routed', 'Saap', 'saap_decode']
 
 # %% ../nbs/40_saap.ipynb #3c143375
 import math
@@ -26,8 +26,9 @@ from sparse_nb.core.checks import (
     on_cpu_eagerly)
 from .core.exact import (
     SoftmaxState, exponentials, grouped, merge_states, no_autocast, promote, to_device_of, visible_range)
-from .core.methods import (
-    Predictor, State, check_heard, check_state, stats_of, visible_keys, weights_id, with_room)
+from sparse_nb.core.methods import (
+    Predictor, State, check_heard, check_state, slots_used, stats_of, visible_keys,
+    weights_id, with_room)
 from .core.selection import (
     Selection, budget_counts, has_kernels, make_selection, take_rows, weighted_attention, weighted_state)
 from .core.streams import fold_in, tickets
@@ -272,16 +273,32 @@ def router_scores(
 # %% ../nbs/40_saap.ipynb #a7deda3d
 class OfKeys(State):
     "A state of keys before RoPE (`before_rope` True), as they are (False), or before RoPE if the first come so (None)."
-    __slots__ = "asks", "asked", "before"  # asked: queries before RoPE; before: is it of keys before? None: not known
+    # asked: queries before RoPE; before: is it of keys before? None: not known; begin: first shown key of each sequence
+    # [B]; begun: has each shown one?
+    __slots__ = "asks", "asked", "before", "begin", "begun"
 
     def __init__(self, before_rope, asks):
         super().__init__()
         self.before_rope, self.before, self.asks, self.asked = before_rope, before_rope, asks, None
+        self.begin, self.begun = None, False
 
     @property
     def hears(self):
-        "The keys before RoPE, where they may be wanted, and the queries, where they are asked for."
-        return ("k_before",) * (self.before_rope is not False) + ("q_before",) * self.asks
+        "Keys before RoPE, if wanted, queries, if asked for, and, until every sequence has shown a key, who is shown."
+        known = dict(k_before=self.before_rope is False, q_before=not self.asks, shown=self.begun)
+        return tuple(name for name, x in known.items() if not x)
+
+    def append(self, k, v, **heard):
+        "As `State.append`; `shown` is not heard once every sequence has shown a key."
+        super().append(k, v, **{name: x for name, x in heard.items() if name != "shown" or not self.begun})
+
+    def note_begin(self, k, shown):
+        "Note where sequences begin, before new keys are put at the end; for `shown` a GPU is waited for."
+        old = len(self)
+        if self.begin is None: self.begin = torch.zeros(len(k), dtype=torch.int64, device=k.device)
+        if shown is not None:
+            self.begin = torch.where(self.begin == old, old + (shown.cumsum(-1) == 0).sum(-1), self.begin)
+        if k.shape[2]: self.begun = shown is None or bool((self.begin < old + k.shape[2]).all())
 
     @property
     def spares(self):
@@ -299,13 +316,12 @@ class OfKeys(State):
     def reset(self):
         "As `State.reset`; the next keys decide anew."
         super().reset()
-        self.before = self.before_rope
+        self.before, self.begin, self.begun = self.before_rope, None, False
 
 # %% ../nbs/40_saap.ipynb #f3f43e79
 class Clusters(OfKeys):
     "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
-    # held [B, G, n, D]: waiting keys; kept: `Kept`; begin: first shown key [B]; begun: is every `begin` known?
-    __slots__ = "fit", "waits", "held", "kept", "begin", "begun"
+    __slots__ = "fit", "waits", "held", "kept"  # held [B, G, n, D]: waiting keys; kept: `Kept`
 
     def __init__(
         self,
@@ -321,30 +337,12 @@ class Clusters(OfKeys):
         super().__init__(before_rope, asks)
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
         self.offline, self.source, self.fit = centroids is not None, source, centroids
-        self.waits = self.held = self.kept = self.begin = None
-        self.begun = False
-
-    @property
-    def hears(self):
-        "As `OfKeys.hears`, and which keys are shown, until every sequence has shown one."
-        return super().hears + ("shown",) * (not self.begun)
-
-    def append(self, k, v, **heard):
-        "As `State.append`; who is shown is of no interest any more once every sequence has shown a key."
-        super().append(k, v, **{name: x for name, x in heard.items() if name != "shown" or not self.begun})
-
-    def _begin(self, k, shown):
-        "Note where sequences begin; of `shown` a GPU is waited for"
-        old = len(self)
-        if self.begin is None: self.begin = torch.zeros(len(k), dtype=torch.int64, device=k.device)
-        if shown is not None:
-            self.begin = torch.where(self.begin == old, old + (shown.cumsum(-1) == 0).sum(-1), self.begin)
-        if k.shape[2]: self.begun = shown is None or bool((self.begin < old + k.shape[2]).all())
+        self.waits = self.held = self.kept = None
 
     def extend(self, k, v, k_before=None, q_before=None, shown=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
         x = self.wanted(k, k_before)
-        if not self.begun: self._begin(k, shown)
+        if not self.begun: self.note_begin(k, shown)
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
             fit = self.fit.to(k.device) if self.offline else promote(k[:, :, :0]).new_zeros(shape)
@@ -403,15 +401,9 @@ class Summed(Clusters):
         last: torch.Tensor,     # behind its last far key [B]
         end: torch.Tensor,      # behind its last visible key [B]
     ):
-        """Place the keys that wait, and bring `latest`, the sums over the far keys, up to date.
-
-        A GPU is waited for, but where the length is fixed.
-        """
-        width = 2 + k.shape[3] * (1 if v is None else 2)
-        if self.fixed:
-            self.latest = self.sums[..., :width].copy_(self._far_sums(k, v, first, last))
-            return
+        "Place the keys that wait, and bring `latest`, the sums over the far keys, up to date. A GPU is waited for."
         self.place(first, last, end)
+        width = 2 + k.shape[3] * (1 if v is None else 2)
         if (self.sums is None or self.sums.shape[-1] < width or not torch.equal(self.since, first)
                 or (self.upto > last).any()):
             zeros = promote(k[:0]).new_zeros(*k.shape[:2], self.clusters, width, device=first.device)
@@ -422,20 +414,10 @@ class Summed(Clusters):
             self.sums, self.upto = self.sums + self._between(k, v, self.upto, upto), upto
         self.latest = self.sums + self._between(k, v, self.upto, last)
 
-    def _far_sums(self, k, v, first, last):
-        "Sums over keys number first to last - 1 of each sequence [B], from all rows"
-        i, ids = torch.arange(k.shape[2], device=k.device), self.rows[..., 0]
-        counted = ((i >= first[:, None]) & (i < last[:, None]))[:, None]
-        if not has_kernels(k[:, :, :1]): return cluster_sums(moment_rows(k, v), ids, counted, self.clusters)
-        from sparse_nb.kernels.saap import cluster_sums as sums_on_gpu
-        return sums_on_gpu(k, v, ids, counted, self.clusters)
-
     def pick_rows(self, rows):
         "As `State.pick_rows`."
         super().pick_rows(rows)
-        kept, self.kept = self.kept, None
-        if self.fixed and kept is not None:
-            self.kept = kept._replace(index=type(kept.index)(*(x[rows.to(x.device)] for x in kept.index)))
+        self.kept = None
         for name in ("fit", "waits", "held", "begin", *Summed.__slots__):
             x = getattr(self, name)
             if x is not None and self.rows is not None: setattr(self, name, x[rows.to(x.device)])
@@ -453,11 +435,9 @@ class Summed(Clusters):
         "Forget all keys, and centroids that were learnt from them."
         self.fit = None if not self.offline else self.fit if self.rows is None else self.fit[0]
         super().reset()
-        self.waits = self.held = self.kept = self.begin = None
-        self.sums = self.since = self.upto = self.latest = None
-        self.begun = False
+        self.waits = self.held = self.kept = self.sums = self.since = self.upto = self.latest = None
 
-# %% ../nbs/40_saap.ipynb #a51c0de7
+# %% ../nbs/40_saap.ipynb #a51c0de8
 EVERY = 512  # keys that leave the window before lists are made anew
 
 class Kept(NamedTuple):
@@ -466,6 +446,21 @@ class Kept(NamedTuple):
     keys: int     # how many keys there were
     ends: tuple   # sinks and window
 
+def listed(state, k, v, begin, last):
+    "`Kept` of the keys that there are, with room for as many as a state of a fixed length counts."
+    from sparse_nb.kernels.saap import build_index
+    index = build_index(k, v, state.rows[:, :, :k.shape[2], 0], begin, last, state.clusters)
+    return Kept(index._replace(order=with_room(index.order, len(state))), len(state), state.ends)
+
+def far_sums(state, k, v, first, last):
+    "Sums over keys number first to last - 1 of each sequence [B], from all clusters."
+    i, ids = torch.arange(k.shape[2], device=k.device), state.rows[..., 0]
+    counted = ((i >= first[:, None]) & (i < last[:, None]))[:, None]
+    if not has_kernels(k[:, :, :1]): return cluster_sums(moment_rows(k, v), ids, counted, state.clusters)
+    from sparse_nb.kernels.saap import cluster_sums as sums_on_gpu
+    return sums_on_gpu(k, v, ids, counted, state.clusters)
+
+# %% ../nbs/40_saap.ipynb #a51c0de7
 class Partition(Summed):
     "Clusters and their sums, which can be of a fixed length once they are told the method's sinks and window."
     __slots__ = "ends", "late", "older"  # late: keys put since lists were made; older: may queries come from before?
@@ -480,10 +475,7 @@ class Partition(Summed):
         return first, first.clamp(min=n + 1 - self.ends[1])
 
     def fix(self, capacity):
-        """As `State.fix`, where every sequence has shown a key: all keys get the clusters that the next query asks for.
-
-        A sequence without a far key goes on waiting, and is read whole while the length is fixed.
-        """
+        "As `State.fix`, where every sequence has shown a key; one that has no far key waits, and is read whole."
         check_count("capacity", capacity, len(self))
         if not self.begun: return
         first, last = self.far(len(self))
@@ -497,10 +489,20 @@ class Partition(Summed):
     def look_at(self, k, v):
         "As `State.look_at`: room for sums, and the lists of the kernels."
         self.sums = promote(k[:0]).new_zeros(*k.shape[:2], self.clusters, 2 + 2 * k.shape[3])
-        if not has_kernels(k[:, :, :1]): return
-        from sparse_nb.kernels.saap import build_index
-        index = build_index(k, v, self.rows[:, :, :k.shape[2], 0], *self.far(k.shape[2]), self.clusters)
-        self.kept = Kept(index._replace(order=with_room(index.order, len(self))), len(self), self.ends)
+        if self.source is not None: partition_parts(*self.source, k.device)  # no graph copies them from the host
+        if has_kernels(k[:, :, :1]): self.kept = listed(self, k, v, *self.far(k.shape[2]))
+
+    def follow(self, k, v, first, last, end):
+        "As `Summed.follow`; where the length is fixed no GPU is waited for, and all sums are made anew."
+        if not self.fixed: return super().follow(k, v, first, last, end)
+        self.latest = self.sums[..., :2 + k.shape[3] * (1 if v is None else 2)]
+        self.latest.copy_(far_sums(self, k, v, first, last))
+
+    def pick_rows(self, rows):
+        "As `State.pick_rows`."
+        kept = self.kept if self.fixed else None
+        super().pick_rows(rows)
+        if kept is not None: self.kept = kept._replace(index=kept.index.pick(rows))
 
     def put(self, k, v, at, k_before=None, q_before=None, shown=None):
         "As `State.put`: the key gets its cluster."
@@ -618,20 +620,6 @@ def far_range(s, first, end, j):
     begin = torch.minimum(first + s.sinks, end)
     return begin, torch.maximum(end - s.window, begin), end
 
-def far_of(s, state, *query):
-    "`far_range`, as a state of a fixed length can have it. ValueError for one that was fixed for another method."
-    begin, last, end = far_range(s, *query)
-    if not state.fixed: return begin, last, end
-    if state.ends != (s.sinks, s.window):
-        raise ValueError(f"state must be fixed for sinks and a window of {s.sinks} and {s.window}, got {state.ends}")
-    return begin, last if state.waits is None else torch.where(state.waits, begin, last), end
-
-def used_slots(s, state, number, n):
-    "Slots that are enough for the keys each list reads, `number`; a GPU is waited for, but where the length is fixed."
-    if on_cpu_eagerly(number) or not state.fixed: return int(number.max())
-    if s.budget is None or state.waits is not None: return n
-    return min(n, s.sinks + s.window + (budget_counts(s.budget, number, n)[1] if s.budget else 0))
-
 def rest_of(state, k, v, index, counted, taken):
     "`Moments` of the far keys that were not read, from the sums less those of read keys in clusters that were cut."
     count = state.latest[..., 0].long()
@@ -640,14 +628,6 @@ def rest_of(state, k, v, index, counted, taken):
     cut = ((taken > 0) & (taken < count))[..., None]
     sums = torch.where((taken < count)[..., None], state.latest - torch.where(cut, read, 0), 0)
     return moments_of(torch.cat([(count - taken)[..., None].to(sums.dtype), sums[..., 1:]], -1), k.shape[3])
-
-def near_scores(s, state, q, k, near, first, scale):
-    "Scores [B, H, 1, S] of the keys that are read anyway, `near` [B, N]; -inf in the slots that shorter rows leave."
-    number = near.sum(-1, keepdim=True)
-    index = near.int().sort(dim=-1, descending=True, stable=True).indices[:, :used_slots(s, state, number, k.shape[2])]
-    used = torch.arange(index.shape[1], device=q.device) < number
-    keys = take_rows(k, torch.where(used, index, first[:, 0])[:, None].expand(-1, k.shape[1], -1))
-    return log_weights(q, keys, scale).masked_fill(~used[:, None, None], -math.inf)
 
 def learnt(state, what, device):
     "The parts of the file that a state's centroids are from. ValueError for one that lacks `what`."
@@ -679,6 +659,30 @@ def guess(s, q, state, scale, q_before=None):
     asked = asked_queries(s, q, state, q_before)
     if s.router == "centroid": return log_weights(asked, state.fit, scale)
     return networks_guess(s, asked, state, state.latest[..., 0])
+
+# %% ../nbs/40_saap.ipynb #a51c0de9
+def far_of(s, state, *query):
+    "`far_range`, as a state of a fixed length can have it. ValueError for one that was fixed for another method."
+    begin, last, end = far_range(s, *query)
+    if not state.fixed: return begin, last, end
+    if state.ends != (s.sinks, s.window):
+        raise ValueError(f"state must be fixed for sinks and a window of {s.sinks} and {s.window}, got {state.ends}")
+    return begin, last if state.waits is None else torch.where(state.waits, begin, last), end
+
+def used_slots(s, state, number, n):
+    "Slots that are enough for the keys that are read, whose `number` each list has."
+    most, known = s.sinks + s.window, s.budget is not None and state.waits is None
+    if s.budget: most += budget_counts(s.budget, number, n)[1]
+    return slots_used(number, state, min(n, most) if known else n)
+
+def near_scores(s, state, q, k, near, first, scale):
+    "Scores [B, H, 1, S] of the keys that are read anyway, `near` [B, N]; -inf in the slots that shorter rows leave."
+    number, n = near.sum(-1, keepdim=True), k.shape[2]
+    most = n if state.waits is not None else min(n, s.sinks + s.window)
+    slots = torch.arange(slots_used(number, state, most), device=q.device)
+    index, used = near.int().sort(dim=-1, descending=True, stable=True).indices[:, :len(slots)], slots < number
+    keys = take_rows(k, torch.where(used, index, first[:, 0])[:, None].expand(-1, k.shape[1], -1))
+    return log_weights(q, keys, scale).masked_fill(~used[:, None, None], -math.inf)
 
 # %% ../nbs/40_saap.ipynb #ea35be5a
 def step(s, q, k, v, state, first, far, scale, q_before):
@@ -717,8 +721,9 @@ def steps(s, q, k, v, state, masks, scale, q_before):
     "The `Step` of each query in turn; each has far keys of its own."
     first, end = visible_range(q, k, **masks)
     for j in range(q.shape[2]):
-        before = None if q_before is None else q_before[:, :, [j]]
-        yield step(s, q[:, :, [j]], k, v, state, first[..., [j]], far_of(s, state, first, end, j), scale, before)
+        before = None if q_before is None else q_before[:, :, j:j + 1]
+        far = far_of(s, state, first, end, j)
+        yield step(s, q[:, :, j:j + 1], k, v, state, first[..., j:j + 1], far, scale, before)
 
 def check_index(state, own, k):
     "Raise as `check_state`, and ValueError for an index of keys of another size."
@@ -756,17 +761,22 @@ def bytes_of_index(s, state, q, far):
 
 # %% ../nbs/40_saap.ipynb #5c9f12ae
 def lists_of(s, k, v, state, far, masked):
-    "The index of the kernels, made anew where it is of other keys. A GPU is waited for then, and for `masked` keys."
+    """The index of the kernels, made anew where it is of other keys. A GPU is waited for then, and for `masked` keys.
+
+    Where the length is fixed it is waited for by queries that no key was put for, and lists are made anew in place, but
+    not in a graph.
+    """
     from sparse_nb.kernels.saap import build_index
     (begin, last, end), old, n = far, state.kept, k.shape[2]
     fits = old is not None and old.ends == (s.sinks, s.window) and 0 <= n - old.keys < EVERY
     if fits and masked and (state.older or not state.fixed):
         late = last - old.index.built
         fits = bool(((old.index.since == begin) & (late >= 0) & (late < EVERY)).all())
-    if fits and state.late >= EVERY: fits = torch.cuda.is_current_stream_capturing()
+    if fits and state.late >= EVERY: fits = k.is_cuda and torch.cuda.is_current_stream_capturing()
     if not fits:
         if not state.fixed: state.place(begin, last, end)
-        index = build_index(k, v, state.rows[..., 0], begin, last, state.clusters, old.index if state.fixed else None)
+        again = old.index if state.fixed and old is not None else None
+        index = build_index(k, v, state.rows[..., 0], begin, last, state.clusters, again)
         state.kept, state.late = Kept(index, n, (s.sinks, s.window)), 0
     return state.kept.index
 
@@ -868,7 +878,8 @@ class Routed(Partitioned):
     def state_for(self, q, k, state, kv_start=None, kv_len=None, v=None):
         "As `Predictor.state_for`, brought up to date for `priorities`."
         state = indexed(self, q, k, v, state)
-        state.follow(k, v, *far_of(self, state, *visible_range(k, k, kv_start=kv_start, kv_len=kv_len), -1))
+        bounds = visible_range(k, k, kv_start=kv_start, kv_len=kv_len)
+        state.follow(k, v, *far_of(self, state, *bounds, -1))
         return state
 
     def build(self, k, *, kv_start=None, kv_len=None, v=None):
@@ -879,6 +890,7 @@ class Routed(Partitioned):
         "The rank of a key's cluster for the heads of its group; the lowest of all where it has no far key."
         if state.latest is None: raise ValueError("state must be fresh from `state_for`, got one behind its keys")
         found = rank_clusters(guess(self, q, state, scale, state.asked), state.latest[..., 0], self.rank)
+        if state.fixed: state.asked = None  # of a graph, whose memory nobody else may hold
         found = found.clamp(min=torch.finfo(found.dtype).min)
         ids = state.rows[..., 0].long()[:, :, None].expand(-1, -1, q.shape[2], -1)
         return found.gather(-1, ids).repeat_interleave(q.shape[1] // found.shape[1], 1)

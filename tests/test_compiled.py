@@ -7,6 +7,7 @@ from sparse_nb.attention import Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.compose import Then
 from sparse_nb.hf import sparsify
+from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
 from test_hf import build
@@ -17,7 +18,8 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
            DoubleSparsity(budget=12, channels=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
            VAttention(sinks=2, window=4, topk=4, base=4),
            VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)),
-           Then(Quest(budget=12, page=4), Santa(samples=8))]
+           Then(Quest(budget=12, page=4), Santa(samples=8)),
+           Saap(budget=8, sinks=2, window=8, clusters=4), Saap(probes=1, sinks=2, window=8, clusters=4, tail="drop")]
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
@@ -80,7 +82,8 @@ def test_a_second_turn_goes_on_with_the_cache(llama):
             out = llama.generate(ids, past_key_values=cache, attention_mask=torch.ones_like(ids), **settings, **kwargs)
             ids = out.sequences if more is None else torch.cat([out.sequences, more], 1)
         return ids
-    for method in (Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4)):
+    for method in (Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
+                   Saap(budget=8, sinks=2, window=8, clusters=4)):
         with sparsify(llama, decode=method, seed=3):
             want = two_turns(transformers.DynamicCache(config=llama.config))
             got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())

@@ -6,8 +6,8 @@
 __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SPARE', 'SAMPLE', 'Stats', 'visible_keys', 'stats_of', 'Entry',
            'method_class', 'Settings', 'own_arguments', 'Method', 'starts_of', 'PrefillByDecode', 'PrefillByPattern',
            'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard', 'check_new_keys', 'check_picked',
-           'check_length', 'with_room', 'State', 'Fitted', 'block_keys', 'BlockRows', 'written_rows', 'BlockState',
-           'check_state', 'Predictor', 'weights_id']
+           'check_length', 'with_room', 'State', 'slots_used', 'Fitted', 'block_keys', 'BlockRows', 'written_rows',
+           'BlockState', 'check_state', 'Predictor', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
 import hashlib
@@ -615,6 +615,15 @@ class State:
         slots = [x for kind in type(self).__mro__ for x in getattr(kind, "__slots__", ()) if x != "__dict__"]
         own = vars(self) | {x: getattr(self, x, None) for x in ([slots] if isinstance(slots, str) else slots)}
         return [x for x in own.values() if isinstance(x, torch.Tensor)]
+
+# %% ../../nbs/07_methods.ipynb #5107a5ed
+def slots_used(
+    count: torch.Tensor,  # used slots of each query
+    state: State | None,  # of the method
+    most: int,            # slots that are enough whatever the numbers are
+) -> int:
+    "Slots of the neediest query, for which a GPU is waited for; `most` where a state of a fixed length forbids that."
+    return most if getattr(state, "fixed", False) and not on_cpu_eagerly(count) else int(count.max())
 
 # %% ../../nbs/07_methods.ipynb #d7d8f765
 class Fitted(State):
