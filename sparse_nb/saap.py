@@ -26,9 +26,8 @@ from sparse_nb.core.checks import (
     on_cpu_eagerly)
 from .core.exact import (
     SoftmaxState, exponentials, grouped, merge_states, no_autocast, promote, to_device_of, visible_range)
-from sparse_nb.core.methods import (
-    Predictor, State, check_heard, check_state, slots_used, stats_of, visible_keys,
-    weights_id, with_room)
+from .core.methods import (
+    Predictor, State, check_heard, check_state, first_shown, slots_used, stats_of, visible_keys, weights_id, with_room)
 from .core.selection import (
     Selection, budget_counts, has_kernels, make_selection, take_rows, weighted_attention, weighted_state)
 from .core.streams import fold_in, tickets
@@ -292,14 +291,6 @@ class OfKeys(State):
         "As `State.append`; `shown` is not heard once every sequence has shown a key."
         super().append(k, v, **{name: x for name, x in heard.items() if name != "shown" or not self.begun})
 
-    def note_begin(self, k, shown):
-        "Note where sequences begin, before new keys are put at the end; for `shown` a GPU is waited for."
-        old = len(self)
-        if self.begin is None: self.begin = torch.zeros(len(k), dtype=torch.int64, device=k.device)
-        if shown is not None:
-            self.begin = torch.where(self.begin == old, old + (shown.cumsum(-1) == 0).sum(-1), self.begin)
-        if k.shape[2]: self.begun = shown is None or bool((self.begin < old + k.shape[2]).all())
-
     @property
     def spares(self):
         "Unless keys before RoPE were asked for."
@@ -342,7 +333,7 @@ class Clusters(OfKeys):
     def extend(self, k, v, k_before=None, q_before=None, shown=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
         x = self.wanted(k, k_before)
-        if not self.begun: self.note_begin(k, shown)
+        if not self.begun: self.begin, self.begun = first_shown(self.begin, len(self), k, shown)
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
             fit = self.fit.to(k.device) if self.offline else promote(k[:, :, :0]).new_zeros(shape)

@@ -6,8 +6,8 @@
 __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SPARE', 'SAMPLE', 'Stats', 'visible_keys', 'stats_of', 'Entry',
            'method_class', 'Settings', 'own_arguments', 'Method', 'starts_of', 'PrefillByDecode', 'PrefillByPattern',
            'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard', 'check_new_keys', 'check_picked',
-           'check_length', 'with_room', 'State', 'slots_used', 'Fitted', 'block_keys', 'BlockRows', 'written_rows',
-           'BlockState', 'check_state', 'Predictor', 'weights_id']
+           'check_length', 'with_room', 'State', 'first_shown', 'slots_used', 'Fitted', 'block_keys', 'BlockRows',
+           'written_rows', 'BlockState', 'check_state', 'Predictor', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
 import hashlib
@@ -513,7 +513,7 @@ class State:
 
     Subclasses define `features`.
     """
-    hears: ClassVar[tuple[str, ...]] = () # what it wants beside k and v: "shown", "q", "k_before" or "q_before"
+    hears: ClassVar[tuple[str, ...]] = () # what it wants beside k and v: "shown", "q", "scale", "k_before" or "q_before"
     spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
     fixes: ClassVar[bool] = True          # can it `fix` its length?
     __slots__ = "fixed", "__dict__"
@@ -617,6 +617,17 @@ class State:
         return [x for x in own.values() if isinstance(x, torch.Tensor)]
 
 # %% ../../nbs/07_methods.ipynb #5107a5ed
+def first_shown(
+    begin: torch.Tensor | None, # first shown key of each sequence [B] among the keys before; None: there are none
+    known: int,                 # how many these are
+    k: torch.Tensor,            # the keys that follow [B, G, n, D]
+    shown: torch.Tensor | None, # which of them are shown [B, n]; None: all
+) -> tuple:                     # `begin` among all, `known + n` where none is shown, and whether each sequence shows one
+    "Where sequences begin. For `shown` a GPU is waited for."
+    if begin is None: begin = torch.zeros(len(k), dtype=torch.int64, device=k.device)
+    if shown is not None: begin = torch.where(begin == known, known + (shown.cumsum(-1) == 0).sum(-1), begin)
+    return begin, k.shape[2] > 0 and (shown is None or bool((begin < known + k.shape[2]).all()))
+
 def slots_used(
     count: torch.Tensor,  # used slots of each query
     state: State | None,  # of the method
