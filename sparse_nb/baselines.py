@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from .core.checks import check_budget, check_count, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
-from .core.methods import BlockState, Fitted, Predictor, State
+from .core.methods import BlockState, Fitted, Predictor, State, slots_used
 from .core.selection import Selection, make_selection, take_rows
 from .core.streams import fold_in, philox
 from .hash_attention import (  # noqa: F401
@@ -318,8 +318,8 @@ class MagicPIG(Predictor):
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None) -> Selection:
         """Sinks and window with weight 1, and keys that agree in two tables with weight 1 / their chance.
 
-        `seed` is not used. A GPU is waited for to size the selection. Raises as `check_inputs`, and for a `state` that
-        does not fit.
+        `seed` is not used. A GPU is waited for to size the selection, but where the length of `state` is fixed. Raises
+        as `check_inputs`, and for a `state` that does not fit.
         """
         check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
         first, end = (x[..., None] for x in visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len))
@@ -327,7 +327,8 @@ class MagicPIG(Predictor):
         i, hits = torch.arange(k.shape[2], device=q.device), self.priorities(q, state)
         taken = (i >= first) & (i < end) & ((hits >= 2) | (i < first + self.sinks) | (i >= end - self.window))
         count = taken.sum(-1)
-        index = taken.int().sort(dim=-1, descending=True, stable=True).indices[..., :int(count.max())]
+        slots = slots_used(count, state, len(state))
+        index = taken.int().sort(dim=-1, descending=True, stable=True).indices[..., :slots]
         rows = promote(take_rows(k, index)) - state.fit.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None, None]
         chance = inclusion_probability(F.cosine_similarity(promote(q)[..., None, :], rows, dim=-1), self.bits,
                                        self.tables)

@@ -286,7 +286,7 @@ def rehearse(
     try:
         if hasattr(method, "at_layer"): method = method.at_layer(config.num_hidden_layers - 1)
         told = {}
-        if method.decode and getattr(state := method.new_state(), "hears", ()) == ("q",):  # it cannot do without
+        if method.decode and getattr(state := method.new_state(), "hears", ())[:1] == ("q",):  # it cannot do without
             state.append(k, k, q=q)
             told = dict(state=state)
         (method.decode or method.prefill)(q[:, :, -1:], k, k.clone(), **told)

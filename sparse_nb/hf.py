@@ -451,6 +451,7 @@ class Kept:
         for what in self.state.hears:
             if what == "shown": heard[what] = shown_places(call.mask, call.query, length)
             if what == "q": heard[what] = call.query
+            if what == "scale": heard[what] = call.options.get("scaling")
             if self.turn is None: continue
             if what == "q_before": heard[what] = self.q_before = self.turn(call.query)
             if what == "k_before": heard[what] = self.turn(self.layer.newest(keys, values, length - new)[0])

@@ -13,7 +13,7 @@ import torch
 
 from .core.checks import check_count, check_flag, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
-from .core.methods import Predictor, State
+from .core.methods import Predictor, State, slots_used
 from .core.selection import Selection, make_selection
 from .core.streams import fold_in, philox
 
@@ -135,17 +135,19 @@ class Binned(Predictor):
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None) -> Selection:
         """Sinks, window, and the visible keys in the query's bin, with weight 1.
 
-        `seed` is not used. A GPU is waited for to size the selection. Raises as `check_inputs`, and for a `state` that
-        does not fit.
+        `seed` is not used. A GPU is waited for to size the selection, but where the length of `state` is fixed. Raises
+        as `check_inputs`, and for a `state` that does not fit.
         """
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         first, end = visible_range(q, k, **masks)
-        kept = self.in_bin(q, self.state_for(q, k, state, kv_start, kv_len), first, end)
+        state = self.state_for(q, k, state, kv_start, kv_len)
+        kept = self.in_bin(q, state, first, end)
         i, (low, high) = torch.arange(k.shape[2], device=q.device), (first[..., None], end[..., None])
         kept = (i >= low) & (i < high) & (kept | (i < low + self.sinks) | (i >= high - self.window))
         count = kept.sum(-1)
-        index = kept.int().sort(dim=-1, descending=True, stable=True).indices[..., :int(count.max())]
+        slots = slots_used(count, state, len(state))
+        index = kept.int().sort(dim=-1, descending=True, stable=True).indices[..., :slots]
         return make_selection(q, index, torch.arange(index.shape[-1], device=q.device) < count[..., None], first)
 
     def index_bytes(self, head_dim):

@@ -57,7 +57,8 @@ def _slots(mass, samples, scheme, first, end, tile):
 
     `samples` is an int or, where there is one tile, [B, H, Q].
     """
-    S = torch.as_tensor(samples, device=mass.device)[..., None].expand(*mass.shape[:3], 1)
+    whole = dict(dtype=torch.int64, device=mass.device)
+    S = samples[..., None] if isinstance(samples, torch.Tensor) else torch.full((*mass.shape[:3], 1), samples, **whole)
     budget, slots = S, samples
     if scheme == "proportional": budget = largest_remainder(mass, samples)
     elif scheme == "flash":

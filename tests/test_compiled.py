@@ -7,7 +7,9 @@ transformers = pytest.importorskip("transformers")
 from sparse_nb.attention import Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.compose import Then
+from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.hf import sparsify
+from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
@@ -20,7 +22,9 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
            VAttention(sinks=2, window=4, topk=4, base=4),
            VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)),
            Then(Quest(budget=12, page=4), Santa(samples=8)),
-           SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0)]
+           SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0),
+           Saap(budget=8, sinks=2, window=8, clusters=4), Saap(probes=1, sinks=2, window=8, clusters=4, tail="drop"),
+           H2O(budget=12, recent=4), SnapKV(budget=16, window=4, heads="each")]
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
@@ -100,7 +104,8 @@ def test_a_second_turn_goes_on_with_the_cache(llama):
             out = llama.generate(ids, past_key_values=cache, attention_mask=torch.ones_like(ids), **settings, **kwargs)
             ids = out.sequences if more is None else torch.cat([out.sequences, more], 1)
         return ids
-    for method in (Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4)):
+    for method in (Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
+                   Saap(budget=8, sinks=2, window=8, clusters=4), H2O(budget=12, recent=4)):
         with sparsify(llama, decode=method, seed=3):
             want = two_turns(transformers.DynamicCache(config=llama.config))
             got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())

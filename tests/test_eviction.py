@@ -208,6 +208,80 @@ def test_later_parts_are_read_without_what_is_gone(method):
     assert not torch.allclose(later, attention(q[:, :, 31:], k, v, causal=True, **masks))
 
 
+def fixed_and_grown(method, q, k, v, start, length, capacity):
+    "A state that was fixed after `length` keys, its cache, and a state that grows"
+    shown, states = torch.arange(length) >= start[:, None], (method.new_state(), method.new_state())
+    for state in states: state.append(k[:, :, :length], v[:, :, :length], q=q[:, :, :length], shown=shown)
+    states[0].fix(capacity)
+    states[0].look_at(k[:, :, :length], v[:, :, :length])
+    cache = [torch.nn.functional.pad(x[:, :, :length], (0, 0, 0, capacity - length)) for x in (k, v)]
+    return states[0], cache, states[1]
+
+@pytest.mark.parametrize("capacity", [45, 90])
+@pytest.mark.parametrize("method", METHODS, **NAMES)
+def test_a_state_of_a_fixed_length_is_one_that_grows(method, capacity):
+    "Key by key, to the last place of the cache; with padding, with beams that change places, and in a second turn"
+    (q, k, v), start = inputs(keys=90), torch.tensor([0, 4])
+    fixed, cache, grown = fixed_and_grown(method, q, k, v, start, 30, capacity)
+    where = [x.data_ptr() for x in fixed.buffers()]
+    for n in range(30, 45):
+        new = slice(n, n + 1)
+        for x, y in zip(cache, (k, v)): x[:, :, new] = y[:, :, new]
+        grown.append(k[:, :, new], v[:, :, new], q=q[:, :, new])
+        fixed.put(*(x[:, :, :n + 1 if n % 2 else None] for x in cache), torch.tensor([n]), q=q[:, :, new])
+        want = method.decode(q[:, :, new], k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start)
+        got = method.decode(q[:, :, new], *cache, state=fixed, kv_start=start, kv_len=torch.full((2,), n + 1))
+        assert_close(got, want, 1e-12)
+        assert torch.equal(fixed.rows[:, :, :n + 1], grown.rows)
+        if n == 36:
+            assert [x.data_ptr() for x in fixed.buffers()] == where
+            back, start = torch.tensor([1, 0]), start.flip(0)
+            q, k, v, cache = q[back], k[back], v[back], [x[back] for x in cache]
+            for state in (fixed, grown): state.pick_rows(back)
+    fixed.free(45, cache[0])
+    more = [x[:, :, 45:60] for x in (q, k, v)]
+    for state in (fixed, grown): state.append(more[1], more[2], q=more[0])
+    for last in (47, 46, 60):  # a query that stands before another one that was asked already
+        both = [method.decode(q[:, :, last - 1:last], k[:, :, :last], v[:, :, :last], state=x, kv_start=start)
+                for x in (fixed, grown)]
+        assert_close(*both, 1e-12)
+    assert torch.equal(fixed.rows, grown.rows)
+
+@pytest.mark.parametrize("method", METHODS[1:5], **NAMES)
+def test_queries_that_stand_before_the_first_key_that_is_put(method):
+    "A part of a text is read by a state that has its length already, and after it keys are put as ever"
+    (q, k, v), start = inputs(keys=40), torch.tensor([0, 4])
+    fixed, cache, grown = fixed_and_grown(method, q, k, v, start, 30, 40)
+    fixed.free(30, cache[0])
+    for x, y in zip(cache, (k, v)): x[:, :, 30:37] = y[:, :, 30:37]
+    for state in (fixed, grown): state.append(k[:, :, 30:36], v[:, :, 30:36], q=q[:, :, 30:36])
+    fixed.fix(40)
+    fixed.look_at(k[:, :, :36], v[:, :, :36])
+    args = q[:, :, 30:36], k[:, :, :36], v[:, :, :36]
+    want = method.decode(*args, causal=True, state=grown, kv_start=start)
+    assert_close(method.prefill(*args, state=fixed, kv_start=start), want, 1e-12)
+    grown.append(k[:, :, 36:37], v[:, :, 36:37], q=q[:, :, 36:37])
+    fixed.put(*cache, torch.tensor([36]), q=q[:, :, 36:37])
+    seen = dict(kv_start=start, kv_len=torch.tensor([37, 37]))
+    want = method.decode(q[:, :, 36:37], k[:, :, :37], v[:, :, :37], state=grown, kv_start=start)
+    assert_close(method.decode(q[:, :, 36:37], *cache, state=fixed, **seen), want, 1e-12)
+    with pytest.raises(ValueError, match="q must be the query of the key that was put, got 2 queries"):
+        method.decode(q[:, :, 35:37], *cache, state=fixed, **seen)
+
+def test_what_cannot_be_fixed():
+    "A row without a key goes on growing; one key alone is enough"
+    q, k, v = (x[:, :, :2] for x in inputs())
+    for method in (H2O(0.5), SnapKV(0.5)):
+        one = fixed_and_grown(method, q, k, v, torch.tensor([0, 0]), 1, 2)[0]
+        one.put(k, v, torch.tensor([1]), q=q[:, :, 1:])
+        assert_close(method.decode(q[:, :, 1:], k, v, state=one), attention(q[:, :, 1:], k, v), 1e-12)
+        none = method.new_state()
+        none.append(k[:, :, :1], v[:, :, :1], q=q[:, :, :1], shown=torch.tensor([[True], [False]]))
+        none.fix(9)
+        assert not none.fixed and len(none) == 1
+        with pytest.raises(ValueError, match="capacity must be"): none.fix(0)
+
+
 @pytest.mark.parametrize("kind, wrong", [
     (H2O, dict(budget=0)), (H2O, dict(budget=1.5)), (H2O, dict(recent=-1)), (H2O, dict(recent=2.0)),
     (H2O, dict(sinks=-1)), (H2O, dict(heads="all")), (H2O, dict(budget=8, recent=6, sinks=3)),
@@ -227,7 +301,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="kv_len must be the same"):
         method.decode(asked, k, v, state=state, kv_len=torch.tensor([50, 49]))
     with pytest.raises(ValueError, match="q must be the queries of these keys"): state.append(k, v)
-    with pytest.raises(TypeError, match="append takes q"): state.append(k, v, shown=None)
+    with pytest.raises(TypeError, match="append takes q"): state.append(k, v, angle=None)
     method.decode(asked, k, v, state=state)
     with pytest.raises(ValueError, match="q must stand behind the 49 keys"):
         method.decode(asked, k, v, state=state, kv_len=torch.tensor([40, 40]))

@@ -499,6 +499,76 @@ def test_the_context_is_what_the_first_far_query_sees():
     alone.append(k[1:, :, 90:140], v[1:, :, 90:140])
     assert_close(s.decode(q[1:], k[1:, :, 90:140], v[1:, :, 90:140], state=alone), outs[2][1:], 1e-12)
 
+def fixed_and_grown(s, k, v, start, length, capacity, **heard):
+    "A state that was fixed after `length` keys, its cache, and a state that grows"
+    shown, states = torch.arange(length) >= start[:, None], (s.new_state(), s.new_state())
+    for state in states: state.append(k[:, :, :length], v[:, :, :length], shown=shown, **heard)
+    states[0].fix(capacity)
+    states[0].look_at(k[:, :, :length], v[:, :, :length])
+    cache = [torch.nn.functional.pad(x[:, :, :length], (0, 0, 0, capacity - length)) for x in (k, v)]
+    return states[0], cache, states[1]
+
+@pytest.mark.parametrize("settings", [dict(budget=8), dict(probes=2), dict(unread=0.1), dict(budget=0.2, tail="drop"),
+                                      dict(budget=5, router="centroid", before_rope=True)], ids=str)
+@pytest.mark.parametrize("capacity", [70, 150])
+def test_an_index_of_a_fixed_length_is_one_that_grows(settings, capacity):
+    "Key by key, to the last place of the cache; with padding, with beams that change places, and in a second turn"
+    (_, k, v), q = inputs(keys=150), inputs(queries=150)[0]
+    s, start = Saap(**SMALL | settings), torch.tensor([0, 9])
+    before = lambda begin, end: dict(k_before=k[:, :, begin:end].flip(-1)) if s.before_rope else {}
+    fixed, cache, grown = fixed_and_grown(s, k, v, start, 40, capacity, **before(0, 40))
+    where = [x.data_ptr() for x in fixed.buffers()]
+    for n in range(40, 70):
+        for x, y in zip(cache, (k, v)): x[:, :, n] = y[:, :, n]
+        grown.append(k[:, :, n:n + 1], v[:, :, n:n + 1], **before(n, n + 1))
+        fixed.put(*cache, torch.tensor([n]), **before(n, n + 1))
+        asks = dict(q_before=q[:, :, n:n + 1].flip(-1)) if s.before_rope else {}
+        want = s.decode(q[:, :, n:n + 1], k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start, **asks)
+        got = s.decode(q[:, :, n:n + 1], *cache, state=fixed, kv_start=start, kv_len=torch.full((2,), n + 1), **asks)
+        assert_close(got, want, 1e-12)
+        assert torch.equal(fixed.rows[:, :, :n + 1], grown.rows) and torch.equal(fixed.fit, grown.fit)
+        if n == 50:
+            assert [x.data_ptr() for x in fixed.buffers()] == where
+            back, start = torch.tensor([1, 0]), start.flip(0)
+            k, v, cache = k[back], v[back], [x[back] for x in cache]
+            for state in (fixed, grown): state.pick_rows(back)
+    fixed.free(70, cache[0])
+    for state in (fixed, grown): state.append(k[:, :, 70:90], v[:, :, 70:90], **before(70, 90))
+    outs = [s.decode(q[:, :, 89:90], k[:, :, :90], v[:, :, :90], state=x, kv_start=start, **asks)
+            for x in (fixed, grown)]
+    assert_close(*outs, 1e-12)
+    assert torch.equal(fixed.rows, grown.rows) and fixed.held is grown.held is fixed.waits is None
+
+def test_what_has_no_far_key_is_read_whole_while_the_length_is_fixed():
+    "Exactly; when it may grow again, it is divided as if nothing had been"
+    q, k, v = inputs(keys=60)
+    s, start, end = Saap(budget=0, clusters=4, sinks=2, window=20), torch.tensor([0, 25]), torch.tensor([60, 60])
+    fixed, cache, grown = fixed_and_grown(s, k, v, start, 40, 64)
+    for n in range(40, 60):
+        for x, y in zip(cache, (k, v)): x[:, :, n] = y[:, :, n]
+        fixed.put(*cache, torch.tensor([n]))
+    grown.append(k[:, :, 40:], v[:, :, 40:])
+    got = s.decode(q, *cache, state=fixed, kv_start=start, kv_len=end)
+    assert_close(got[1:], attention(q[1:], k[1:, :, 25:], v[1:, :, 25:]), 1e-12)
+    assert (got[0] - attention(q, k, v)[0]).abs().max() > 1e-3
+    fixed.free(60, cache[0])
+    alone = [s.decode(q, k, v, state=x, kv_start=start)[1] for x in (fixed, grown)]
+    assert torch.equal(*alone) and torch.equal(fixed.rows[1], grown.rows[1])
+
+def test_what_cannot_be_fixed():
+    "A row without a key goes on growing; one key alone is enough; sinks and window are the method's"
+    q, k, v = inputs(keys=3)
+    s, none = Saap(**SMALL), Saap(**SMALL).new_state()
+    none.append(k[:, :, :1], v[:, :, :1], shown=torch.tensor([[True], [False]]))
+    none.fix(9)
+    assert not none.fixed and len(none) == 1
+    one, cache, _ = fixed_and_grown(s, k[:, :, :1], v[:, :, :1], torch.tensor([0, 0]), 1, 1)
+    out = s.decode(q, *cache, state=one, kv_len=torch.tensor([1, 1]))
+    assert_close(out, v[:, :, :1].repeat_interleave(3, 1), 1e-12)
+    with pytest.raises(ValueError, match="state must be fixed for sinks and a window of 2 and 8, got .2, 9"):
+        dataclasses.replace(s, window=8).decode(q, *cache, state=one)
+    with pytest.raises(ValueError, match="capacity must be"): none.fix(0)
+
 def test_copies_go_their_own_way():
     q, k, v = inputs(keys=300)
     s = Saap(budget=20, **SMALL)

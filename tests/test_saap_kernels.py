@@ -390,6 +390,43 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
 
 
 @kernel
+def test_lists_of_a_fixed_length_stay_where_they_are():
+    "Keys that are put are read as near ones, until so many are there that the lists are made anew in their places"
+    from sparse_nb.saap import EVERY, Saap
+    p = problem(2, 2, 2, 90, 16, FP32)
+    q, k, v = p.q, p.k.nan_to_num(), p.v.nan_to_num()
+    s, start = Saap(budget=12, sinks=2, window=20, clusters=8), torch.tensor([0, 9], device=DEVICE)
+    state = s.new_state()
+    state.append(k[:, :, :70], v[:, :, :70], shown=torch.arange(70, device=DEVICE) >= start[:, None])
+    state.fix(90)
+    state.look_at(k[:, :, :70], v[:, :, :70])
+    cache = [torch.nn.functional.pad(x[:, :, :70], (0, 0, 0, 20)) for x in (k, v)]
+    def step(n, built):
+        "Key n, and a step whose lists were made at key number `built`"
+        for x, y in zip(cache, (k, v)): x[:, :, n] = y[:, :, n]
+        state.put(*cache, torch.tensor([n], device=DEVICE))
+        masks = dict(kv_start=start, kv_len=torch.full((2,), n + 1, device=DEVICE))
+        got = s.decode(q, *cache, state=state, backend="triton", **masks)
+        wide = Saap(budget=12, sinks=2, window=20 + n - built, clusters=8)
+        grown = wide.new_state()
+        grown.append(k[:, :, :n + 1], v[:, :, :n + 1])
+        grown.fit, grown.waits = state.fit, None
+        assert_close(got, wide.decode(q, k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start,
+                                      backend="torch"), rtol=1e-5)
+    step(70, 70)
+    where = [x.data_ptr() for x in state.buffers()]
+    for n in (71, 72): step(n, 70)
+    state.late = EVERY - 1
+    step(73, 73)
+    step(74, 73)
+    assert [x.data_ptr() for x in state.buffers()] == where and len(where) == 12 and state.late == 1
+    back = torch.tensor([1, 0], device=DEVICE)
+    state.pick_rows(back)
+    q, k, v, start = q[back], k[back], v[back], start[back]
+    cache = [x[back] for x in cache]
+    step(75, 73)
+
+@kernel
 def test_which_backend():
     from sparse_nb.saap import saap_decode
     p = problem(1, 1, 2, 60, 16, FP32)

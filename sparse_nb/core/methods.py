@@ -6,8 +6,8 @@
 __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SPARE', 'SAMPLE', 'Stats', 'visible_keys', 'stats_of', 'Entry',
            'method_class', 'Settings', 'own_arguments', 'Method', 'starts_of', 'PrefillByDecode', 'PrefillByPattern',
            'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard', 'check_new_keys', 'check_picked',
-           'check_length', 'with_room', 'FixedLength', 'State', 'Fitted', 'block_keys', 'BlockRows', 'written_rows',
-           'FixedBlocks', 'BlockState', 'check_state', 'Predictor', 'weights_id']
+           'check_length', 'with_room', 'FixedLength', 'State', 'first_shown', 'slots_used', 'Fitted', 'block_keys',
+           'BlockRows', 'written_rows', 'FixedBlocks', 'BlockState', 'check_state', 'Predictor', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
 import hashlib
@@ -529,6 +529,13 @@ class FixedLength:
         check_count("capacity", capacity, len(self))
         self.rows, self.fixed = with_room(self.rows, capacity), True
 
+    def look_at(
+        self,
+        k: torch.Tensor,  # the keys that there are [B, G, n, D]
+        v: torch.Tensor,  # their values
+    ):
+        "What a state that was just fixed still asks of its keys; by itself nothing."
+
     def put(
         self,
         k: torch.Tensor,  # keys of the cache [B, G, n, D], n > at
@@ -561,7 +568,7 @@ class State(FixedLength):
 
     Subclasses define `features`.
     """
-    hears: ClassVar[tuple[str, ...]] = () # what it wants beside k and v: "shown", "q", "k_before" or "q_before"
+    hears: ClassVar[tuple[str, ...]] = () # what it wants beside k and v: "shown", "q", "scale", "k_before" or "q_before"
     spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
 
     def settings(self) -> dict:
@@ -614,6 +621,26 @@ class State(FixedLength):
         "Forget all keys."
         self.rows, self.fixed = None, False
 
+
+# %% ../../nbs/07_methods.ipynb #5107a5ed
+def first_shown(
+    begin: torch.Tensor | None, # first shown key of each sequence [B] among the keys before; None: there are none
+    known: int,                 # how many these are
+    k: torch.Tensor,            # the keys that follow [B, G, n, D]
+    shown: torch.Tensor | None, # which of them are shown [B, n]; None: all
+) -> tuple:                     # `begin` among all, `known + n` where none is shown, and whether each sequence shows one
+    "Where sequences begin. For `shown` a GPU is waited for."
+    if begin is None: begin = torch.zeros(len(k), dtype=torch.int64, device=k.device)
+    if shown is not None: begin = torch.where(begin == known, known + (shown.cumsum(-1) == 0).sum(-1), begin)
+    return begin, k.shape[2] > 0 and (shown is None or bool((begin < known + k.shape[2]).all()))
+
+def slots_used(
+    count: torch.Tensor,  # used slots of each query
+    state: State | None,  # of the method
+    most: int,            # slots that are enough whatever the numbers are
+) -> int:
+    "Slots of the neediest query, for which a GPU is waited for; `most` where a state of a fixed length forbids that."
+    return most if getattr(state, "fixed", False) and not on_cpu_eagerly(count) else int(count.max())
 
 # %% ../../nbs/07_methods.ipynb #d7d8f765
 class Fitted(State):

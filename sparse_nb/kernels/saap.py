@@ -160,6 +160,13 @@ class Index(NamedTuple):
         "C."
         return self.start.shape[2] - 1
 
+    def pick(
+        self,
+        rows: torch.Tensor, # sequence numbers [B'], int64
+    ) -> "Index":
+        "Sequence number rows[i] becomes sequence i, in tensors of its own."
+        return Index(*(x[rows.to(x.device)] for x in self))
+
 def build_index(
     k: torch.Tensor,             # keys [B, G, N, D], any strides; on the GPU or in pinned host memory
     v: torch.Tensor,             # values [B, G, N, D], likewise

@@ -106,6 +106,7 @@ class StatefulStaticLayer(StatefulLayer, StaticLayer):
         super().hear(keys, values, new, **heard)
         if not (fix and length and self.state.fixes): return
         self.state.fix(self.max_cache_len)
+        if self.state.fixed: self.state.look_at(keys, values)
         with torch.inference_mode(False): self.heard = torch.full((1,), length, device=keys.device)
         self.note_buffers()
 
