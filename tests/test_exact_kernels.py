@@ -80,7 +80,7 @@ SPANS = [(0, 1), (3, 70), (69, 70), (5, 5 + 31), (10, 10 + 32), (0, 33), (37, 70
 @kernel
 @pytest.mark.parametrize("engine", [False, True], ids=["pointers", "engine"])
 @pytest.mark.parametrize("columns", [0, 8, 16])
-@pytest.mark.parametrize("keys, programs", [(16, 1), (32, 8), (64, 30)])
+@pytest.mark.parametrize("keys, programs", [(16, 3), (32, 1), (64, 30)])
 def test_kernel_tiles(keys, programs, columns, engine):
     if engine and GPU and torch.cuda.get_device_capability()[0] < 9: pytest.skip("needs the copy engine")
     x, masks = problem(len(SPANS), 1, 3, 70, 64, FP16, spans=SPANS)
@@ -96,7 +96,7 @@ def test_kernel_tiles(keys, programs, columns, engine):
     (900, [(0, 900), (0, 0), (300, 301), (2, 800)])])
 @pytest.mark.parametrize("programs", [1, 7, 64])
 def test_kernel_shares(capacity, spans, programs, monkeypatch):
-    "With equal scores, the sum of exponentials of a share is how many keys it read: those of a share differ by a tile."
+    "With equal scores, the sum of exponentials of a part is how many keys it read: shares differ by a tile at most."
     (q, k, v), masks = problem(len(spans), 1, 2, capacity, 16, FP32, spans=spans)
     made, empty = [], torch.empty
     def recorded(*shape, **kw):
@@ -104,10 +104,13 @@ def test_kernel_shares(capacity, spans, programs, monkeypatch):
         return made[-1]
     monkeypatch.setattr(torch, "empty", recorded)
     tile = 32
-    launch(q * 0, k, v, None, *masks.values(), Tiles(tile, 4, 2, programs, 0), False)
+    out = launch(q * 0, k, v, None, *masks.values(), Tiles(tile, 4, 2, programs, 0), False)
     monkeypatch.undo()
+    for b, (start, stop) in enumerate(spans):
+        if start < stop: assert_close(out[b, :, 0], v[b, :, start:stop].double().mean(1).expand(2, -1), TOLERANCE[FP32])
+        else: assert out[b].isnan().all()
     shares, most = made[0][1, 0], made[0].shape[2] - len(spans) + 1                          # sums of head 0
-    read = shares[~shares.isnan()].long().tolist()
+    read = [int(x) for x in shares[~shares.isnan()] if x > 0]
     tiles = [-(-(stop - start) // tile) for start, stop in spans]
     assert sum(read) == sum(stop - start for start, stop in spans)
     used = min(most, sum(tiles))

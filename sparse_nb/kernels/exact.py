@@ -84,11 +84,10 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, m_ptr, l_ptr, o_ptr, start
             b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
             m, l, acc = _fold(b_q, b_k, b_v, i_n + o_n >= first + t * BN, m, l, acc, scale, FLIP)
         i_o = i_h.to(tl.int64) * S + i_p + i_b                        # no other share and sequence has this place
-        m_o = m_r & (t_0 < t_1)
-        tl.store(m_ptr + i_o, m, mask=m_o)
-        tl.store(l_ptr + i_o, l, mask=m_o)
+        tl.store(m_ptr + i_o, m, mask=m_r)
+        tl.store(l_ptr + i_o, l, mask=m_r)
         if FLIP: acc = tl.trans(acc)
-        tl.store(o_ptr + i_o[:, None] * D + o_d[None, :], acc, mask=m_o[:, None] & (o_d < D)[None, :])
+        tl.store(o_ptr + i_o[:, None] * D + o_d[None, :], acc, mask=m_r[:, None] & (o_d < D)[None, :])
 
 # %% ../../kernels/exact.ipynb #d82fa134
 @triton.jit
@@ -107,8 +106,7 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, start_ptr, len_ptr, out_b, out_h
     if PDL: gdc_wait()
     m = tl.load(m_ptr + i_c + o_c, mask=o_c < C, other=-float("inf"))
     l = tl.load(l_ptr + i_c + o_c, mask=o_c < C, other=0.)
-    M = tl.max(m, 0)
-    M = tl.where(M == -float("inf"), 0., M)
+    M = tl.max(m, 0)                                                  # of no key at all: -inf, and all that follows NaN
     Z = tl.sum(l * tl.exp2(m - M), 0)                                 # Z = sum 2^(m_c - M) l_c
     acc = tl.zeros([BD], tl.float32)
     for c in tl.range(0, C, BP):
