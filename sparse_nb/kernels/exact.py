@@ -136,7 +136,7 @@ def tile_settings(
     "What is launched for rows of this size."
     if itemsize == 4: return Tiles(max(16, min(32, 2048 // BD)), 4, 2, 2, 0)
     keys = 64 if BD <= 128 else 32
-    return Tiles(keys, 4, 3, 2, 16) if engine else Tiles(keys, 4, 3, 2, 0)
+    return Tiles(keys, 4, 3, 2, 8) if engine else Tiles(keys, 4, 3, 2, 0)
 
 # %% ../../kernels/exact.ipynb #78171a8f
 def launch(
