@@ -134,7 +134,7 @@ def tile_settings(
     engine: bool,  # does the copy engine bring the tiles?
 ) -> Tiles:
     "What is launched for rows of this size."
-    if itemsize == 4: return Tiles(max(16, min(32, 2048 // BD)), 4, 2, 2, 0)
+    if itemsize == 4: return Tiles(max(16, min(32, 2048 // BD)), 4, 3, 2, 0)
     keys = 64 if BD <= 128 else 32
     return Tiles(keys, 4, 3, 2, 8) if engine else Tiles(keys, 4, 3, 2, 0)
 
