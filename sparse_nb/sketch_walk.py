@@ -8,9 +8,9 @@ __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'PIECES', 'HEADS', 'POOLS', 'POW
            'next_step', 'list_sizes', 'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means',
            'guessed_shares', 'true_shares', 'drawn_shares', 'Asked', 'shares_of_blocks', 'earlier_shares',
            'prompt_lists', 'Query', 'query_blocks', 'own_rows', 'query_shares', 'true_query_shares', 'query_lists',
-           'keys_of', 'Blocks', 'packed_index', 'ByKernels', 'SketchWalk', 'bytes_a_key', 'by_kernel', 'pattern_of',
-           'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'served', 'by_kernels', 'keys_read', 'decoded',
-           'sketch_walk_prefill', 'sketch_walk_decode']
+           'keys_of', 'Packed', 'Blocks', 'packed_index', 'ByKernels', 'SketchWalk', 'bytes_a_key', 'by_kernel',
+           'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'served', 'by_kernels',
+           'keys_read', 'decoded', 'sketch_walk_prefill', 'sketch_walk_decode']
 
 # %% ../nbs/50_sketch_walk.ipynb #85d6c96d
 import math
@@ -26,7 +26,7 @@ from .core.checks import (
     check_bounds, check_choice, check_count, check_inputs, check_number, check_scores, on_cpu_eagerly)
 from .core.exact import grouped, masked_scores, no_autocast, promote, to_device_of, visible_range
 from .core.methods import (
-    BlockState, Exact, Method, check_state, own_arguments, starts_of, stats_of, visible_keys)
+    BlockState, Exact, Method, block_keys, check_state, own_arguments, starts_of, stats_of, visible_keys)
 from .core.selection import (
     HAS_TRITON, budget_counts, has_kernels, make_selection, take_rows, weighted_attention)
 from .core.streams import fold_in, head_seeds, new_seed, philox, tickets
@@ -443,7 +443,7 @@ def keys_of(lists, place, first, end, size, q, k, slots):
     return make_selection(q, spread(index), spread(used), first)
 
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade01
-class Blocks(BlockState):
+class Packed(BlockState):
     "An index, and on a GPU the same as its kernels read it."
     __slots__ = "packed", "keys"  # `sparse_nb.kernels.sketch_walk.Index`, and how many keys there were at its last step
 
@@ -468,24 +468,6 @@ class Blocks(BlockState):
         super().reset()
         self.packed, self.keys = None, 0
 
-    def fix(self, capacity):
-        "As `BlockState.fix`; where kernels may read it, what they read lies at addresses of its own, too."
-        super().fix(capacity)
-        if not self.fixed: return
-        kernels = HAS_TRITON and self.rows.is_cuda and self.reduce.index in (*FINE, "mean")
-        if self.packed is None and not kernels: return
-        with torch.inference_mode(False): self.pack_all(self.tail.shape[3], self.rows.shape[2])
-
-    def put(self, k, v, at, shown=None):
-        "As `BlockState.put`; the same block is packed."
-        super().put(k, v, at, shown=shown)
-        if self.packed is not None: self.pack_some(self.wide((at - self.begin)[:, None] // self.size))
-
-    def free(self, length, k):
-        "As `BlockState.free`; the kernels' index is packed anew when they are asked."
-        super().free(length, k)
-        self.packed, self.keys = None, 0
-
     def buffers(self):
         "As `BlockState.buffers`, with those of the kernels."
         return super().buffers() + [x for x in self.packed or () if x is not None]
@@ -502,6 +484,60 @@ class Blocks(BlockState):
         rows = self.rows.gather(2, place.expand(*self.rows.shape[:2], -1, *self.rows.shape[3:]))
         for x, new in zip(self.packed[:3], pack(self.reduce.index, rows, self.begin, self.packed.sign)):
             if x is not None: x.scatter_(2, (place[..., 0] if x.ndim == 4 else place).expand_as(new), new)
+
+# %% ../nbs/50_sketch_walk.ipynb #5e0a71c5
+class Blocks(Packed):
+    """A packed index whose length may be fixed.
+
+    While kernels answer each key that is put, they alone write the blocks that it completes: a `put` is nothing then.
+    """
+    __slots__ = "grown", "followed", "awaits"  # keys when it was fixed; do kernels write? has the last key no answer?
+
+    def __init__(self, size, reduce, merge):
+        super().__init__(size, reduce, merge)
+        self.grown, self.followed, self.awaits = 0, False, False
+
+    def fix(self, capacity):
+        "As `BlockState.fix`; where kernels may read it, what they read lies at addresses of its own, too."
+        grown = len(self)
+        super().fix(capacity)
+        if not self.fixed: return
+        self.grown, self.followed, self.awaits = grown, False, False
+        kernels = HAS_TRITON and self.rows.is_cuda and self.reduce.index in (*FINE, "mean")
+        if self.packed is None and not kernels: return
+        with torch.inference_mode(False): self.pack_all(self.tail.shape[3], self.rows.shape[2])
+
+    def put(self, k, v, at, shown=None):
+        "As `BlockState.put`; the same block is packed. Nothing where kernels have answered the key before."
+        if self.followed and not self.awaits:
+            self.awaits = True
+            return
+        if self.followed: self.catch_up(k, at)
+        super().put(k, v, at, shown=shown)
+        if self.packed is not None: self.pack_some(self.wide((at - self.begin)[:, None] // self.size))
+
+    def catch_up(
+        self,
+        k: torch.Tensor, # the keys [B, G, n, D]
+        end,             # how many of them there are, int or [1] or [B]
+    ):
+        "Make the rows that kernels alone have followed, in both forms; from here on they follow no more."
+        if not self.followed: return
+        self.followed = self.awaits = False
+        number = torch.arange(max(1, (len(self) - self.grown + self.size - 2) // self.size + 1), device=k.device)
+        first = (self.grown - self.begin).clamp(min=0)[:, None] // self.size
+        block = (first + number).clamp(max=self.rows.shape[2] - 1)
+        i = torch.arange(k.shape[2], device=k.device).expand(len(k), -1)
+        there = i < (end if isinstance(end, int) else end.view(-1, 1))
+        new = self.reduce(*block_keys(k, there, self.begin[:, None] + block * self.size, self.size))
+        self.rows.scatter_(2, self.wide(block).expand_as(new), new.to(self.rows.dtype))
+        if self.packed is not None: self.pack_some(self.wide(block))
+
+    def free(self, length, k):
+        "As `BlockState.free`; the kernels' index is packed anew when they are asked."
+        super().free(length, k)
+        self.packed, self.keys = None, 0
+        self.catch_up(k, length)
 
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade04
 def packed_index(s, state, size, masked):
@@ -670,6 +706,7 @@ def select_keys(s, q, k, masks, seed, scale, state, step):
     if s.walk is not None and s.index == "oracle":
         raise ValueError("walk must be None for single queries of an oracle, which keeps no rows, got 'softmax'")
     state = state_of(s, q, k, state, masks)
+    if state.fixed: state.catch_up(k, k.shape[2] if masks["kv_len"] is None else masks["kv_len"])
     with torch.no_grad(): lists, place, first, end = query_lists(s, q, k, state, step, masks, scale, seed)
     slots = max(2, math.ceil(lists.shape[-1] * s.density))
     return keys_of(lists, place, first, end, s.block, q, k, slots)
@@ -695,6 +732,7 @@ def by_kernels(s, q, k, v, state, masks, scale):
     "Attention of one query a head on a GPU."
     from sparse_nb.kernels import sketch_walk as kernels
     index = packed_index(s, state, q.shape[3], masks["kv_len"] is not None)
+    state.followed, state.awaits = state.fixed, False
     return kernels.decode(q, k, v, index, kernels.Settings(s.block, s.density, s.index, s.heads), scale=scale,
                           kv_start=masks["kv_start"], kv_len=masks["kv_len"]).out
 

@@ -397,33 +397,42 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
 
 
 @kernel
-@pytest.mark.parametrize("index, heads", [("fine4", "group"), ("fine16", "each"), ("mean", "group")])
-def test_a_state_of_a_fixed_length(index, heads):
-    "Put key by key where they have their place, padding included: nothing moves, and a step is that of a growing one."
+@pytest.mark.parametrize("index, heads, answered", [
+    ("fine16", "group", "all"), ("fine4", "each", "some"), ("mean", "group", "some")])
+def test_a_state_of_a_fixed_length(index, heads, answered):
+    """Put key by key where they have their place, padding included: nothing moves, and a step is that of a growing one.
+
+    Where kernels answer all keys, they alone write; where they answer some, in turns with PyTorch, nothing is missed.
+    """
     from sparse_nb.kernels.sketch_walk import pack
-    p, s = problem(2, 2, 2, 210, 64, FP32), SketchWalk(32, 0.4, index, heads=heads)
+    p, s = problem(2, 1, 2, 196, 64, FP32), SketchWalk(32, 0.4, index, heads=heads)
     start = torch.tensor([0, 45], device=DEVICE)
-    k, v = (torch.full((2, 2, 250, 64), math.nan, device=DEVICE) for _ in range(2))
+    k, v = (torch.full((2, 1, 250, 64), math.nan, device=DEVICE) for _ in range(2))
     grown, fixed = s.new_state(), s.new_state()
     def grow(state, a, b):
         i = torch.arange(a, b, device=DEVICE)
         state.append(p.k[:, :, a:b], p.v[:, :, a:b], shown=i >= start[:, None])
-    for x in (grown, fixed): grow(x, 0, 150)
-    k[:, :, :150], v[:, :, :150] = p.k[:, :, :150], p.v[:, :, :150]
+    for x in (grown, fixed): grow(x, 0, 157)
+    k[:, :, :157], v[:, :, :157] = p.k[:, :, :157], p.v[:, :, :157]
     step = lambda state, k, v, by, **kw: s.decode(p.q, k, v, backend=by, state=state, kv_start=start, **kw)
-    step(fixed, k[:, :, :150], v[:, :, :150], "triton")
+    step(fixed, k[:, :, :157], v[:, :, :157], "triton")
     fixed.fix(250)
     places = [x.data_ptr() for x in fixed.buffers()]
     assert len(fixed) == 250 and len(places) == (7 if index == "fine16" else 6)
-    for n in range(150, 210):
+    for n in range(157, 196):
         k[:, :, n], v[:, :, n] = p.k[:, :, n], p.v[:, :, n]
+        old, length = [x.clone() for x in fixed.buffers()], torch.full((2,), n + 1, device=DEVICE)
         fixed.put(k, v, torch.tensor([n], device=DEVICE))
         grow(grown, n, n + 1)
+        if answered == "all":
+            if n > 157: assert all(torch.equal(*x) for x in zip(old, fixed.buffers()))
+            got = step(fixed, k, v, "triton", kv_len=length)
         if n % 8: continue
-        length = torch.full((2,), n + 1, device=DEVICE)
         want = step(grown, p.k[:, :, :n + 1], p.v[:, :, :n + 1], "torch")
-        for by in ("torch", "triton"):
-            assert_close(step(fixed, k, v, by, kv_len=length), want, rtol=TOLERANCE[FP32])
+        if answered == "all": assert_close(got, want, rtol=TOLERANCE[FP32])
+        else:
+            for by in ("torch", "triton") if n % 16 else ("triton",):
+                assert_close(step(fixed, k, v, by, kv_len=length), want, rtol=TOLERANCE[FP32])
         fresh = pack(index, grown.rows, grown.begin, fixed.packed.sign)
         for b in range(2):
             full = (n + 1 - int(start[b])) // 32
@@ -431,7 +440,7 @@ def test_a_state_of_a_fixed_length(index, heads):
                 if x is not None and x.dtype == FP32: assert_close(x[b, :, :full], y[b, :, :full], rtol=1e-6)
                 elif x is not None: assert torch.equal(x[b, :, :full], y[b, :, :full])
     assert [x.data_ptr() for x in fixed.buffers()] == places
-    fixed.free(210, k)
+    fixed.free(196, k)
     for name in ("rows", "begin", "tail", "tail_shown", "count"):
         x, y = getattr(fixed, name), getattr(grown, name)
         assert x == y if name == "count" else torch.equal(x, y), name
@@ -583,8 +592,8 @@ if GPU:
         grown = s.new_state()
         for a, b in ((0, 4030), *((n, n + 1) for n in range(4030, 4200))): grown.append(p.k[:, :, a:b], p.v[:, :, a:b])
         assert_close(out, s.decode(p.q, p.k, p.v, state=grown, backend=backend), rtol=TOLERANCE[BF16])
-        assert_close(state.rows, grown.rows, rtol=1e-6)
         state.free(4200, p.k)
+        assert_close(state.rows, grown.rows, rtol=1e-3)  # of 4-bit codes some lie between two
         assert torch.equal(state.begin, grown.begin) and torch.equal(state.tail, grown.tail)
 
     @pytest.mark.gpu
@@ -640,11 +649,11 @@ if not INTERPRETED:
             assert used["spills"] <= most and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
 
     @pytest.mark.budget(40)
-    @pytest.mark.parametrize("shard", range(3))
+    @pytest.mark.parametrize("shard", range(4))
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
     def test_in_the_interpreter(forked_pytest, shard):
         pytest.importorskip("triton")
-        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/3", __file__,
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/4", __file__,
                                    TRITON_INTERPRET="1")
         print(said)
         assert not code and re.search(r"\d passed", said), said[-4000:]
