@@ -84,6 +84,11 @@ class HeldRows(State):
         self.begun, self.done = None, 0            # keys it was decided on, None: not yet; queries that are counted
         self.mark, self.begin, self.shows, self.scale = 0, None, False, None
 
+    def goes_on(self, other):
+        "This state, where `other` is."
+        for name in ("rows", *HeldRows.__slots__): setattr(self, name, getattr(other, name))
+        return self
+
     @property
     def hears(self):
         "Queries, the scale of the scores, and, until every sequence has shown a key, which are shown."
@@ -177,12 +182,8 @@ class Growing(HeldRows):
 
 # %% ../nbs/64_eviction.ipynb #e71c7ed0
 class Held(Growing):
-    """As `Growing`, and of a fixed length: then each key that is put evicts, where the method evicts in steps.
-
-    `asked` is then the newest query [B, H, 1, D], `counted` how many are counted [1], and `limits` are the keys that
-    stay of each sequence, and the newest among them. `older`, a state that grows, is for queries from before the first
-    key that is put.
-    """
+    "As `Growing`, and of a fixed length: then `asked` is the newest query alone, and is counted when the next key is put."
+    # counted: queries that are [1]; limits: `H2O.limits`; older: a state that grows, for queries from before the first key
     __slots__ = "counted", "limits", "older"
 
     def _forget(self):
@@ -200,11 +201,9 @@ class Held(Growing):
         n, room = k.shape[2], self.rows
         self.rows = room[:, :, :n]
         self.held_at(n, k, self.begin, self.scale)
-        self.older = old = Growing(self.rule)
-        for name in HeldRows.__slots__: setattr(old, name, getattr(self, name))
+        self.older = old = Growing(self.rule).goes_on(self)
         old.rows = self.rows.clone()
-        room[:, :, :n] = old.rows
-        self.rows = room
+        room[:, :, :n], self.rows = old.rows, room
         if not self.rule.steps: return
         old.asked = self.asked.clone()  # and not the queries of a prompt with it
         self.asked, self.votes = with_room(self.asked[:, :, :0], 1), with_room(self.votes, room.shape[2])
@@ -224,9 +223,7 @@ class Held(Growing):
     def free(self, length, k):
         "As `State.free`."
         super().free(length, k)
-        if self.older is not None and len(self.older) == length:
-            for name in HeldRows.__slots__: setattr(self, name, getattr(self.older, name))
-            self.rows = self.older.rows
+        if self.older is not None and len(self.older) == length: self.goes_on(self.older)
         elif self.rule.steps:
             self.mark = self.done = length - 1
             self.votes = self.votes[:, :, :self.mark]
@@ -237,7 +234,7 @@ class Held(Growing):
         "As `State.pick_rows`."
         super().pick_rows(rows)
         if self.older is not None: self.older.pick_rows(rows)
-        if self.limits is not None: self.limits = tuple(x[rows.to(x.device)] for x in self.limits)
+        if self.limits is not None: self.limits = [x[rows.to(x.device)] for x in self.limits]
 
     def buffers(self):
         "As `State.buffers`."
@@ -365,9 +362,8 @@ class H2O(Evicts):
         "The keys that stay of a prompt, and the attention that all its queries gave them."
         votes = q.new_zeros(held.shape, dtype=torch.float64)
         for a in range(0, q.shape[2], QUERIES_AT_ONCE):
-            asked = q[:, :, a:a + QUERIES_AT_ONCE]
-            b = a + asked.shape[2]
-            votes[:, :, :b] += vote_shares(asked, k[:, :, :b], torch.arange(a, b, device=q.device), first,
+            b = min(a + QUERIES_AT_ONCE, q.shape[2])
+            votes[:, :, :b] += vote_shares(q[:, :, a:b], k[:, :, :b], torch.arange(a, b, device=q.device), first,
                                            each=self.heads == "each", scale=scale).sum(2)
         return most_voted(votes, held, first, *self.limits(first, q.shape[2]), self.sinks), votes
 
@@ -378,8 +374,7 @@ class H2O(Evicts):
 
     def after_query(self, q, k, first, scale, held, votes, place, limits):
         "As `after_step`, for the query of key number `place` [1] among more, with the `limits` there are."
-        own = vote_shares(q, k, place, first, each=self.heads == "each", held=held, scale=scale)[:, :, 0]
-        votes = votes + own
+        votes = votes + vote_shares(q, k, place, first, each=self.heads == "each", held=held, scale=scale)[:, :, 0]
         return most_voted(votes, held, first, *limits, self.sinks, place + 1), votes
 
     def decode(self, q, k, v, *, return_stats=False, **settings):

@@ -664,6 +664,11 @@ class Santa(Method):
         _check_sampler(self.samples, self.scheme, self.tile)
         _check_promise(self.eps, self.delta, self.bound, self.scheme, self.samples)
 
+    @property
+    def waits(self) -> bool:
+        "With eps: how many values are drawn is looked at."
+        return self.eps is not None
+
     def new_state(self):
         "`ValueNorms` with eps."
         return None if self.eps is None else ValueNorms()

@@ -1,14 +1,21 @@
 "A step that transformers compiles: every method in one graph, with the tokens it writes otherwise."
+import sys
+from contextlib import ExitStack, nullcontext
+
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 from sparse_nb.attention import Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
-from sparse_nb.hf import sparsify
+from sparse_nb.core.methods import CLASSES, method_class, own_arguments
+from sparse_nb.hf import no_graph, sparsify
+from sparse_nb.lsh import KDEformer, Reformer
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
@@ -16,14 +23,15 @@ from sparse_nb.vattention import VAttention
 from test_hf import build
 from test_sparsify import IDS, MASK, PADDED, ids_of
 
+SMALL = dict(sinks=2, window=8, clusters=4)
 METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), Santa(samples=32),
-           Santa(samples=32, eps=0.5, delta=0.1), Quest(budget=12, page=4), Adamas(budget=12),
+           Quest(budget=12, page=4), Adamas(budget=12),
            DoubleSparsity(budget=12, channels=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
            VAttention(sinks=2, window=4, topk=4, base=4),
            VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)),
            Then(Quest(budget=12, page=4), Santa(samples=8)),
            SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0),
-           Saap(budget=8, sinks=2, window=8, clusters=4), Saap(probes=1, sinks=2, window=8, clusters=4, tail="drop"),
+           Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL),
            H2O(budget=12, recent=4), SnapKV(budget=16, window=4, heads="each")]
 
 @pytest.fixture(scope="module")
@@ -69,8 +77,78 @@ def test_networks_of_the_pocket_in_a_compiled_step():
     with sparsify(model, decode=HashAttention(budget=12)):
         assert torch.equal(compiled(model, max_new_tokens=4), ids_of(model, max_new_tokens=4))
 
+class NoWait(TorchDispatchMode):
+    "Refuses operations that would make the host wait for a GPU, or copy numbers of the host to it."
+    waits = [getattr(torch.ops.aten, name) for name in (
+        "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2", "unique_dim",
+        "unique_consecutive", "bincount", "lift_fresh")]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        picks = args[1] if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put,
+                                                       torch.ops.aten.index_put_) else ()
+        if (function.overloadpacket in self.waits or function is torch.ops.aten.repeat_interleave.Tensor
+                or any(x is not None and x.dtype == torch.bool for x in picks)): raise AssertionError(str(function))
+        return function(*args, **(kwargs or {}))
+
+class NoLook(TorchFunctionMode):
+    "Refuses looks at numbers that PyTorch does on a CPU without an operation."
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        looks = torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.item
+        if function in looks: raise AssertionError(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+def one_step(method, monkeypatch):
+    "A key is put, and its query decoded, twice: what is made once is made the first time, and the second may not wait."
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sparse_nb") and hasattr(module, "on_cpu_eagerly"):
+            monkeypatch.setattr(module, "on_cpu_eagerly", lambda x: False)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 64, 16, generator=g) for heads in (4, 2, 2))
+    state, shown, own = method.new_state(), torch.arange(40) >= torch.tensor([[0], [5]]), {}
+    if state is not None:
+        known = dict(shown=shown, q=q[:, :, :40])
+        state.append(k[:, :, :40], v[:, :, :40], **{name: x for name, x in known.items() if name in state.hears})
+        state.fix(64)
+        state.look_at(k[:, :, :40], v[:, :, :40])
+        assert state.fixed
+    start, seed = torch.tensor([0, 5]), torch.arange(8).view(2, 4)
+    for n, modes in ((40, (nullcontext(),)), (41, (NoWait(), NoLook()))):
+        at, end, asked = torch.tensor([n]), torch.tensor([n + 1] * 2), q[:, :, n:n + 1]
+        heard = dict(q=asked) if state is not None and "q" in state.hears else {}
+        own = own_arguments(state, method.new_step())
+        with ExitStack() as stack:
+            for mode in modes: stack.enter_context(mode)
+            if state is not None: state.put(k, v, at, **heard)
+            method.decode(asked, k, v, kv_start=start, kv_len=end, seed=seed, **own)
+
+WAITING = [TopP(), Santa(samples=32, eps=0.5, delta=0.1), Then(TopP(), Santa(samples=8))]
+MORE = [*(Santa(samples=32, scheme=x, tile=8) for x in ("iid", "stratified", "proportional", "flash")),
+        *(VAttention(sinks=2, window=4, topk=4, base=4, **x) for x in (
+            dict(guarantee="numerator"), dict(guarantee="output"), dict(replacement=True), dict(bound="hoeffding"),
+            dict(predictor=Saap(**SMALL)))),
+        Saap(unread=0.1, **SMALL), Saap(router="centroid", rank="mass", tail="second_order", **SMALL),
+        Then(Saap(budget=8, **SMALL), Santa(samples=8)), H2O(0.3, sinks=1, heads="each"), SnapKV(0.5, 4),
+        Reformer(bins=4), KDEformer(bins=4)]
+
+@pytest.mark.parametrize("method", METHODS + MORE, ids=lambda m: repr(m)[:60])
+def test_a_step_does_not_wait_for_a_gpu(method, monkeypatch):
+    assert no_graph(method) is None
+    one_step(method, monkeypatch)
+
+@pytest.mark.parametrize("method", WAITING, ids=lambda m: repr(m)[:60])
+def test_a_step_that_waits_is_known_to(method, monkeypatch):
+    assert "waits for the GPU in every step" in no_graph(method)
+    with pytest.raises(AssertionError, match="_local_scalar_dense"): one_step(method, monkeypatch)
+
+def test_every_method_that_decodes_was_asked_whether_it_waits():
+    asked = {type(m).__name__ for m in METHODS + MORE + WAITING}
+    decoding = {name for name in CLASSES if method_class(name).decode is not None}
+    assert decoding - asked == {"Exact", "HashAttention", "SketchWalk"}  # other tests
+
 def test_what_no_graph_can_hold_is_refused_by_name(llama):
-    for method, why in ((TopP(), "TopP waits for the GPU in every step"),):
+    for method, why in ((TopP(), "TopP waits for the GPU in every step"),
+                        (Santa(samples=32, eps=0.5, delta=0.1), "Santa waits for the GPU in every step"),
+                        (Then(TopP(), Santa(samples=8)), "TopP waits for the GPU in every step")):
         forget(llama)
         with sparsify(llama, decode=method), pytest.raises(ValueError, match=f"graph can hold, got .*{why}"):
             compiled(llama)
@@ -105,7 +183,7 @@ def test_a_second_turn_goes_on_with_the_cache(llama):
             ids = out.sequences if more is None else torch.cat([out.sequences, more], 1)
         return ids
     for method in (Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
-                   Saap(budget=8, sinks=2, window=8, clusters=4), H2O(budget=12, recent=4)):
+                   Saap(budget=8, **SMALL), H2O(budget=12, recent=4)):
         with sparsify(llama, decode=method, seed=3):
             want = two_turns(transformers.DynamicCache(config=llama.config))
             got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())

@@ -568,7 +568,8 @@ class State(FixedLength):
 
     Subclasses define `features`.
     """
-    hears: ClassVar[tuple[str, ...]] = () # what it wants beside k and v: "shown", "q", "scale", "k_before" or "q_before"
+    # what it wants beside k and v: "shown", "q", "scale" (of the scores), "k_before" or "q_before"
+    hears: ClassVar[tuple[str, ...]] = ()
     spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
 
     def settings(self) -> dict:
@@ -628,8 +629,8 @@ def first_shown(
     known: int,                 # how many these are
     k: torch.Tensor,            # the keys that follow [B, G, n, D]
     shown: torch.Tensor | None, # which of them are shown [B, n]; None: all
-) -> tuple:                     # `begin` among all, `known + n` where none is shown, and whether each sequence shows one
-    "Where sequences begin. For `shown` a GPU is waited for."
+) -> tuple:                     # `begin` among all, and whether each sequence has shown a key
+    "Where sequences begin, at the end where no key is shown. For `shown` a GPU is waited for."
     if begin is None: begin = torch.zeros(len(k), dtype=torch.int64, device=k.device)
     if shown is not None: begin = torch.where(begin == known, known + (shown.cumsum(-1) == 0).sum(-1), begin)
     return begin, k.shape[2] > 0 and (shown is None or bool((begin < known + k.shape[2]).all()))
