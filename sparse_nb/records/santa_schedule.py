@@ -23,7 +23,7 @@ from ..grid import Grid, Worker, frame_of, run
 from ..hf import attention_override, capture, prefill
 from ..models.cache import fork_cache
 from .answers import stacked
-from .recorder import machine, read_record, write_record
+from .recorder import machine, need_gpu, read_record, write_record
 from .sketch_walk import sized_alike
 from ..santa import Santa, largest_remainder, variance_trace
 
@@ -327,5 +327,6 @@ def record_witness(
     quick: bool = False,  # two steps of learning, two prompts
     say: Callable = print, # hears of each step
 ) -> Path: # the file
-    "The same for the witness."
+    "The same for the witness. Raises ValueError without a GPU, unless `quick`."
+    if not quick: need_gpu("santa_schedule_witness")
     return make_record(out, WITNESS, quick, say)

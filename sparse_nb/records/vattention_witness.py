@@ -141,7 +141,7 @@ class Size:
     tokens: int   # of a text
     every: int    # tokens of a stretch that is told
 
-FULL = Size("witness", ("needle", "multikey:keys=2", "multikey:keys=4"), 4096, 200, 50, 2, 8192, 256)
+FULL = Size("witness", ("needle", "multikey:keys=2", "multikey:keys=4"), 4096, 200, 50, 2, 4096, 256)
 QUICK = Size("pocket", ("needle", "multikey"), 700, 2, 2, 1, 64, 32)
 
 def writers(
@@ -157,14 +157,15 @@ def grids(
 ) -> dict: # name -> `Grid`
     "What is asked: `answers` at equal reads, and `prompt` and `context`, the two set-ups."
     found = {}
-    def add(what, task, arms, prompts, **settings):
+    def add(what, task, arms, prompts, at_once, **settings):
         for first in range(0, prompts, size.each):
             found[f"{what}.{task.replace(':', '.')}.{first}"] = Grid(
                 size.model, [task], [size.length], arms, prompts=min(size.each, prompts - first), seed=first,
-                chat=False, batch=size.each * size.length, **settings)
-    for task in size.tasks: add("answers", task, sampled_arms(), size.prompts)
-    for task in size.tasks[-2:]:
-        for setup in ("prompt", "context"): add(setup, task, little_arms(), size.prompts // 2, setup=setup)
+                chat=False, batch=at_once * size.length, **settings)
+    for task in size.tasks: add("answers", task, sampled_arms(), size.prompts, 25)
+    for task in size.tasks[-2:]:  # a question has twenty queries
+        for setup, at_once in (("prompt", 25), ("context", 10)):
+            add(setup, task, little_arms(), size.prompts // 2, at_once, setup=setup)
     return found
 
 # %% ../../kernels/records/vattention_witness.ipynb #af06ceca
