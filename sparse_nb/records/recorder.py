@@ -110,10 +110,18 @@ RECORDS = {
                            "the pocket model's answers with SANTA"),
     "santa_schedule": Record(_HERE + "santa_schedule:record", "{gpu}_santa_schedule.json",
                              "samples for each layer of the pocket model: learned, or not", gpu=False),
+    "santa_schedule_witness": Record(_HERE + "santa_schedule:record_witness", "{gpu}_santa_schedule_witness.json",
+                                     "the same for the witness"),
     "vattention_pocket": Record(_HERE + "vattention_pocket:record", "{gpu}_vattention_pocket.json",
                                 "the pocket model's answers with vAttention, and its promise"),
+    "vattention_witness": Record(_HERE + "vattention_witness:record", "{gpu}_vattention_witness.json",
+                                 "vAttention's answers on the witness, and texts that it writes"),
     "two_models": Record(_HERE + "two_models:record", "{gpu}_two_models.json",
                          "every method on the pocket model and on the witness"),
+}
+
+# %% ../../kernels/records/recorder.ipynb #2aafb91b
+RECORDS |= {
     "prefill": Record(_HERE + "prefill:record", "{gpu}_prefill.json", "a prompt: ours, dense rivals, and launches"),
     "first_token": Record(_HERE + "first_token:record", "{gpu}_first_token.json", "a whole model's first token"),
     "delta": Record(_HERE + "delta:record", "{gpu}_delta.json",
