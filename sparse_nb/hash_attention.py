@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BITS', 'PARTS', 'POCKET_WEIGHTS', 'network_outputs', 'signatures', 'save_networks', 'hash_maps', 'trained_on',
-           'LearnedBits', 'HashAttention']
+           'LearnedBits', 'by_kernels', 'HashAttention']
 
 # %% ../nbs/61_hash_attention.ipynb #af878a7b
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ import torch
 from .core.checks import check_budget, check_count
 from .core.exact import grouped, no_autocast, promote
 from .core.methods import Predictor, State, weights_id
+from .core.selection import Selection, has_kernels
 
 # %% ../nbs/61_hash_attention.ipynb #738d5521
 BITS = 32
@@ -125,6 +126,19 @@ class LearnedBits(State):
         return self.hash(k, "k")[..., None]
 
 # %% ../nbs/61_hash_attention.ipynb #9603a710
+def by_kernels(
+    kind: str,           # what the index is, as in `sparse_nb.kernels.choose.choose`
+    q: torch.Tensor,     # queries [B, H, Q, D]
+    rows: torch.Tensor,  # the index
+    budget: int | float, # keys to read: a count, or a share of the visible keys
+    keys: int,           # N
+    **given,             # what that function takes
+) -> Selection | None:
+    "The keys that kernels choose; None where they cannot serve these queries or so many keys."
+    if not has_kernels(q): return None
+    from .kernels.choose import choose, too_many
+    return None if too_many(keys, given.get("unit", 1)) else Selection(*choose(kind, q, rows, budget, keys, **given))
+
 @dataclass(frozen=True)
 class HashAttention(Predictor):
     """Equal bits of learned signatures (HashAttention, Desai et al. 2024). Each layer has networks of its own.
@@ -166,6 +180,13 @@ class HashAttention(Predictor):
         x = grouped(_halves(state.hash(q, "q")), state.rows.shape[1])
         with no_autocast(q): equal = (x @ _halves(state.rows[..., 0]).transpose(-1, -2) + BITS) / 2
         return equal.reshape(*q.shape[:3], -1)
+
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
+        "As `Predictor.best_keys`."
+        networks = self.query_networks(q.device)
+        if networks[0].shape[:2] != q.shape[1::2]: return None
+        return by_kernels("signs", q, state.rows, self.budget, len(state), given=networks, kv_start=kv_start,
+                          kv_len=kv_len)
 
     def index_bytes(self, head_dim):
         "32 bits, whatever the size of a head."

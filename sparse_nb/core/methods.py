@@ -765,6 +765,10 @@ class Predictor(Method):
 
     Subclasses define `new_state`, `priorities` and `index_bytes`.
     """
+    def __init_subclass__(cls, **more):
+        super().__init_subclass__(**more)
+        if "priorities" in vars(cls) and "best_keys" not in vars(cls): cls.best_keys = Predictor.best_keys  # another rule
+
     def priorities(
         self,
         q: torch.Tensor,            # queries [B, H, Q, D]
@@ -778,6 +782,18 @@ class Predictor(Method):
     def index_bytes(self, head_dim):
         "Bytes of the index that a decode step reads for each key and key/value head, packed, beside a bfloat16 cache."
         raise NotImplementedError(f"{type(self).__name__} does not say how large its index is")
+
+    def best_keys(
+        self,
+        q: torch.Tensor,                      # queries [B, H, Q, D]
+        state: State,                         # the index of N keys
+        *,
+        scale: float | None = None,           # factor on the dot products; None is D ** -0.5
+        kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+        kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    ) -> Selection | None:
+        "The same keys as by `priorities`, by kernels, for single queries; None where there are none that can."
+        return None
 
     def build(
         self,
@@ -809,9 +825,12 @@ class Predictor(Method):
         does not fit.
         """
         check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
+        state = self.state_for(q, k, state, kv_start, kv_len)
+        found = self.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len)
+        if found is not None: return found
         first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
         count, slots = budget_counts(self.budget, end - first, k.shape[2])
-        found = self.priorities(q, self.state_for(q, k, state, kv_start, kv_len), scale=scale)
+        found = self.priorities(q, state, scale=scale)
         i = torch.arange(k.shape[2], device=q.device)
         found = found.masked_fill((i < first[..., None]) | (i >= end[..., None]), -math.inf)
         check_scores(found)
