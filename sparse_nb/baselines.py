@@ -157,6 +157,7 @@ def _check_channels(chosen, channels):
         if len(set(row)) != channels or len(row) != channels:
             raise ValueError(f"chosen must name {channels} different channels for each group, got {row!r}")
 
+# %% ../nbs/60_baselines.ipynb #f65d105c
 @dataclass(frozen=True)
 class DoubleSparsity(Predictor):
     """Scores from a few channels of 4 bits (Double Sparsity, Yang et al. 2024).

@@ -136,9 +136,10 @@ def by_kernels(
 ) -> Selection | None:
     "The keys that kernels choose; None where they cannot serve these queries or so many keys."
     if not has_kernels(q): return None
-    from .kernels.choose import choose, too_many
-    return None if too_many(keys, given.get("unit", 1)) else Selection(*choose(kind, q, rows, budget, keys, **given))
+    from .kernels.choose import MOST, choose
+    return None if keys > MOST else Selection(*choose(kind, q, rows, budget, keys, **given))
 
+# %% ../nbs/61_hash_attention.ipynb #d493c45c
 @dataclass(frozen=True)
 class HashAttention(Predictor):
     """Equal bits of learned signatures (HashAttention, Desai et al. 2024). Each layer has networks of its own.

@@ -7,7 +7,7 @@ __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SPARE', 'SAMPLE', 'Stats', 
            'method_class', 'Settings', 'own_arguments', 'Method', 'starts_of', 'PrefillByDecode', 'PrefillByPattern',
            'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard', 'check_new_keys', 'check_picked',
            'check_length', 'State', 'Fitted', 'block_keys', 'BlockRows', 'written_rows', 'BlockState', 'check_state',
-           'Predictor', 'weights_id']
+           'ChosenByKernels', 'Predictor', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
 import hashlib
@@ -759,16 +759,32 @@ def check_state(
     if state.rows.shape[:2] != k.shape[:2]:
         raise ValueError(f"state must be for [B, G] = {list(k.shape[:2])}, got {list(state.rows.shape[:2])}")
 
+# %% ../../nbs/07_methods.ipynb #17c75014
+class ChosenByKernels(Method):
+    "The part of `Predictor` that leaves the choice to kernels, for subclasses that have some."
+    def __init_subclass__(cls, **more):
+        super().__init_subclass__(**more)
+        own = vars(cls)
+        if "priorities" in own and "best_keys" not in own: cls.best_keys = ChosenByKernels.best_keys
+
+    def best_keys(
+        self,
+        q: torch.Tensor,                      # queries [B, H, Q, D]
+        state: State,                         # the index of N keys
+        *,
+        scale: float | None = None,           # factor on the dot products; None is D ** -0.5
+        kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+        kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    ) -> Selection | None:
+        "The same keys as by `priorities`, by kernels, for single queries; None where there are none that can."
+        return None
+
 # %% ../../nbs/07_methods.ipynb #83210091
-class Predictor(Method):
+class Predictor(ChosenByKernels):
     """Base of methods that guess from a small index which keys are heavy, and read the `budget` best of them.
 
     Subclasses define `new_state`, `priorities` and `index_bytes`.
     """
-    def __init_subclass__(cls, **more):
-        super().__init_subclass__(**more)
-        if "priorities" in vars(cls) and "best_keys" not in vars(cls): cls.best_keys = Predictor.best_keys  # another rule
-
     def priorities(
         self,
         q: torch.Tensor,            # queries [B, H, Q, D]
@@ -782,18 +798,6 @@ class Predictor(Method):
     def index_bytes(self, head_dim):
         "Bytes of the index that a decode step reads for each key and key/value head, packed, beside a bfloat16 cache."
         raise NotImplementedError(f"{type(self).__name__} does not say how large its index is")
-
-    def best_keys(
-        self,
-        q: torch.Tensor,                      # queries [B, H, Q, D]
-        state: State,                         # the index of N keys
-        *,
-        scale: float | None = None,           # factor on the dot products; None is D ** -0.5
-        kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-        kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
-    ) -> Selection | None:
-        "The same keys as by `priorities`, by kernels, for single queries; None where there are none that can."
-        return None
 
     def build(
         self,
