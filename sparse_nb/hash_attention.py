@@ -102,13 +102,24 @@ def trained_on(
 # %% ../nbs/61_hash_attention.ipynb #730f4496
 class LearnedBits(State):
     "Signatures of keys: `rows` [B, G, N, 1], int32, 32 bits packed."
+    __slots__ = ("held",)  # the networks, as `hash_maps` gave them
+
     def __init__(
         self,
         maps: str,  # file of the networks, as in `hash_maps`
         layer: int, # whose networks
     ):
         super().__init__()
-        self.maps, self.layer = maps, layer
+        self.maps, self.layer, self.held = maps, layer, None
+
+    def networks(
+        self,
+        device: torch.device, # where they are wanted
+    ) -> dict:
+        "Those of this layer, looked up once. Raises as `hash_maps`."
+        if self.held is None or self.held["k_w1"].device != device:
+            self.held = hash_maps(self.maps, self.layer, device)
+        return self.held
 
     def hash(
         self,
@@ -116,7 +127,7 @@ class LearnedBits(State):
         side: str,        # "k" for keys, "q" for queries
     ) -> torch.Tensor:    # [B, heads, n], int32
         "Signatures by the networks of this layer. Raises as `hash_maps` and `signatures`."
-        networks = hash_maps(self.maps, self.layer, x.device)
+        networks = self.networks(x.device)
         try: return signatures(x, *(networks[part] for part in PARTS if part[0] == side))
         except ValueError as error:
             raise ValueError(f"maps must hold networks that fit {side}, got {self.maps!r}: {error}") from None
@@ -184,10 +195,10 @@ class HashAttention(Predictor):
 
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
         "As `Predictor.best_keys`."
-        networks = self.query_networks(q.device)
-        if networks[0].shape[:2] != q.shape[1::2]: return None
-        return by_kernels("signs", q, state.rows, self.budget, len(state), given=networks, kv_start=kv_start,
-                          kv_len=kv_len)
+        networks = state.networks(q.device)
+        of_q = tuple(networks[part] for part in PARTS if part[0] == "q")
+        if of_q[0].shape[:2] != q.shape[1::2]: return None
+        return by_kernels("signs", q, state.rows, self.budget, len(state), given=of_q, kv_start=kv_start, kv_len=kv_len)
 
     def index_bytes(self, head_dim):
         "32 bits, whatever the size of a head."

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import bits_set, device_limits, refusal, sign_code, visible
 
-# %% ../../kernels/choose.ipynb #4d9deb16
+# %% ../../kernels/choose.ipynb #d516f217
 def _bits_of(
     budget: int | float, # a count of keys, or a share of them
 ) -> tuple:              # a whole number, and is it a share?
@@ -36,7 +36,7 @@ def _wanted(budget, n, SHARE: tl.constexpr):
 def _items(start_ptr, len_ptr, begin_ptr, b, N, U: tl.constexpr):
     "First visible key, end of the visible ones, first key of item 0, first item with visible keys, and how many items"
     first, n = visible(start_ptr, len_ptr, b, N)
-    first = tl.full([], 0, tl.int32) + first
+    first, n = tl.full([], 0, tl.int32) + first, tl.full([], 0, tl.int32) + n
     end, begin = first + tl.maximum(n, 0), first * 0
     if U > 1: begin += tl.load(begin_ptr + b).to(tl.int32)
     low = tl.maximum(first - begin, 0) // U
