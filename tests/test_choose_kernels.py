@@ -86,8 +86,8 @@ def check_list(scores, budget, start, stop, tiles, unit=1, begin=None, N=None):
     return index, weight
 
 
-CASES = drawn(dict(kind=tuple(KINDS), budget=(1, 17, 0.1, 0.37, 1.0, 10**6), N=(1, 63, 300) if not GPU else (1, 500, 9001),
-                   ragged=(False, True), tiles=("small", "shipped")))
+CASES = drawn(dict(kind=tuple(KINDS), budget=(1, 17, 0.1, 0.37, 1.0, 10**6),
+                   N=(1, 500, 9001) if GPU else (1, 63, 300), ragged=(False, True), tiles=("small", "shipped")))
 
 
 @kernel
