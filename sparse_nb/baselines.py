@@ -20,7 +20,7 @@ from .core.methods import BlockState, Fitted, Predictor, State, slots_used
 from .core.selection import Selection, make_selection, take_rows
 from .core.streams import fold_in, philox
 from .hash_attention import (  # noqa: F401
-    BITS, PARTS, HashAttention, LearnedBits, hash_maps, signatures)
+    BITS, PARTS, HashAttention, LearnedBits, by_kernels, hash_maps, signatures)
 
 _all_ = ["BITS", "PARTS", "Fitted", "HashAttention", "LearnedBits", "Predictor", "hash_maps", "signatures"]
 
@@ -66,13 +66,21 @@ class Quest(Predictor):
         with no_autocast(q): bound = x.clamp(min=0) @ high + x.clamp(max=0) @ low
         return state.to_keys(bound.masked_fill(none[:, :, None], -math.inf)).reshape(*q.shape[:3], -1)
 
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
+        "As `Predictor.best_keys`."
+        return by_kernels("boxes", q, state.rows, self.budget, len(state), unit=self.page, begin=state.begin,
+                          number=q.shape[3]**-0.5 if scale is None else scale, kv_start=kv_start, kv_len=kv_len)
+
     def index_bytes(self, head_dim):
         "Two bfloat16 rows a page."
         return 4 * head_dim / self.page
 
 # %% ../nbs/60_baselines.ipynb #5d47cacd
 class ChannelCodes(Fitted):
-    "A few channels of each key in 4 bits: `rows` [B, G, N, channels], unpacked; `fit` holds their numbers."
+    """A few channels of each key in 4 bits; `fit` holds the numbers of the channels.
+
+    `rows` [B, G, N, channels / 4 + 1] are int16: four channels each, and the step of the key in bfloat16.
+    """
     def __init__(
         self,
         channels: int,  # channels to keep of each group
@@ -96,10 +104,23 @@ class ChannelCodes(Fitted):
         return spread.topk(self.channels).indices.sort(-1).values
 
     def features(self, k, v, shown=None):
-        "Signed 4-bit numbers times a bfloat16 step for each key."
-        x = promote(k.gather(-1, self.fit[:, :, None].expand(*k.shape[:3], -1)))
-        step = (x.abs().amax(-1, keepdim=True) / 7).bfloat16().to(x.dtype)
-        return (x / torch.where(step > 0, step, 1.0)).round().clamp(-7, 7) * step
+        "Signed 4-bit numbers, 8 more each, and a bfloat16 step for each key."
+        x = promote(k.detach().gather(-1, self.fit[:, :, None].expand(*k.shape[:3], -1)))
+        step = (x.abs().amax(-1, keepdim=True) / 7).bfloat16()
+        wide = step.to(x.dtype)
+        code = (x / torch.where(wide > 0, wide, 1.0)).nan_to_num(0).round().clamp(-7, 7).int() + 8
+        code = F.pad(code, (0, -self.channels % 4), value=8).unflatten(-1, (-1, 4))
+        word = (code << torch.arange(0, 16, 4, device=k.device, dtype=torch.int32)).sum(-1).to(torch.int16)
+        return torch.cat([word, step.view(torch.int16)], -1)
+
+    def numbers(
+        self,
+        dtype: torch.dtype, # wanted
+    ) -> torch.Tensor:      # [B, G, N, channels]
+        "What the 4 bits and the step say of each key."
+        code = self.rows[..., :-1, None].int() >> torch.arange(0, 16, 4, device=self.rows.device, dtype=torch.int32)
+        step = self.rows[..., -1:].view(torch.bfloat16).to(dtype)
+        return ((code & 15) - 8).flatten(3)[..., :self.channels].to(dtype) * step
 
 # %% ../nbs/60_baselines.ipynb #02cd70b1
 def heavy_channels(
@@ -136,6 +157,7 @@ def _check_channels(chosen, channels):
         if len(set(row)) != channels or len(row) != channels:
             raise ValueError(f"chosen must name {channels} different channels for each group, got {row!r}")
 
+# %% ../nbs/60_baselines.ipynb #f65d105c
 @dataclass(frozen=True)
 class DoubleSparsity(Predictor):
     """Scores from a few channels of 4 bits (Double Sparsity, Yang et al. 2024).
@@ -171,7 +193,12 @@ class DoubleSparsity(Predictor):
         "The part of the score that the kept channels give."
         x = grouped(q, state.fit.shape[1]) * (q.shape[3]**-0.5 if scale is None else scale)
         x = x.gather(-1, state.fit[:, :, None].expand(*x.shape[:3], -1))
-        with no_autocast(q): return (x @ state.rows.to(x.dtype).transpose(-1, -2)).reshape(*q.shape[:3], -1)
+        with no_autocast(q): return (x @ state.numbers(x.dtype).transpose(-1, -2)).reshape(*q.shape[:3], -1)
+
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
+        "As `Predictor.best_keys`."
+        return by_kernels("channels", q, state.rows, self.budget, len(state), given=(state.fit,), kv_start=kv_start,
+                          number=q.shape[3]**-0.5 if scale is None else scale, kv_len=kv_len)
 
     def index_bytes(self, head_dim):
         "Half a byte a channel and a step of two bytes."
@@ -200,10 +227,25 @@ def _codes(x):
     return (x > -cut).to(torch.int8) + (x > 0) + (x > cut)
 
 class HadamardCodes(State):
-    "2 bits for each Hadamard coefficient of a key: `rows` [B, G, N, D'] of 0 to 3, unpacked."
+    """2 bits for each Hadamard coefficient of a key.
+
+    `rows` [B, G, N, D' / 16] are int32: the lower bits of 32 coefficients a word, then the higher bits.
+    """
     def features(self, k, v):
         "The codes of each key."
-        return _codes(k)
+        code = _codes(k).int()
+        bits = torch.stack([code & 1, code >> 1], -2)
+        bits = F.pad(bits, (0, -bits.shape[-1] % 32)).unflatten(-1, (-1, 32))
+        return (bits << torch.arange(32, device=k.device, dtype=torch.int32)).sum(-1, dtype=torch.int32).flatten(-2)
+
+    def codes(
+        self,
+        size: int,     # D'
+    ) -> torch.Tensor: # [B, G, N, D'], 0 to 3
+        "The codes of each key."
+        bits = self.rows[..., None] >> torch.arange(32, device=self.rows.device, dtype=torch.int32) & 1
+        low, high = bits.unflatten(3, (2, -1)).flatten(4)[..., :size].unbind(3)
+        return low + 2 * high
 
 # %% ../nbs/60_baselines.ipynb #6d75b7df
 @dataclass(frozen=True)
@@ -223,7 +265,13 @@ class Adamas(Predictor):
     def priorities(self, q, state, *, scale=None):
         "Minus the distance of the codes, a whole number."
         x = _codes(grouped(q, state.rows.shape[1]))
-        with no_autocast(q): return -torch.cdist(x.float(), state.rows.float(), p=1).reshape(*q.shape[:3], -1)
+        rows = state.codes(x.shape[-1]).float()
+        with no_autocast(q): return -torch.cdist(x.float(), rows, p=1).reshape(*q.shape[:3], -1)
+
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
+        "As `Predictor.best_keys`."
+        return by_kernels("codes", q, state.rows, self.budget, len(state), number=CUT, kv_start=kv_start,
+                          kv_len=kv_len)
 
     def index_bytes(self, head_dim):
         "2 bits a coefficient."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BITS', 'PARTS', 'POCKET_WEIGHTS', 'network_outputs', 'signatures', 'save_networks', 'hash_maps', 'trained_on',
-           'LearnedBits', 'HashAttention']
+           'LearnedBits', 'by_kernels', 'HashAttention']
 
 # %% ../nbs/61_hash_attention.ipynb #af878a7b
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ import torch
 from .core.checks import check_budget, check_count
 from .core.exact import grouped, no_autocast, promote
 from .core.methods import Predictor, State, weights_id
+from .core.selection import Selection, has_kernels
 
 # %% ../nbs/61_hash_attention.ipynb #738d5521
 BITS = 32
@@ -101,13 +102,24 @@ def trained_on(
 # %% ../nbs/61_hash_attention.ipynb #730f4496
 class LearnedBits(State):
     "Signatures of keys: `rows` [B, G, N, 1], int32, 32 bits packed."
+    __slots__ = ("held",)  # the networks, as `hash_maps` gave them
+
     def __init__(
         self,
         maps: str,  # file of the networks, as in `hash_maps`
         layer: int, # whose networks
     ):
         super().__init__()
-        self.maps, self.layer = maps, layer
+        self.maps, self.layer, self.held = maps, layer, None
+
+    def networks(
+        self,
+        device: torch.device, # where they are wanted
+    ) -> dict:
+        "Those of this layer, looked up once. Raises as `hash_maps`."
+        if self.held is None or self.held["k_w1"].device != device:
+            self.held = hash_maps(self.maps, self.layer, device)
+        return self.held
 
     def hash(
         self,
@@ -115,7 +127,7 @@ class LearnedBits(State):
         side: str,        # "k" for keys, "q" for queries
     ) -> torch.Tensor:    # [B, heads, n], int32
         "Signatures by the networks of this layer. Raises as `hash_maps` and `signatures`."
-        networks = hash_maps(self.maps, self.layer, x.device)
+        networks = self.networks(x.device)
         try: return signatures(x, *(networks[part] for part in PARTS if part[0] == side))
         except ValueError as error:
             raise ValueError(f"maps must hold networks that fit {side}, got {self.maps!r}: {error}") from None
@@ -125,6 +137,20 @@ class LearnedBits(State):
         return self.hash(k, "k")[..., None]
 
 # %% ../nbs/61_hash_attention.ipynb #9603a710
+def by_kernels(
+    kind: str,           # what the index is, as in `sparse_nb.kernels.choose.choose`
+    q: torch.Tensor,     # queries [B, H, Q, D]
+    rows: torch.Tensor,  # the index
+    budget: int | float, # keys to read: a count, or a share of the visible keys
+    keys: int,           # N
+    **given,             # what that function takes
+) -> Selection | None:
+    "The keys that kernels choose; None where they cannot serve these queries or so many keys."
+    if not has_kernels(q): return None
+    from .kernels.choose import MOST, choose
+    return None if keys > MOST else Selection(*choose(kind, q, rows, budget, keys, **given))
+
+# %% ../nbs/61_hash_attention.ipynb #d493c45c
 @dataclass(frozen=True)
 class HashAttention(Predictor):
     """Equal bits of learned signatures (HashAttention, Desai et al. 2024). Each layer has networks of its own.
@@ -166,6 +192,13 @@ class HashAttention(Predictor):
         x = grouped(_halves(state.hash(q, "q")), state.rows.shape[1])
         with no_autocast(q): equal = (x @ _halves(state.rows[..., 0]).transpose(-1, -2) + BITS) / 2
         return equal.reshape(*q.shape[:3], -1)
+
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
+        "As `Predictor.best_keys`."
+        networks = state.networks(q.device)
+        of_q = tuple(networks[part] for part in PARTS if part[0] == "q")
+        if of_q[0].shape[:2] != q.shape[1::2]: return None
+        return by_kernels("signs", q, state.rows, self.budget, len(state), given=of_q, kv_start=kv_start, kv_len=kv_len)
 
     def index_bytes(self, head_dim):
         "32 bits, whatever the size of a head."

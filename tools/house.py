@@ -14,7 +14,8 @@ METHODS = ["santa", "vattention", "delta", "saap", "sketch_walk", "baselines", "
            "eviction"]
 HOUSE = [  # floor by floor, from the ground
     ["kernels.common", "kernels.gather", "kernels.host", "kernels.santa", "kernels.vattention", "kernels.blocks",
-     "kernels.delta", "kernels.saap", "kernels.sketch_walk", "kernels.sketch_walk_prefill", "kernels.exact"],
+     "kernels.choose", "kernels.delta", "kernels.exact", "kernels.saap", "kernels.sketch_walk",
+     "kernels.sketch_walk_prefill"],
     ["core.checks", "core.streams", "tasks"],
     ["core.exact", "core.bounds"],
     ["core.selection", "core.blocks"],
@@ -49,6 +50,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
 }
+OF_MANY = {"baselines": ["kernels.choose"], "hash_attention": ["kernels.choose"]}  # room: kernels it shares
 FORBIDDEN = [  # rooms, and rooms below that they must not import
     (["bench", "rivals"], [*METHODS, "compose"]),
     (["core.checks", "core.streams", "core.exact", "core.bounds", "core.methods", "metrics", "tasks", "attention",
@@ -96,7 +98,7 @@ def allowed(room, other):
     "May `room` import `other`? Both are in the table."
     if any(matches(room, rooms) and matches(other, others) for rooms, others in FORBIDDEN): return False
     if other.startswith("kernels.") and room in METHODS and other not in (
-            "kernels.common", f"kernels.{room}", f"kernels.{room}_prefill"):
+            "kernels.common", f"kernels.{room}", f"kernels.{room}_prefill", *OF_MANY.get(room, [])):
         return False
     if floor_of(room) == floor_of(other):
         return matches(other, [x for pattern, rooms in BESIDE.items() if fnmatch(room, pattern) for x in rooms])

@@ -7,7 +7,8 @@ __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SPARE', 'SAMPLE', 'Stats', 
            'method_class', 'Settings', 'own_arguments', 'Method', 'starts_of', 'PrefillByDecode', 'PrefillByPattern',
            'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard', 'check_new_keys', 'check_picked',
            'check_length', 'with_room', 'FixedLength', 'State', 'first_shown', 'slots_used', 'Fitted', 'block_keys',
-           'BlockRows', 'written_rows', 'FixedBlocks', 'BlockState', 'check_state', 'Predictor', 'weights_id']
+           'BlockRows', 'written_rows', 'FixedBlocks', 'BlockState', 'check_state', 'ChosenByKernels', 'Predictor',
+           'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
 import hashlib
@@ -883,8 +884,28 @@ def check_state(
     if state.rows.shape[:2] != k.shape[:2]:
         raise ValueError(f"state must be for [B, G] = {list(k.shape[:2])}, got {list(state.rows.shape[:2])}")
 
+# %% ../../nbs/07_methods.ipynb #17c75014
+class ChosenByKernels(Method):
+    "The part of `Predictor` that leaves the choice to kernels, for subclasses that have some."
+    def __init_subclass__(cls, **more):
+        super().__init_subclass__(**more)
+        own = vars(cls)
+        if "priorities" in own and "best_keys" not in own: cls.best_keys = ChosenByKernels.best_keys
+
+    def best_keys(
+        self,
+        q: torch.Tensor,                      # queries [B, H, Q, D]
+        state: State,                         # the index of N keys
+        *,
+        scale: float | None = None,           # factor on the dot products; None is D ** -0.5
+        kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+        kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    ) -> Selection | None:
+        "The same keys as by `priorities`, by kernels, for single queries; None where there are none that can."
+        return None
+
 # %% ../../nbs/07_methods.ipynb #83210091
-class Predictor(Method):
+class Predictor(ChosenByKernels):
     """Base of methods that guess from a small index which keys are heavy, and read the `budget` best of them.
 
     Subclasses define `new_state`, `priorities` and `index_bytes`.
@@ -933,9 +954,12 @@ class Predictor(Method):
         does not fit.
         """
         check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
+        state = self.state_for(q, k, state, kv_start, kv_len)
+        found = self.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len)
+        if found is not None: return found
         first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
         count, slots = budget_counts(self.budget, end - first, k.shape[2])
-        found = self.priorities(q, self.state_for(q, k, state, kv_start, kv_len), scale=scale)
+        found = self.priorities(q, state, scale=scale)
         i = torch.arange(k.shape[2], device=q.device)
         found = found.masked_fill((i < first[..., None]) | (i >= end[..., None]), -math.inf)
         check_scores(found)

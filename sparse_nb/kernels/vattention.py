@@ -16,20 +16,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    INTERPRETED, LOG2E, device_limits, dot, in_keys, refusal, share_in_units, stream, visible)
+    LOG2E, bits_set, device_limits, dot, in_keys, refusal, share_in_units, sign_code, stream, visible)
 
 # %% ../../kernels/vattention.ipynb #d6d2cf67
-@triton.jit
-def _bits_set(x):
-    "How many bits of each int32 are set"
-    if INTERPRETED:
-        x = x.to(tl.uint32, bitcast=True)
-        x = x - ((x >> 1) & 0x55555555)
-        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-        x = (x + (x >> 4)) & 0x0F0F0F0F
-        return ((x + (x >> 8) + (x >> 16) + (x >> 24)) & 0xFF).to(tl.int32)
-    else: return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
-
 @triton.jit
 def _parts(start_ptr, len_ptr, b, N, sinks, sinks_share, window, window_share, top, top_share):
     "First visible key, visible keys n, and among them: where the middle begins and ends, and how many of it are kept"
@@ -46,16 +35,8 @@ def _code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, q_b, q_h, q_d,
     "The 32 bits of one query"
     if PDL: gdc_launch_dependents()
     bh = tl.program_id(0)
-    i_b, i_h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    o_d, o_m, o_j = tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, 32)
-    m_d, m_m = o_d < D, o_m < M
-    b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d * q_d, mask=m_d, other=0.).to(tl.float32)
-    w_1 = tl.load(w1_ptr + i_h * D * M + o_d[:, None] * M + o_m[None, :], mask=m_d[:, None] & m_m[None, :], other=0.)
-    w_2 = tl.load(w2_ptr + i_h * M * 32 + o_m[:, None] * 32 + o_j[None, :], mask=m_m[:, None], other=0.)
-    b_1, b_2 = tl.load(b1_ptr + i_h * M + o_m, mask=m_m, other=0.), tl.load(b2_ptr + i_h * 32 + o_j)
-    hidden = tl.maximum(tl.sum(b_q[:, None] * w_1.to(tl.float32), 0) + b_1.to(tl.float32), 0.)
-    out = tl.sum(hidden[:, None] * w_2.to(tl.float32), 0) + b_2.to(tl.float32)
-    tl.store(code_ptr + bh, tl.sum((out > 0).to(tl.int32) << o_j, 0))
+    tl.store(code_ptr + bh, sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, bh // H, bh % H, q_b, q_h, q_d,
+                                      D, M, BD, BM))
 
 # %% ../../kernels/vattention.ipynb #5b7d10e2
 @triton.jit
@@ -81,11 +62,11 @@ def _guess_kernel(code_ptr, key_ptr, plane_ptr, hist_ptr, start_ptr, len_ptr, ke
     bits = ones - heavy * (LR - LAST)
     word = tl.sum(heavy << o_j, 0)
     tl.store(p_plane + PLANES - 1, word)
-    differ = (LR - LAST) * _bits_set(x ^ word)
+    differ = (LR - LAST) * bits_set(x ^ word)
     for p in tl.static_range(PLANES - 1):
         word = tl.sum(((bits >> p) & 1) << o_j, 0)
         tl.store(p_plane + p, word)
-        differ += (1 << p) * _bits_set(x ^ word)
+        differ += (1 << p) * bits_set(x ^ word)
     score, want, least = 32 * LR - differ, tl.cdiv(top.to(tl.int64) * BS, tl.maximum(middle, 1)), bl * 0
     for p in tl.static_range(PLANES + 5):
         more = least + (1 << (PLANES + 4 - p))
@@ -109,8 +90,8 @@ def _count_kernel(key_ptr, plane_ptr, bin_ptr, tail_ptr, hist_ptr, start_ptr, le
     x = tl.load(p_key + (first + o_i).to(tl.int64) * key_n, mask=o_i < n, other=0)
     if PDL: gdc_wait()
     LAST: tl.constexpr = 2 ** (PLANES - 1) - 1
-    differ = (LR - LAST) * _bits_set(x ^ tl.load(p_plane + PLANES - 1))
-    for p in tl.static_range(PLANES - 1): differ += (1 << p) * _bits_set(x ^ tl.load(p_plane + p))
+    differ = (LR - LAST) * bits_set(x ^ tl.load(p_plane + PLANES - 1))
+    for p in tl.static_range(PLANES - 1): differ += (1 << p) * bits_set(x ^ tl.load(p_plane + p))
     bin = tl.minimum(tl.maximum(32 * LR - differ - tl.load(p_plane + PLANES), 0), BINS - 1)
     byte = bin + 1
     if (t * BN < left) | ((t + 1) * BN > right):
@@ -158,18 +139,18 @@ def _keep_kernel(bin_ptr, tail_ptr, hist_ptr, row_ptr, mask_ptr, start_ptr, len_
     b_x = tl.load(p_bin + o_w[:, None] * 8 + o_j[None, :])  # 32 keys a row
     keep, tie = _above(b_x, least), _above(b_x, least - 1)
     tie ^= keep
-    if rank + tl.sum(_bits_set(tie), 0) <= ties: keep |= tie
+    if rank + tl.sum(bits_set(tie), 0) <= ties: keep |= tie
     elif rank < ties:  # in one tile some of them are kept
         o_k = tl.arange(0, 32)
-        before = rank + tl.cumsum(_bits_set(tie), 0) - _bits_set(tie)
-        own = before[:, None] + _bits_set(tie[:, None] & ((1 << o_k) - 1)[None, :])
+        before = rank + tl.cumsum(bits_set(tie), 0) - bits_set(tie)
+        own = before[:, None] + bits_set(tie[:, None] & ((1 << o_k) - 1)[None, :])
         keep |= tl.sum(tl.where(own < ties, tie[:, None] & (1 << o_k)[None, :], 0), 1)
     tl.store(mask_ptr + bl.to(tl.int64) * W + t * (BN // 32) + o_w, keep, mask=t * (BN // 32) + o_w < W)
-    place += tl.cumsum(_bits_set(keep), 0) - _bits_set(keep)
+    place += tl.cumsum(bits_set(keep), 0) - bits_set(keep)
     key, p_row = first + t * BN + 32 * o_w, row_ptr + bl.to(tl.int64) * S
-    for _ in range(tl.max(_bits_set(keep), 0)):  # the first key of every row, then the second ones, ..
+    for _ in range(tl.max(bits_set(keep), 0)):  # the first key of every row, then the second ones, ..
         low = keep & -keep
-        tl.store(p_row + place, key + _bits_set(low - 1), mask=keep != 0)
+        tl.store(p_row + place, key + bits_set(low - 1), mask=keep != 0)
         place, keep = place + 1, keep ^ low
 
 # %% ../../kernels/vattention.ipynb #3d97059a

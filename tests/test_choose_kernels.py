@@ -1,0 +1,477 @@
+"""The Triton kernels by which predictors choose keys: the same keys as by the stable sort, whatever the scores are.
+
+`pytest -m gpu tests/test_choose_kernels.py` runs the sweep on a GPU. Without one, a covering design of small problems
+runs in Triton's interpreter, in processes of their own. Where a score is a sum of floats, the kernels add in another
+order than PyTorch: keys may then differ whose scores in float64 are within `CLOSE` of the threshold, and no other.
+"""
+import math
+import random
+import re
+
+import pytest
+import torch
+
+from covering import covering
+from problems import DEVICE, GPU, INTERPRETED, kernel, poisoned
+from sparse_nb import hash_attention
+from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
+from sparse_nb.core.exact import assert_close
+from sparse_nb.core.selection import Selection, budget_counts
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CLOSE = 2**-18  # of the sum of the terms' sizes
+SMALL = dict(sample=32, sift=(64, 64), select=(64, 4), score=(64, 4), page=(8, 4))
+
+
+def drawn(factors, seed=0):
+    draw = random.Random(seed)
+    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
+    return [cases[i] for i in covering(cases)]
+
+
+# the list
+
+KINDS = {
+    "normal": lambda x: x,
+    "rounded": lambda x: x.round(),
+    "two values": lambda x: (x > 1).float(),
+    "all equal": lambda x: torch.zeros_like(x) + 1.5,
+    "whole numbers": lambda x: (x * 5).int(),
+    "negative whole numbers": lambda x: -(x * 200).int().abs(),
+    "zeros of both signs": lambda x: torch.where(x > 0.5, 0., torch.where(x < -0.5, -0., -1.)),
+    "infinite": lambda x: torch.where(x < 0, -math.inf, x),
+    "far apart": lambda x: x * 10. ** (40 * x).clamp(-37, 37).round(),
+    "tiny": lambda x: x * 1e-40,
+    "rising": lambda x: torch.arange(x.shape[-1], device=x.device).expand(x.shape) * 1e-3,
+    "periodic": lambda x: (torch.arange(x.shape[-1], device=x.device) % 64).float().expand(x.shape).contiguous(),
+    "one large": lambda x: torch.where(torch.arange(x.shape[-1], device=x.device) == x.shape[-1] // 2, 1e30, x),
+}
+
+
+def bounds(B, N, ragged):
+    "First visible keys and their ends: all keys, or of one sequence a single one."
+    if not ragged: return None, None
+    start = torch.tensor([b * N // (B + 1) for b in range(B)], device=DEVICE)
+    stop = torch.tensor([N - b * (N // 5) for b in range(B)], device=DEVICE, dtype=torch.int32)
+    stop[-1] = start[-1] + 1
+    return start, stop
+
+
+def listed(index, weight, first, n):
+    "The keys of a list, of whose slots the used ones come first; the others point at the first visible key."
+    used = weight > 0
+    count = int(used.sum())
+    assert used[:count].all() and set(weight.tolist()) <= {0., 1.}
+    assert (index[count:] == first).all()
+    return index[:count].tolist()
+
+
+def check_list(scores, budget, start, stop, tiles, unit=1, begin=None, N=None):
+    "Lists of all heads against the sort; with `unit`, scores are of pages."
+    from sparse_nb.kernels.choose import Place, Tiles, launch_list
+    B, H, M = scores.shape
+    N = M if N is None else N
+    index, weight = poisoned(lambda: launch_list(scores, budget, Place(N, start, stop, begin, unit),
+                                                 tiles=Tiles(**tiles)))
+    assert index.shape == weight.shape == (B, H, 1, budget_counts(budget, torch.tensor([[[N]]]), N)[1])
+    for b in range(B):
+        first, end = (0, N) if start is None else (int(start[b]), int(stop[b]))
+        key = torch.arange(first, end, device=DEVICE)
+        page = (key - (0 if begin is None else int(begin[b]))).clamp(min=0) // unit
+        want = int(budget_counts(budget, torch.tensor([[[end - first]]]), N)[0])
+        for h in range(H):
+            x = scores[b, h, page]
+            best = key[x.sort(descending=True, stable=True).indices[:want]].sort().values
+            assert listed(index[b, h, 0], weight[b, h, 0], first, end - first) == best.tolist(), (b, h)
+    return index, weight
+
+
+CASES = drawn(dict(kind=tuple(KINDS), budget=(1, 17, 0.1, 0.37, 1.0, 10**6),
+                   N=(1, 500, 9001) if GPU else (1, 63, 300), ragged=(False, True), tiles=("small", "shipped")))
+
+
+@kernel
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_lists(case):
+    N, tiles = case["N"], SMALL if case["tiles"] == "small" else {}
+    x = torch.randn(2, 2, N, generator=torch.Generator(DEVICE).manual_seed(N), device=DEVICE)
+    check_list(KINDS[case["kind"]](x), case["budget"], *bounds(2, N, case["ragged"]), tiles)
+
+
+PAGES = drawn(dict(kind=("normal", "rounded", "all equal", "infinite", "two values"), budget=(1, 17, 0.1, 0.37, 1.0),
+                   unit=(2, 5, 16), begin=(0, 3, 40), ragged=(False, True), tiles=("small", "shipped")), seed=1)
+
+
+@kernel
+@pytest.mark.parametrize("case", PAGES, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_lists_of_pages(case):
+    "The last page is cut; visible keys may begin within a page, or before the first one."
+    N, unit = 500, case["unit"]
+    x = torch.randn(2, 2, -(-N // unit), generator=torch.Generator(DEVICE).manual_seed(unit), device=DEVICE)
+    begin = torch.tensor([0, case["begin"]], device=DEVICE)
+    check_list(KINDS[case["kind"]](x), case["budget"], *bounds(2, N, case["ragged"]),
+               SMALL if case["tiles"] == "small" else {}, unit, begin, N)
+
+
+class Marks:
+    "In place of the launch that guesses: the same two marks for every head."
+    def __init__(self, below, above): self.marks = torch.tensor([below, above], dtype=torch.int32, device=DEVICE)
+    def __getitem__(self, grid): return self
+    def __call__(self, scores, mark, *_, **__): mark[:, :2] = self.marks
+
+
+@kernel
+@pytest.mark.parametrize("below, above", [
+    (900, 2**31 - 1), (-2**31, 3), (500, 400), (450, 450), (440, 460), (430, 445)])
+@pytest.mark.parametrize("unit, budget", [(1, 50), (1, 0.1), (4, 203)])
+def test_marks_decide_nothing(below, above, unit, budget, monkeypatch):
+    "Marks that miss the threshold, or cross, or have it and ties on one: the list is the same."
+    from sparse_nb.kernels import choose
+    monkeypatch.setattr(choose, "_guess_kernel", Marks(below, above))
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    x = torch.randint(500, (1, 2, 500), generator=draw, device=DEVICE, dtype=torch.int32)
+    begin = torch.tensor([7], device=DEVICE) if unit > 1 else None
+    check_list(x, budget, torch.tensor([9], device=DEVICE), torch.tensor([499 * unit], device=DEVICE),
+               SMALL | dict(select=(128, 4)), unit, begin, 500 * unit)
+
+
+@kernel
+def test_the_guess_holds_the_threshold():
+    "For 50 rows of scores, the marks have the threshold between them; they miss with a chance of 6e-5 each."
+    from sparse_nb.kernels.choose import SIGMAS, _guess_kernel
+    N, H, budget = 4000, 50, 400
+    x = torch.rand(1, H, N, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    x = (x * 2**30).int()
+    mark = torch.zeros(H, 4, dtype=torch.int32, device=DEVICE)
+    _guess_kernel[H,](x, mark, None, None, None, N, N, H, budget, SIGMAS=SIGMAS, SHARE=False, U=1, BS=256, PDL=False)
+    below, above = mark[:, 0], mark[:, 1]
+    least = x[0].sort(-1, descending=True).values[:, budget - 1]
+    assert ((below <= least) & (least <= above)).sum() >= H - 1
+    between = ((x[0] >= below[:, None]) & (x[0] <= above[:, None])).sum(-1)
+    assert between.float().mean() < 0.2 * N
+
+
+# the methods
+
+def networks(H, G, D, M=32):
+    "Networks of signatures for the queries and keys of one layer."
+    draw = torch.Generator(DEVICE).manual_seed(H + D)
+    new = lambda *shape: torch.randn(*shape, generator=draw, device=DEVICE)
+    return {f"{side}_{part}": x for side, n in (("q", H), ("k", G)) for part, x in (
+        ("w1", new(n, D, M)), ("b1", new(n, M)), ("w2", new(n, M, 32)), ("b2", new(n, 32)))}
+
+
+def chosen(method, q, k, by_kernels, state=None, **masks):
+    "`select` with or without the kernels, wherever it runs."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hash_attention, "has_kernels", lambda q: by_kernels)
+        patch.setattr(hash_attention, "hash_maps", lambda *_: networks(q.shape[1], k.shape[1], q.shape[3]))
+        return method.select(q, k, state=state, **masks)
+
+
+def exact_scores(method, q, k, state, scale=None):
+    "Scores of every key in float64 from the index [B, H, N], and by how much a float32 sum may be off."
+    G, N, factor = k.shape[1], k.shape[2], q.shape[3]**-0.5 if scale is None else scale
+    x = (q.float() * factor).double()[:, :, 0].unflatten(1, (G, -1))                         # [B, G, R, D]
+    if isinstance(method, DoubleSparsity):
+        x = x.gather(-1, state.fit[:, :, None].expand(*x.shape[:3], -1))
+        y = state.numbers(torch.float64).transpose(-1, -2)
+        return (x @ y).flatten(1, 2), (x.abs() @ y.abs()).flatten(1, 2) * CLOSE
+    low, high = state.rows.double().unbind(3)
+    none = (low > high).any(-1)[:, :, None]
+    low, high = (y.masked_fill(none[:, :, 0, :, None], 0).transpose(-1, -2) for y in (low, high))
+    each = x.clamp(min=0) @ high + x.clamp(max=0) @ low, x.abs() @ torch.maximum(low.abs(), high.abs()) * CLOSE
+    block = (torch.arange(N, device=q.device) - state.begin[:, None]).clamp(min=0) // method.page
+    spread = lambda y: y.gather(-1, block[:, None, None].expand(*y.shape[:3], N)).flatten(1, 2)
+    return spread(each[0].masked_fill(none, -math.inf)), spread(each[1])
+
+
+def check_method(method, q, k, state=None, scale=None, **masks):
+    "The same keys as without kernels; other ones only where float64 scores are as near to the threshold as sums err."
+    more = {} if scale is None else dict(scale=scale)
+    state = chosen_state(method, q, k, **masks) if state is None else state
+    want = chosen(method, q, k, False, state, **masks, **more)
+    got = poisoned(lambda: chosen(method, q, k, True, state, **masks, **more))
+    assert isinstance(got, Selection) and got.index.shape == want.index.shape and torch.equal(got.budget, want.budget)
+    a, b = (x.dense(k.shape[2])[:, :, 0] > 0 for x in (got, want))
+    if isinstance(method, (Quest, DoubleSparsity)):
+        x, off = exact_scores(method, q, k, state, scale)
+        least = x.masked_fill(~b, math.inf).amin(-1, keepdim=True)
+        near = (x - least).abs() <= off + off.masked_fill(~b, 0).amax(-1, keepdim=True)
+        assert not ((a != b) & ~near).any()
+        assert (a != b).sum() <= 0.002 * b.sum()
+    else: assert torch.equal(a, b)
+    return got
+
+
+def chosen_state(method, q, k, **masks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hash_attention, "hash_maps", lambda *_: networks(q.shape[1], k.shape[1], q.shape[3]))
+        return method.build(k, **masks)
+
+
+def problem(B, G, R, N, D, dtype, ragged=False, seed=0):
+    "Queries, keys that are alike within a stretch of some 20, and masks; huge numbers in what is hidden."
+    draw = torch.Generator(DEVICE).manual_seed(seed)
+    new = lambda *shape: torch.randn(*shape, generator=draw, device=DEVICE)
+    k = new(B, G, N, D) + new(B, G, N // 20 + 1, D).repeat_interleave(20, 2)[:, :, :N]
+    q, k = new(B, G * R, 1, D).to(dtype), k.to(dtype)
+    start, stop = bounds(B, N, ragged)
+    if not ragged: return q, k, {}
+    for b in range(B): k[b, :, :start[b]] = k[b, :, stop[b]:] = 1e4
+    return q, k, dict(kv_start=start, kv_len=stop)
+
+
+METHODS = {"quest": lambda budget, i: Quest(budget, (16, 5, 64)[i]),
+           "double sparsity": lambda budget, i: DoubleSparsity(budget, (16, 6, 33)[i]),
+           "adamas": lambda budget, i: Adamas(budget), "hash": lambda budget, i: HashAttention(budget, layer=0)}
+OF_METHODS = drawn(dict(method=tuple(METHODS), budget=(1, 40, 0.1, 0.5, 10**6), setting=(0, 1, 2), D=(16, 64, 80, 128),
+                        R=(1, 3, 4, 8), dtype=(BF16, FP16, FP32), ragged=(False, True)), seed=2)
+
+
+@kernel
+@pytest.mark.parametrize("case", OF_METHODS, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_methods(case):
+    N = 5003 if GPU else 210
+    q, k, masks = problem(2, 2, case["R"], N, case["D"], case["dtype"], case["ragged"])
+    check_method(METHODS[case["method"]](case["budget"], case["setting"]), q, k, **masks)
+
+
+@kernel
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_keys(name):
+    "All scores are equal: the first visible keys."
+    q, k, masks = problem(2, 2, 2, 100, 64, FP32, True)
+    k = k[:1, :, 50:51].expand(2, 2, 100, 64).contiguous()
+    got = check_method(METHODS[name](0.3, 0), q, k, **masks)
+    assert got.index[0, 0, 0, :30].tolist() == list(range(30))
+
+
+@kernel
+@pytest.mark.parametrize("name", METHODS)
+def test_other_strides_and_scale(name):
+    q, k, masks = problem(2, 1, 3, 150, 64, FP32, True)
+    wide = torch.zeros(2, 1, 3, 129, device=DEVICE)
+    wide[:, 0, :, 1::2] = q[:, :, 0]
+    q = wide[:, 0, :, None, 1::2]
+    assert q.stride(-1) == 2
+    method = METHODS[name](0.2, 0)
+    state = chosen_state(method, q, torch.cat([k, k]), **{x: torch.cat([y, y]) for x, y in masks.items()})
+    state.pick_rows(torch.tensor([2, 1]))
+    check_method(method, q, k, state, scale=0.3, **masks)
+    if name != "quest": state.rows = state.rows.repeat_interleave(2, 2)[:, :, ::2]
+    check_method(method, q, k, state, scale=0.3, **masks)
+
+
+@kernel
+def test_pages_that_nobody_was_shown():
+    "Their boxes are inf and -inf; they come last, and in their order."
+    q, k, _ = problem(1, 1, 2, 96, 64, FP32)
+    state, shown = Quest(16).new_state(), torch.ones(1, 96, dtype=torch.bool, device=DEVICE)
+    shown[:, 32:64] = False
+    state.append(k, k, shown=shown)
+    assert state.rows.isinf().any()
+    for budget in (10, 70, 96): check_method(Quest(budget), q, k, state)
+
+
+@kernel
+@pytest.mark.parametrize("name", METHODS)
+def test_a_buffer_that_is_larger(name):
+    "Features written in place at a position on the device, for a length on the device: as an index of just these keys."
+    from sparse_nb.kernels.choose import Place, Tiles, launch_list, score
+    q, k, _ = problem(1, 2, 2, 130, 64, FP32)
+    method, N = METHODS[name](0.2, 0), 130
+    state = chosen_state(method, q, k)
+    rows = torch.full((1, 2, 200, *state.rows.shape[3:]), 0, dtype=state.rows.dtype, device=DEVICE)
+    if rows.is_floating_point(): rows.fill_(math.nan)
+    else: rows.fill_(0x5A5A)
+    rows.index_copy_(2, torch.arange(state.rows.shape[2] - 1, device=DEVICE), state.rows[:, :, :-1])
+    at = torch.tensor([state.rows.shape[2] - 1], device=DEVICE)
+    rows.index_copy_(2, at, state.rows[:, :, -1:])
+    unit, begin = (16, state.begin) if name == "quest" else (1, None)
+    place = Place(200, None, torch.tensor([N], device=DEVICE), begin, unit)
+    kind, given, number = {
+        "quest": ("boxes", [], 0.125), "double sparsity": ("channels", [getattr(state, "fit", None)], 0.125),
+        "adamas": ("codes", [], 0.9816),
+        "hash": ("signs", [networks(4, 2, 64)[f"q_{x}"] for x in ("w1", "b1", "w2", "b2")], 1.)}[name]
+    tiles = Tiles(**SMALL)
+    index, weight = poisoned(lambda: launch_list(score(kind, q, rows, given, number, place, tiles), 0.2, place,
+                                                 tiles=tiles, after=True))
+    want = check_method(method, q, k)
+    assert index.shape[-1] == 40 and (weight.sum(-1) == 26).all()
+    assert torch.equal(index[..., :26], want.index) and (index[..., 26:] == 0).all()
+
+
+@kernel
+@pytest.mark.parametrize("name", METHODS)
+def test_a_session_of_keys(name):
+    "Key by key, after a crop and in another order: as from scratch."
+    q, k, _ = problem(2, 2, 2, 60, 64, FP32)
+    method = METHODS[name](0.3, 1)
+    state = chosen_state(method, q, k[:, :, :50])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hash_attention, "hash_maps", lambda *_: networks(4, 2, 64))
+        for n in range(50, 60): state.append(k[:, :, n:n + 1], k[:, :, n:n + 1])
+        check_method(method, q, k, state)
+        state.crop(55)
+        check_method(method, q, k[:, :, :55], state)
+        order = torch.tensor([1, 0], device=DEVICE)
+        state.pick_rows(order)
+        check_method(method, q, k[order, :, :55], state)
+
+
+@kernel
+@pytest.mark.parametrize("name", METHODS)
+def test_one_graph_of_a_choice(name, monkeypatch):
+    "`torch.compile` takes the choice as one graph, with a length on the device."
+    q, k, _ = problem(1, 2, 2, 70, 64, FP32)
+    monkeypatch.setattr(hash_attention, "hash_maps", lambda *_: networks(4, 2, 64))
+    monkeypatch.setattr(hash_attention, "has_kernels", lambda q: True)
+    method, stop = METHODS[name](0.3, 0), torch.tensor([60], device=DEVICE)
+    state = method.build(k)
+    select = lambda q, k: method.select(q, k, state=state, kv_len=stop)
+    want = select(q, k)
+    got = torch.compile(select, fullgraph=True, backend="aot_eager")(q, k)
+    assert torch.equal(got.index, want.index) and torch.equal(got.weight, want.weight)
+
+
+@pytest.mark.parametrize("D", [16, 20, 64, 80])
+def test_packing_keeps_every_code(D):
+    "Channels and Hadamard codes come back from their bits as they were rounded, of keys that are no numbers as well."
+    draw = torch.Generator().manual_seed(D)
+    k = torch.randn(2, 2, 50, D, generator=draw, dtype=torch.float64)
+    state = DoubleSparsity(channels=7).build(k)
+    x = k.gather(-1, state.fit[:, :, None].expand(2, 2, 50, 7))
+    step = (x.abs().amax(-1, keepdim=True) / 7).bfloat16().double()
+    assert torch.equal(state.numbers(torch.float64), (x / step).round().clamp(-7, 7) * step)
+    assert state.rows.shape == (2, 2, 50, 3) and state.rows.dtype == torch.int16
+    codes = Adamas().build(k)
+    from sparse_nb.baselines import CUT, hadamard
+    y = hadamard(k)
+    cut = CUT * y.square().mean(-1, keepdim=True).sqrt()
+    assert torch.equal(codes.codes(y.shape[-1]), (y > -cut).int() + (y > 0) + (y > cut))
+    k[0, 0, 3] = 0
+    k[0, 0, 4, 0], k[0, 0, 5, 0] = math.nan, math.inf
+    state = DoubleSparsity(channels=D).build(k)
+    assert (state.numbers(FP32)[0, 0, 3] == 0).all() and state.numbers(FP32)[0, 0, 4:6].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_index_has_the_promised_bytes(dtype):
+    k = torch.randn(1, 2, 64, 128).to(dtype)
+    for method in (DoubleSparsity(), Adamas(), Quest()):
+        if isinstance(method, Quest) and dtype == FP32: continue  # boxes are in the dtype of the keys
+        rows = method.build(k).rows
+        assert rows.numel() * rows.element_size() == 2 * 64 * method.index_bytes(128)
+
+
+def test_another_rule_has_no_kernels():
+    "A subclass with priorities of its own is not served by those of its base."
+    from sparse_nb.core.methods import ChosenByKernels
+    class Backwards(Quest):
+        def priorities(self, q, state, *, scale=None): return -super().priorities(q, state, scale=scale)
+    class Renamed(Quest): pass
+    assert Backwards.best_keys is ChosenByKernels.best_keys and Renamed.best_keys is Quest.best_keys
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (dict(q=torch.zeros(1, 2, 1, 64, dtype=torch.float64)), TypeError, "q must be float16"),
+    (dict(q=torch.zeros(1, 2, 2, 64)), ValueError, "q must have one query"),
+    (dict(q=torch.zeros(1, 2, 1, 64), keys=2**25), ValueError, "keys must be at most 16777216, got 33554432")])
+def test_refused(call, error, message):
+    pytest.importorskip("triton")
+    if not (INTERPRETED or GPU) and error is ValueError: pytest.skip("the device is refused first")
+    from sparse_nb.kernels.choose import choose
+    rows = torch.zeros(1, 2, 10, 4, dtype=torch.int32)
+    with pytest.raises(error, match=message):
+        choose("codes", call["q"].to(DEVICE), rows.to(DEVICE), 0.1, call.get("keys", 10))
+
+
+def served(name, N=2000, **more):
+    "A method, its index of bfloat16 keys, queries and values."
+    q, k, _ = problem(1, 2, 4, N, 128, BF16)
+    method = METHODS[name](0.1, 0)
+    return method, chosen_state(method, q, k, **more), q, k, torch.randn_like(k)
+
+
+if GPU:
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("name", METHODS)
+    def test_one_graph(name, monkeypatch):
+        "torch.compile takes the whole step as one graph; nothing waits for the GPU; a captured step follows a length."
+        monkeypatch.setattr(hash_attention, "hash_maps", lambda *_: networks(8, 2, 128))
+        method, state, q, k, v = served(name)
+        stop = torch.tensor([1500], device=DEVICE)
+        step = lambda: method.decode(q, k, v, state=state, kv_len=stop)
+        want = step()
+        torch.cuda.set_sync_debug_mode("error")
+        try: step()
+        finally: torch.cuda.set_sync_debug_mode("default")
+        assert_close(torch.compile(step, fullgraph=True)(), want, rtol=1e-5)
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(side): step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph): out = step()
+        for n in (1500, 40, 1999, 2000, 1):
+            stop.fill_(n)
+            graph.replay()
+            assert torch.equal(out, step())
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("name", METHODS)
+    @pytest.mark.parametrize("N", [131072, 524288, 1100003])
+    def test_long(name, N):
+        q, k, _ = problem(1, 2, 4, N, 128, BF16)
+        check_method(METHODS[name](0.1, 0), q, k)
+
+
+if not INTERPRETED:
+    def usage(name, capability, kind, **own):
+        "Registers, spills and shared memory of a kernel with the shipped tiles."
+        pytest.importorskip("triton")
+        from sparse_nb.kernels import choose as kernels
+        from sparse_nb.kernels.common import compiled_usage
+        types = dict.fromkeys(("mark_ptr", "between_ptr", "higher_ptr", "many_ptr", "base_ptr", "code_ptr", "ask_ptr"),
+                              "i32") | dict.fromkeys(("start_ptr", "len_ptr", "begin_ptr", "budget", "index_ptr",
+                                                      "fit_ptr"), "i64") | dict(q_ptr=kind, cut="fp32")
+        types |= dict(row_ptr=dict(box=kind, channel="i16").get(name, "i32"))
+        if name in ("equal", "distance"): types |= dict(score_ptr="i32")
+        known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, LR=4, LP=4) | own
+        if known["U"] == 1: known |= dict(begin_ptr=None)
+        warps = known.pop("warps")
+        return compiled_usage(getattr(kernels, f"_{name}_kernel"), known, types, capability, warps)
+
+    @pytest.mark.parametrize("capability, kind, U", [(80, "fp16", 1), (90, "bf16", 16), (90, "fp32", 1)])
+    def test_registers_and_spills(capability, kind, U):
+        pytest.importorskip("triton")
+        from sparse_nb.kernels.choose import Tiles, page_tile
+        tiles = Tiles()
+        (few, warps), (_, each), found = tiles.select, tiles.sift, {}
+        of_q = dict(BN=tiles.score[0], warps=tiles.score[1])
+        for BN, BT in ((512, 64), (2048, 128), (4096, 256)):
+            found[f"sift {BN}"] = usage("sift", capability, kind, U=U, BN=BN, warps=BN // each)
+            found[f"list {BN}"] = usage("list", capability, kind, U=U, BN=BN, BW=256, warps=BN // each)
+            found[f"select {BN}"] = usage("select", capability, kind, U=U, BN=BN, BT=BT, BC=few // BT, warps=warps)
+        for BS in (tiles.sample, 4 * tiles.sample):
+            found[f"guess {BS}"] = usage("guess", capability, kind, U=U, BS=BS, warps=4)
+        for D in (64, 128, 256):
+            BN, few_warps = page_tile(tiles, D), tiles.page[1]
+            found[f"box {D}"] = usage("box", capability, kind, U=16, D=D, BD=D, BN=BN, warps=few_warps)
+        found["channel"] = usage("channel", capability, kind, **of_q)
+        found["equal"] = usage("equal", capability, kind, **of_q)
+        found["distance"] = usage("distance", capability, kind, WORDS=4, **of_q)
+        found["code"] = usage("code", capability, kind, D=128, M=128, BD=128, BM=128, warps=8)
+        found["ask"] = usage("ask", capability, kind, D=80, W=128, STEPS=7, warps=1)
+        for name, used in found.items():
+            print(name, used)
+            assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
+
+    @pytest.mark.budget(40)
+    @pytest.mark.parametrize("shard", range(4))
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
+    def test_in_the_interpreter(forked_pytest, shard):
+        pytest.importorskip("triton")
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/4", __file__,
+                                   TRITON_INTERPRET="1")
+        print(said)
+        assert not code and re.search(r"\d passed", said), said[-4000:]
