@@ -32,7 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .core.checks import check_choice, check_count, check_flag, check_integer, check_seed
+from .core.checks import Step, check_choice, check_count, check_flag, check_integer, check_seed, once
 from .core.exact import attention, to_device_of
 from .core.methods import Exact, Method, Stats
 from .core.selection import has_kernels
@@ -329,6 +329,7 @@ class Call:
 
     def near(self):
         "The same with keys and values on the device of the queries."
+        if self.key.device == self.value.device == self.query.device: return self
         return replace(self, key=to_device_of(self.key, self.query), value=to_device_of(self.value, self.query))
 
 class ForwardPass:
@@ -337,7 +338,7 @@ class ForwardPass:
         self.logits_kept = logits_kept # logits that the caller asked for; 0: all, or not known
         self.has_context = has_context # did the cache hold keys?
         self.reached = False           # has a layer called the attention function?
-        self.kept, self.walks, self.same, self.shared = {}, {}, None, {}
+        self.kept, self.walks, self.same, self.shared, self.step = {}, {}, None, {}, Step()
         self.seen = None               # of a compiled step: the mask, and what a query sees by it
 
     def per_step(self, what, call, fleeting, make):
@@ -449,7 +450,9 @@ class Kept:
         keys, values = call.key[:, :, :length], call.value[:, :, :length]
         heard = {}
         for what in self.state.hears:
-            if what == "shown": heard[what] = shown_places(call.mask, call.query, length)
+            if what == "shown":
+                show = lambda: shown_places(call.mask, call.query, length)
+                heard[what] = once(show, what, call.mask, length, *call.query.shape[::2], call.query.device)
             if what == "q": heard[what] = call.query
             if what == "scale": heard[what] = call.options.get("scaling")
             if self.turn is None: continue
@@ -537,7 +540,7 @@ class Dispatch:
             if exact or decodes is not None: return compiled_step(self, call, exact), None
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
-            kept.hear(call)
+            with forward.step: kept.hear(call)
         new = 0 if self.thread.reading else decoded_queries(self.setup, forward, query.shape[2], key.shape[2])
         old = query.shape[2] - new
         reads, decodes = reads if old else None, decodes if new and not few else None
@@ -592,10 +595,11 @@ def decode_one(dispatch, method, call, j, view, settings):
         k, v, settings = call.key[:, :, :len(state)], call.value[:, :, :len(state)], settings | dict(state=state)
         if view.end < len(state) and view.stop is None:
             settings["kv_len"] = torch.full(call.query.shape[:1], view.end, device=call.query.device)
-        if kept.q_before is not None: settings["q_before"] = kept.q_before[:, :, [j]]
-    q = call.query[:, :, [j]]
-    if dispatch.observe: return method.decode(q, k, v, return_stats=True, **settings)
-    return method.decode(q, k, v, **settings), None
+        if kept.q_before is not None: settings["q_before"] = kept.q_before[:, :, j:j + 1]
+    q = call.query if call.query.shape[2] == 1 else call.query[:, :, j:j + 1]
+    with nullcontext() if dispatch.layers is None else forward.step:  # without hooks no pass has an end
+        if dispatch.observe: return method.decode(q, k, v, return_stats=True, **settings)
+        return method.decode(q, k, v, **settings), None
 
 def decode_each(
     dispatch: Dispatch,
@@ -606,18 +610,19 @@ def decode_each(
 ) -> list:              # of [B, 1, H, D]
     "The attention of the queries that are decoded, each by itself."
     parts = []
-    steps = dispatch.thread.forward.per_step(("queries", old), call, dispatch.layers is None,
-                                             lambda: look_at_each(dispatch, call, old))
+    look = lambda: [(view, None if x is None else x.unbind()) for view, x in look_at_each(dispatch, call, old)]
+    steps = dispatch.thread.forward.per_step(("queries", old), call, dispatch.layers is None, look)
     for j, (view, streams) in enumerate(steps, old):
-        q, seed = call.query[:, :, [j]], None if streams is None else streams[call.layer]
+        seed = None if streams is None else streams[call.layer]
         seen = dict(scale=call.options.get("scaling"), kv_start=view.start, kv_len=view.stop)
         if method is not None: out, stats = decode_one(dispatch, method, call, j, view, seen | dict(seed=seed))
         else:
-            out, visible = whole[:, j:j + 1].transpose(1, 2), view.count.to(q.device)[:, None, None].expand(q.shape[:3])
+            q, out = call.query[:, :, j:j + 1], whole[:, j:j + 1].transpose(1, 2)
+            visible = view.count.to(q.device)[:, None, None].expand(q.shape[:3])
             stats = Stats(visible, visible, 0, visible / visible, visible)
         if dispatch.observe:
             k, v = view.take(call.key), view.take(call.value)
-            dispatch.observe(Decoded(call.module, view, q, k, v, out, stats, seed, seen))
+            dispatch.observe(Decoded(call.module, view, call.query[:, :, j:j + 1], k, v, out, stats, seed, seen))
         parts.append(out.transpose(1, 2))
     return parts
 
@@ -636,6 +641,7 @@ def heard_of(dispatch, layer, call, angles):
     "What the state of a cache layer hears of the one new key of a compiled step, and the query from before RoPE"
     hears, heard = layer.state.hears, {}
     if "q" in hears: heard["q"] = call.query
+    if "scale" in hears: heard["scale"] = call.options["scaling"]
     if not {"k_before", "q_before"} & set(hears): return heard
     turn = turn_back(dispatch, call.module, dict(position_embeddings=angles), layer.state)
     if turn is None: return heard
@@ -669,7 +675,7 @@ def step(
         raise ValueError(f"decode must be a method that a graph can hold, got {method!r}: {why}")
     settings, walks = dict(seed=seed, scale=scale, kv_start=start, kv_len=stop), dispatch.thread.walks
     if keeps_state(method):
-        kept, call = layer_of(state), Call(module, query, key, value, None, {})
+        kept, call = layer_of(state), Call(module, query, key, value, None, dict(scaling=scale))
         at = stop[:1] - 1
         newest = replace(call, key=key.index_select(2, at))
         heard = heard_of(dispatch, kept, newest, angles)
@@ -749,9 +755,9 @@ def turn_back(dispatch, module, kwargs, state):
     if (rotation := dispatch.rotations[module]) == "unknown": return None
     return functools.partial(unrotate, position_embeddings=kwargs["position_embeddings"], rotation=rotation)
 
-def adopt_cache(dispatch, method, away, decodes, module, args, kwargs):
+def adopt_cache(dispatch, method, away, decodes, names, module, args, kwargs):
     "A layer with an index or in host memory is called: let its cache keep them"
-    kwargs = dict(zip(inspect.signature(module.forward).parameters, args)) | kwargs
+    kwargs = dict(zip(names, args)) | kwargs
     cache, i = kwargs.get("past_key_values", kwargs.get("layer_past")), module.layer_idx
     if cache is None or getattr(module, "is_kv_shared_layer", False) or has_window(module, kwargs): return
     if i < len(cache.layers) and getattr(cache.layers[i], "is_sliding", False): return
@@ -782,7 +788,9 @@ def hooks_of(
         decodes = keeps_state(method) or not getattr(plan.prefill[i], "reads_state", False)
         keeper = method if decodes else plan.prefill[i]
         if away and method is not None or keeps_state(keeper):
-            yield plan.layers[i], functools.partial(adopt_cache, dispatch, keeper, away and method is not None, decodes)
+            names = list(inspect.signature(plan.layers[i].forward).parameters)
+            yield plan.layers[i], functools.partial(adopt_cache, dispatch, keeper, away and method is not None, decodes,
+                                                    names)
 
 # %% ../nbs/70_hf.ipynb #97ddfdfa
 def reads_of(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import check_count, check_inputs, check_scores, on_cpu_eagerly
+from .checks import check_count, check_inputs, check_scores, on_cpu_eagerly, once
 
 # %% ../../nbs/04_exact.ipynb #70a0e38f
 def assert_close(
@@ -40,6 +40,11 @@ def visible_range(
     kv_len: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
 ) -> tuple[torch.Tensor, torch.Tensor]:    # first and end, each [B, 1, Q], int64
     "The keys that each query may see: number i with first <= i < end. Checks nothing; see `check_inputs`."
+    return once(lambda: _visible_range(q, k, causal, positions, kv_start, kv_len), "visible", q.shape[::2], k.shape[2],
+                q.device, causal, positions, kv_start, kv_len)
+
+def _visible_range(q, k, causal, positions, kv_start, kv_len):
+    "`visible_range`, worked out"
     shape = q.shape[0], 1, q.shape[2]
     first = torch.zeros(shape[0], dtype=torch.int64, device=q.device) if kv_start is None else kv_start.long()
     end = torch.full_like(first, k.shape[2]) if kv_len is None else kv_len.long()
@@ -90,8 +95,10 @@ def masked_scores(
     """
     scaled = promote(q) * (q.shape[3]**-0.5 if scale is None else scale)
     with no_autocast(q): scores = grouped(scaled, k.shape[1]) @ promote(to_device_of(k, q)).transpose(-1, -2)
-    i = begin + torch.arange(k.shape[2], device=q.device)
-    hidden = (i < first[..., None]) | (i >= end[..., None])
+    def hides():
+        i = begin + torch.arange(k.shape[2], device=q.device)
+        return (i < first[..., None]) | (i >= end[..., None])
+    hidden = once(hides, "hidden", begin, k.shape[2], first, end)
     scores = scores.reshape(*q.shape[:3], -1).masked_fill(hidden, -math.inf)
     check_scores(scores)
     return scores

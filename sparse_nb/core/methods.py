@@ -24,9 +24,9 @@ from .blocks import BlockPattern, block_attention, streaming_prefill
 from .checks import (
     check_bounds, check_budget, check_count, check_inputs, check_mass, check_scores, check_seed, on_cpu_eagerly)
 from .exact import to_device_of, visible_range
-from .selection import (
-    Selection, budget_counts, full_attention, make_selection, select_sinks_window, select_topk, select_topp,
-    select_uniform, weighted_attention)
+from sparse_nb.core.selection import (
+    Selection, first_slots, full_attention, select_sinks_window, select_topk, select_topp, select_uniform,
+    weighted_attention)
 from .streams import fold_in, head_seeds, new_seed
 
 # %% ../../nbs/07_methods.ipynb #d6862fa6
@@ -958,13 +958,14 @@ class Predictor(ChosenByKernels):
         found = self.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len)
         if found is not None: return found
         first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-        count, slots = budget_counts(self.budget, end - first, k.shape[2])
+        slots, whole = first_slots(q, k, self.budget, first, end), not causal and kv_start is None and kv_len is None
         found = self.priorities(q, state, scale=scale)
-        i = torch.arange(k.shape[2], device=q.device)
-        found = found.masked_fill((i < first[..., None]) | (i >= end[..., None]), -math.inf)
+        if not whole:
+            i = torch.arange(k.shape[2], device=q.device)
+            found = found.masked_fill((i < first[..., None]) | (i >= end[..., None]), -math.inf)
         check_scores(found)
-        index = found.sort(dim=-1, descending=True, stable=True).indices[..., :slots]
-        return make_selection(q, index, torch.arange(slots, device=q.device) < count[..., None], first)
+        index = found.sort(dim=-1, descending=True, stable=True).indices[..., :slots.count]
+        return slots.filled(index, whole)
 
 # %% ../../nbs/07_methods.ipynb #234f27c7
 SAMPLE = 2**14  # numbers of each parameter that name a model

@@ -4,18 +4,20 @@
 
 # %% auto #0
 __all__ = ['COPIED_AT_ONCE', 'HAS_TRITON', 'Selection', 'take_rows', 'exponential_terms', 'weighted_state', 'has_kernels',
-           'weighted_attention', 'full_attention', 'budget_counts', 'make_selection', 'select_sinks_window',
-           'select_topk', 'select_topp', 'select_uniform']
+           'weighted_attention', 'full_attention', 'budget_counts', 'make_selection', 'FirstSlots', 'first_slots',
+           'select_sinks_window', 'select_topk', 'select_topp', 'select_uniform']
 
 # %% ../../nbs/06_selection.ipynb #da41eb24
 import importlib.util
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from .checks import (
-    FLOATS, check_budget, check_choice, check_count, check_inputs, check_mass, check_scores, on_cpu_eagerly)
+from sparse_nb.core.checks import (
+    FLOATS, check_budget, check_choice, check_count, check_inputs, check_mass, check_scores, on_cpu_eagerly,
+    once)
 from .exact import (
     SoftmaxState, attention, attention_scores, exponentials, no_autocast, promote, visible_range)
 from .streams import TICKETS, new_seed, stream_seeds, tickets
@@ -243,6 +245,36 @@ def make_selection(
     weight = torch.where(used, weight, 0.0).to(promote(q[:0]).dtype)
     return Selection(torch.where(used, index, first[..., None]).expand(shape), weight.expand(shape))
 
+class FirstSlots(NamedTuple):
+    "The slots of a list of keys, heaviest first, of which each query uses the first few."
+    count: int           # slots S that are enough for any query
+    used: torch.Tensor   # which of them each query uses [B, 1, Q, S]
+    weight: torch.Tensor # 1 there and else 0 [B, H, Q, S]
+    first: torch.Tensor  # first visible key [B, 1, Q]: unused slots point at it
+
+    def filled(
+        self,
+        index: torch.Tensor, # key numbers [B, H, Q, S]
+        whole: bool = False, # is every slot known to be used?
+    ) -> Selection:
+        "The selection of these keys."
+        return Selection(index if whole else torch.where(self.used, index, self.first[..., None]), self.weight)
+
+def first_slots(
+    q: torch.Tensor,     # queries [B, H, Q, D]
+    k: torch.Tensor,     # keys [B, G, N, D]
+    budget: int | float, # keys, or share of the visible keys
+    first: torch.Tensor, # from `visible_range` [B, 1, Q]
+    end: torch.Tensor,   # likewise
+) -> FirstSlots:
+    "The slots of a budget. Every query uses all of them where every query sees all keys."
+    def make():
+        count, slots = budget_counts(budget, end - first, k.shape[2])
+        used = torch.arange(slots, device=q.device) < count[..., None]
+        weight = torch.where(used, 1.0, 0.0).to(promote(q[:0]).dtype)
+        return FirstSlots(slots, used, weight.expand(*q.shape[:3], slots), first)
+    return once(make, "first slots", type(budget), budget, q.shape[:3], k.shape[2], q.dtype, first, end)
+
 # %% ../../nbs/06_selection.ipynb #feb0940e
 def select_sinks_window(
     q: torch.Tensor,                      # queries [B, H, Q, D]
@@ -258,12 +290,14 @@ def select_sinks_window(
     check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
     check_count("sinks", sinks, 0)
     first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-    count, slots = budget_counts(window, end - first, k.shape[2], "window")
-    begin = (end - count)[..., None]
-    sink = first[..., None] + torch.arange(min(sinks, k.shape[2]), device=q.device)
-    recent = begin + torch.arange(slots, device=q.device)
-    used = torch.cat([sink < begin, recent < end[..., None]], -1)
-    return make_selection(q, torch.cat([sink, recent], -1), used, first)
+    def make():
+        count, slots = budget_counts(window, end - first, k.shape[2], "window")
+        begin = (end - count)[..., None]
+        sink = first[..., None] + torch.arange(min(sinks, k.shape[2]), device=q.device)
+        recent = begin + torch.arange(slots, device=q.device)
+        used = torch.cat([sink < begin, recent < end[..., None]], -1)
+        return make_selection(q, torch.cat([sink, recent], -1), used, first)
+    return once(make, "sinks and window", sinks, type(window), window, q.shape[:3], k.shape[2], q.dtype, first, end)
 
 # %% ../../nbs/06_selection.ipynb #2d9e32b5
 def select_topk(
@@ -283,8 +317,8 @@ def select_topk(
     check_budget(budget)
     scores = attention_scores(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
     first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-    count, slots = budget_counts(budget, end - first, k.shape[2])
-    return make_selection(q, scores.topk(slots).indices, torch.arange(slots, device=q.device) < count[..., None], first)
+    slots, whole = first_slots(q, k, budget, first, end), not causal and kv_start is None and kv_len is None
+    return slots.filled(scores.topk(slots.count).indices, whole)
 
 # %% ../../nbs/06_selection.ipynb #40f97eda
 def select_topp(

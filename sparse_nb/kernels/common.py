@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'bits_set', 'sign_code',
            'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note', 'by_engine', 'launch_limits',
-           'device_limits', 'refusal', 'compiled_usage']
+           'device_limits', 'refusal', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
 
 # %% ../../kernels/common.ipynb #72988fbd
 import functools
@@ -184,6 +184,45 @@ def refusal(
     if D > 256: return ValueError(f"q must have a head size of at most 256 for backend='triton', got {D}")
     if not (q.is_cuda or INTERPRETED.value):
         return ValueError(f"q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got {q.device}")
+
+# %% ../../kernels/common.ipynb #5a1c0e02
+def layout_of(
+    *tensors: torch.Tensor, # or None
+) -> tuple:
+    "Shapes, strides, types and remainders of addresses by 16; None for what is absent."
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
+
+class Plans:
+    "What launchers work out for a layout, and what Triton has compiled for it."
+    def __init__(
+        self,
+        most: int = 256, # layouts to keep; then all are forgotten
+    ):
+        self.known, self.most = {}, most
+
+    def get(
+        self,
+        key,  # hashable: all that the sizes, and the types and specialisations of arguments, follow from
+        make, # called without arguments: sizes
+    ) -> tuple: # sizes, and a dict for `relaunch`
+        "What is known of a layout."
+        found = self.known.get(key)
+        if found is None:
+            if len(self.known) >= self.most: self.known.clear()
+            found = self.known[key] = make(), {}
+        return found
+
+def relaunch(
+    made: dict,  # name -> what Triton has compiled, for one layout on one device
+    name: str,   # of the launch
+    kernel,      # of Triton
+    grid: tuple, # three counts of programs
+    *args,       # all arguments of the kernel, in its order
+    **options,   # of the launch
+):
+    "`kernel[grid](*args, **options)`, from the second time on without asking which compiled kernel fits."
+    if (compiled := made.get(name)) is not None: compiled[grid](*args)
+    else: made[name] = kernel[grid](*args, **options)
 
 # %% ../../kernels/common.ipynb #ebca2a7a
 def compiled_usage(

@@ -6,12 +6,14 @@
 __all__ = ['attend']
 
 # %% ../../kernels/gather.ipynb #ec050655
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import LOG2E, device_limits, dot, refusal
+from .common import LOG2E, Plans, device_limits, dot, layout_of, refusal, relaunch
 
 # %% ../../kernels/gather.ipynb #76ed6d39
 @triton.jit
@@ -78,32 +80,36 @@ _BLOCK, _WARPS, _STAGES, _PROGRAMS = 32, 4, 3, 4  # slots at once, rows of up to
 
 def _slots(BD, itemsize): return max(16, min(_BLOCK, 2**13 // (BD * itemsize)))
 
-def _run(q, k, v, index, weight, scale):
-    "Launch both kernels"
-    B, H, _, D = q.shape
-    G, N = k.shape[1:3]
-    if index.shape[1] == H and H > G and index.stride(1) == 0: index = index[:, :G]     # one list for all heads
-    L, S = index.shape[1], index.shape[3]
+_plans = Plans()
+
+def _sizes(q, k, v, index, weight):
+    "Shapes of the workspaces, grids, and numbers and constants for both kernels"
+    (B, H, _, D), (G, N), S = q.shape, k.shape[1:3], index.shape[3]
+    L = G if index.shape[1] == H and H > G and index.stride(1) == 0 else index.shape[1]  # G: one list for all heads
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
     BN = _slots(BD, q.element_size())
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     parts = max(1, min(512, _PROGRAMS * sms // (B * L)))
     P = triton.cdiv(triton.cdiv(S, parts), BN) * BN                                     # slots of a part
     C, BW = triton.cdiv(S, P), min(BD, 32)
-    m, l = torch.empty(2, B * H, C, dtype=torch.float32, device=q.device)
-    o = torch.empty(B * H, C, D, dtype=torch.float32, device=q.device)
-    out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
-    _gather_kernel[B * L, C](
-        q, k, v, index, weight, m, l, o, (D**-0.5 if scale is None else scale) * LOG2E,
-        q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
-        index.stride(0), index.stride(1), index.stride(3), weight.stride(0), weight.stride(1), weight.stride(3),
-        N, S, L, P, C, H // G,
-        LR=LR, D=D, BR=max(16, triton.next_power_of_2(LR)), BN=BN, BD=BD,
-        STAGES=_STAGES, PDL=PDL, num_warps=_WARPS)
-    _merge_kernel[B * H, triton.cdiv(D, BW)](
-        m, l, o, out, out.stride(0), out.stride(1), out.stride(3), H, C,
-        D=D, BC=triton.next_power_of_2(C), BD=BW,
-        PDL=PDL, num_warps=4, **(dict(launch_pdl=True) if PDL else {}))
+    BR, BC = max(16, triton.next_power_of_2(LR)), triton.next_power_of_2(C)
+    strides = [x.stride(i) for x in (index, weight) for i in (0, 1, 3)]
+    gather = (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), *strides,
+              N, S, L, P, C, H // G, LR, D, BR, BN, BD, _STAGES, PDL)
+    merge = H * D, D, 1, H, C, D, BC, BW, PDL
+    return (B * H, C), (B * L, C, 1), gather, (B * H, triton.cdiv(D, BW), 1), merge, PDL
+
+def _run(q, k, v, index, weight, scale):
+    "Launch both kernels"
+    tensors = q, k, v, index, weight
+    s, made = _plans.get((q.device, layout_of(*tensors)), lambda: _sizes(*tensors))
+    parts, programs, gather, programs_merge, merge, PDL = s
+    D, new = q.shape[3], functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    m, l, o, out = new(parts), new(parts), new(*parts, D), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    relaunch(made, "gather", _gather_kernel, programs, *tensors, m, l, o, (D**-0.5 if scale is None else scale) * LOG2E,
+             *gather, num_warps=_WARPS)
+    relaunch(made, "merge", _merge_kernel, programs_merge, m, l, o, out, *merge,
+             num_warps=4, **(dict(launch_pdl=True) if PDL else {}))
     return out
 
 # %% ../../kernels/gather.ipynb #0feffe52

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import LOG2E, compiled_usage, device_limits, dot, refusal, stream, visible
+from .common import (
+    LOG2E, Plans, compiled_usage, device_limits, dot, layout_of, refusal, relaunch, stream, visible)
 
 # %% ../../kernels/santa.ipynb #8033fc1e
 @triton.jit
@@ -341,6 +342,8 @@ def _check(q, samples, scheme, tile, seed, estimate):
     if error := refusal(q): raise error
 
 # %% ../../kernels/santa.ipynb #70a87d1c
+_plans = Plans()
+
 def _sizes(q, v, samples, scheme, tile, settings):
     "Settings with sizes of blocks and counts of programs"
     (_, H, _, D), (G, N) = q.shape, v.shape[1:3]
@@ -352,21 +355,21 @@ def _sizes(q, v, samples, scheme, tile, settings):
     s["BS"] = min(s["BS"], triton.next_power_of_2(samples))
     s |= dict(T=triton.cdiv(N, s["BN"]), P=triton.cdiv(samples, s["BS"]))          # tiles; programs of a head's gather
     s |= dict(BD=max(16, triton.next_power_of_2(D)), BR=max(16, triton.next_power_of_2(H // G)))
-    s["BT"] = max(32, triton.next_power_of_2(s["T"]))
+    s["BT"], s["BP"] = max(32, triton.next_power_of_2(s["T"])), triton.next_power_of_2(s["P"])
     if s["BT"] > 2**15: raise ValueError(f"k must have at most {2**15 * s['BN']} keys, in tiles of {s['BN']}, got {N}")
     s["wide"] = max(1, s["BT"] // 1024)  # warps that hold the masses of all tiles without spilling
     return s
 
-def _stash_scores(q, k, estimate, s, u, m, l, arrived, kv_start, kv_len, scale):
+def _stash_scores(q, k, estimate, s, made, u, m, l, arrived, kv_start, kv_len, scale):
     "Launch the score pass, or the pass over the features of an estimate of q"
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     R = H // G
     if estimate is None:
-        _score_kernel[B * G, s["chunks"]](
-            q, k, u, m, l, arrived, kv_start, kv_len, scale,
-            q.stride(0), q.stride(1), q.stride(3), *k.stride(), N, s["T"], s["chunks"], G, R, D,
-            SUB=s["sub"], BR=s["BR"], BN=s["BN"], BD=s["BD"], STAGES=s["stages"],
-            PDL=s["overlap"], num_warps=s["warps"], num_stages=s["stages"])
+        relaunch(made, "scores", _score_kernel, (B * G, s["chunks"], 1),
+                 q, k, u, m, l, arrived, kv_start, kv_len, scale,
+                 q.stride(0), q.stride(1), q.stride(3), *k.stride(), N, s["T"], s["chunks"], G, R, D,
+                 s["sub"], s["BR"], s["BN"], s["BD"], s["stages"], s["overlap"],
+                 num_warps=s["warps"], num_stages=s["stages"])
         return
     estimate = estimate.reshape(B, H, D).contiguous()
     drawn = (estimate.view(B, G, R, D) != 0).any(2)
@@ -402,34 +405,35 @@ def launch(
     "Launch the kernels of a scheme."
     (B, H, _, D), (G, N) = q.shape, v.shape[1:3]
     if estimate is not None: settings["sub"] = 1
-    s = _sizes(q, v, samples, scheme, tile, settings)
+    pointers = layout_of(q, k, v, kv_start, kv_len, seed if isinstance(seed, torch.Tensor) else None)
+    key = q.device, pointers, samples, scheme, tile, return_index, estimate is None, *settings.items()
+    s, made = _plans.get(key, lambda: _sizes(q, v, samples, scheme, tile, settings))
     T, P, BN, SUB, wide, R = s["T"], s["P"], s["BN"], s["sub"], s["wide"], H // G
     new = functools.partial(torch.empty, device=q.device)
     seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
     SEEDS, scale = seed_ptr is not None and seed_ptr.ndim == 2, (D**-0.5 if scale is None else scale) * LOG2E
     slots = max(T, samples + T // 2) if scheme == "flash" else samples
     index = torch.full((B, H, 1, slots), -1, dtype=torch.int32, device=q.device) if return_index else None
-    out, (m, l) = new(B, H, 1, D, dtype=q.dtype), new(2, B * H, T, dtype=torch.float32)
+    out, m, l = new(B, H, 1, D, dtype=q.dtype), *(new(B * H, T, dtype=torch.float32) for _ in range(2))
     if scheme == "flash":
         _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_len, m, l, out, index, slots, SEEDS)
         return out, index
     u = new(B * H, T * BN // SUB, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
     arrived = new(B * H, dtype=torch.int32)
-    _stash_scores(q, k, estimate, s, u, m, l, arrived, kv_start, kv_len, scale)
+    _stash_scores(q, k, estimate, s, made, u, m, l, arrived, kv_start, kv_len, scale)
     tiles = starts = None
     if scheme == "proportional":
         tiles, starts = new(B * H, samples, dtype=torch.int32), new(B * H, samples, dtype=torch.float32)
         _budget_kernel[B * H,](
             m, l, tiles, starts, kv_start, kv_len, seed_ptr, seed, N, T, samples, G, R,
             BT=s["BT"], BN=BN, SEEDS=SEEDS, num_warps=max(4, 2 * wide))
-        s["overlap"] = False
     part = new(B * H, P, s["BD"], dtype=torch.float32) if P > 1 else None
-    _gather_kernel[B * H, P](
-        q, k, v, u, m, l, tiles, starts, arrived, part, out, index, kv_start, kv_len, seed_ptr, seed, scale,
-        q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), out.stride(0), out.stride(1), out.stride(3),
-        N, T, samples, P, SCHEME=scheme, G=G, R=R, D=D,
-        SUB=SUB, BS=s["BS"], BT=s["BT"], BN=BN, BD=s["BD"], BP=triton.next_power_of_2(P), SEEDS=SEEDS,
-        PDL=s["overlap"], num_warps=max(s["gather_warps"], wide), **(dict(launch_pdl=True) if s["overlap"] else {}))
+    PDL = s["overlap"] and scheme != "proportional"
+    relaunch(made, "draws" if seed < 2**31 else "draws, long seed", _gather_kernel, (B * H, P, 1),
+             q, k, v, u, m, l, tiles, starts, arrived, part, out, index, kv_start, kv_len, seed_ptr, seed, scale,
+             q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), H * D, D, 1,
+             N, T, samples, P, scheme, G, R, D, SUB, s["BS"], s["BT"], BN, s["BD"], s["BP"], SEEDS, PDL,
+             num_warps=max(s["gather_warps"], wide), **(dict(launch_pdl=True) if PDL else {}))
     return out, index
 
 # %% ../../kernels/santa.ipynb #cf1baffc

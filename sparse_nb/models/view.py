@@ -27,7 +27,7 @@ class View:
         x: torch.Tensor, # keys or values [B, G, N, D]
     ) -> torch.Tensor:
         "The part of `x` that `start` and `stop` speak of."
-        if self.index is None: return x[:, :, :self.end]
+        if self.index is None: return x if x.shape[2] == self.end else x[:, :, :self.end]
         return take_rows(x, self.index[:, None].expand(-1, x.shape[1], -1))
 
 # %% ../../nbs/75_view.ipynb #5cd3e286

@@ -1,0 +1,79 @@
+"What an eager step costs in a session: operations and launches of a layer, the same on every machine"
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("triton")
+from transformers import DynamicCache
+
+import sparse_nb.core.selection
+import sparse_nb.kernels.gather
+import sparse_nb.kernels.santa
+import sparse_nb.santa
+from sparse_nb.attention import Exact, Streaming, TopK
+from sparse_nb.baselines import Quest
+from sparse_nb.hf import sparsify
+from sparse_nb.santa import Santa
+from sparse_nb.vattention import VAttention
+from test_hf import IDS, SMALL
+
+class Operations(TorchDispatchMode):
+    "Counts what torch is asked to do."
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+def in_a_step(layers, session, launched):
+    "Operations and launches of the fifth token of a Llama of so many layers"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL | dict(num_hidden_layers=layers))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cache, token = DynamicCache(config=config), IDS[:, -1:]
+    undo = None if session is None else sparsify(model, **session)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        for _ in range(3): model(token, past_key_values=cache)
+        launched.clear()
+        with Operations() as counted: model(token, past_key_values=cache)
+    if undo is not None: undo.restore()
+    return counted.count, len(launched)
+
+def a_layer(session, launched):
+    "Operations and launches of one more layer"
+    few, many = (in_a_step(layers, session, launched) for layers in (2, 5))
+    return [(y - x) / 3 for x, y in zip(few, many)]
+
+def operations_added(session): return a_layer(session, [])[0] - a_layer(None, [])[0]
+
+@pytest.mark.parametrize("method, most", [
+    (None, 0), (Exact(), 0), (Streaming(sinks=2, window=0.2), 57), (TopK(budget=0.2), 82), (Santa(samples=4), 204),
+    (Quest(budget=0.2, page=4), 224), (VAttention(sinks=2, window=2, topk=4, base=4), 1760)],
+    ids=lambda x: type(x).__name__)
+def test_operations_that_a_method_adds_to_a_layer(method, most):
+    "The PyTorch references with their looks at values: at most so many operations more than the model's own attention."
+    assert operations_added(dict(decode=method)) <= most
+
+@pytest.fixture
+def launched(monkeypatch):
+    "The launches of kernels, which do nothing, as if queries were on a GPU"
+    names = []
+    def launch(made, name, kernel, grid, *args, **options):
+        names.append(name)
+        out = dict(merge=3, gather=None, scores=None, draws=10)[name]
+        if out is not None: args[out].numpy().fill(0)
+    for module in (sparse_nb.core.selection, sparse_nb.santa):
+        monkeypatch.setattr(module, "has_kernels", lambda q: q.shape[2] == 1)
+    for module in (sparse_nb.kernels.gather, sparse_nb.kernels.santa):
+        monkeypatch.setattr(module, "relaunch", launch)
+        monkeypatch.setattr(module, "refusal", lambda q: None)
+    return names
+
+@pytest.mark.parametrize("method, most", [(Streaming(sinks=2, window=0.2), 8), (TopK(budget=0.2), 33),
+                                          (Santa(samples=4), 9)], ids=lambda x: type(x).__name__)
+def test_what_a_layer_adds_beside_its_kernels(launched, method, most):
+    "The way of a GPU: two launches, and at most so many operations more, workspaces and views included."
+    operations, launches = a_layer(dict(decode=method), launched)
+    assert launches == 2 and operations - a_layer(None, launched)[0] <= most
