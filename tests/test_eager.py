@@ -77,3 +77,21 @@ def test_what_a_layer_adds_beside_its_kernels(launched, method, most):
     "The way of a GPU: two launches, and at most so many operations more, workspaces and views included."
     operations, launches = a_layer(dict(decode=method), launched)
     assert launches == 2 and operations - a_layer(None, launched)[0] <= most
+
+def test_a_step_checks_once_what_is_not_looked_at(monkeypatch):
+    from sparse_nb.core import checks
+    asked, check = [], checks._check_inputs
+    monkeypatch.setattr(checks, "_check_inputs", lambda *given: asked.append(given) or check(*given))
+    q, k = (torch.empty(1, heads, n, 8, device="meta") for heads, n in ((4, 1), (2, 9)))
+    with checks.Step():
+        for _ in range(3): checks.check_inputs(q, k, k, scale=0.5)
+        assert len(asked) == 1
+        for _ in range(2):
+            with pytest.raises(ValueError, match="scale must be positive and finite, got 0"):
+                checks.check_inputs(q, k, k, scale=0)
+            with pytest.raises(TypeError, match="scale must be a number, got bool"):
+                checks.check_inputs(q, k, k, scale=True)
+        for x in (torch.ones(1, 4, 1, 8), torch.ones(1, 4, 1, 8)): checks.check_inputs(x, x)
+    assert len(asked) == 7
+    checks.check_inputs(q, k, k, scale=0.5)
+    assert len(asked) == 8  # outside of a step always
