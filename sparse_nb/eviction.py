@@ -57,10 +57,11 @@ def most_voted(
 ) -> torch.Tensor:        # [B, G, n, L], bool
     "Which keys stay: the newest, the sinks, then those with the most votes, the earlier of two equal ones first."
     n = votes.shape[2]
+    end = n if end is None else end
     of_rows, i = lambda x: x.view(-1, 1, 1, 1), torch.arange(n, device=votes.device).view(1, 1, -1, 1)
     above = votes.max() + 1 if n else 1.0
     x = torch.where(i < of_rows(first) + sinks, above, votes)
-    x = torch.where(i >= (n if end is None else end) - of_rows(recent), above + 1 + i, x).masked_fill(~held | (i < of_rows(first)), -math.inf)
+    x = torch.where(i >= end - of_rows(recent), above + 1 + i, x).masked_fill(~held | (i < of_rows(first)), -math.inf)
     order = x.sort(dim=2, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(2, order, i.expand_as(order))
     return (rank < of_rows(count)) & (x > -math.inf)
@@ -68,7 +69,6 @@ def most_voted(
 # %% ../nbs/64_eviction.ipynb #1a006b40
 class HeldRows(State):
     "The rows of `Held`, and what it knows of queries: those still to count, and where it decided."
-    # begin: first shown key of each sequence [B]; shows: does each show one? scale: of the scores, where it was heard
     __slots__ = "asked", "begun", "mark", "done", "votes", "base", "begin", "shows", "scale"
 
     def __init__(
@@ -81,11 +81,11 @@ class HeldRows(State):
 
     def _forget(self):
         self.asked = self.votes = self.base = None # queries from `mark` on; votes of keys; rows and votes at `mark`
-        self.begun, self.done = None, 0            # keys it was decided on, None: not yet; queries that are counted
-        self.mark, self.begin, self.shows, self.scale = 0, None, False, None
+        self.begun = self.begin = self.scale = None # keys it was decided on; first shown key [B]; of the scores
+        self.done, self.mark, self.shows = 0, 0, False # queries counted; whether each sequence has shown a key
 
     def goes_on(self, other):
-        "This state, where `other` is."
+        "This state, with what `other` knows."
         for name in ("rows", *HeldRows.__slots__): setattr(self, name, getattr(other, name))
         return self
 
@@ -120,7 +120,7 @@ class HeldRows(State):
         super().pick_rows(rows)
         if self.rows is None: return
         pick = lambda x: None if x is None else x[rows.to(x.device)]
-        self.asked, self.votes, self.begin = pick(self.asked), pick(self.votes), pick(self.begin)
+        self.asked, self.votes, self.begin = map(pick, (self.asked, self.votes, self.begin))
         if self.base is not None: self.base = tuple(map(pick, self.base))
 
     def reset(self):
@@ -182,8 +182,8 @@ class Growing(HeldRows):
 
 # %% ../nbs/64_eviction.ipynb #e71c7ed0
 class Held(Growing):
-    "As `Growing`, and of a fixed length: then `asked` is the newest query alone, and is counted when the next key is put."
-    # counted: queries that are [1]; limits: `H2O.limits`; older: a state that grows, for queries from before the first key
+    "As `Growing`, and of a fixed length: then `asked` is the newest query, which counts when the next key is put."
+    # counted: how many queries are [1]; limits: `H2O.limits`; older: a state that grows, while no key was put
     __slots__ = "counted", "limits", "older"
 
     def _forget(self):
@@ -247,6 +247,11 @@ def check_ends(end):
     if (end != end[:1]).any():
         raise ValueError(f"kv_len must be the same for all sequences, got {end[:, 0, -1].tolist()}")
 
+def within(kept, first, end):
+    "Those of the kept keys [B, H, Q, n] that are visible"
+    i = torch.arange(kept.shape[3], device=kept.device)
+    return kept & (i >= first[..., None]) & (i < end[..., None])
+
 def kept_of_newest(q, state):
     "Which keys the query of the newest key reads [B, H, 1, n]. ValueError for several."
     if q.shape[2] != 1:
@@ -298,10 +303,8 @@ class Evicts(Method):
         if state.fixed and state.older is not None: state, k = state.older, k[:, :, :len(state.older)]
         first, end = visible_range(q, k, **masks)
         if not state.fixed or on_cpu_eagerly(end): check_ends(end)
-        if state.fixed: kept = kept_of_newest(q, state)
-        else: kept = kept_of_each(q, to_device_of(k, q), state, first, end, scale)
-        i = torch.arange(k.shape[2], device=q.device)
-        kept = kept & (i >= first[..., None]) & (i < end[..., None])
+        of_each = lambda: kept_of_each(q, to_device_of(k, q), state, first, end, scale)
+        kept = within(kept_of_newest(q, state) if state.fixed else of_each(), first, end)
         count = kept.sum(-1)
         slots = slots_used(count, state, min(k.shape[2], self.most(k.shape[2])))
         index = kept.int().sort(dim=-1, descending=True, stable=True).indices[..., :slots]
