@@ -68,8 +68,9 @@ def sparsify(
     None is the model's own attention. `Session.restore` or the end of a `with` block undoes it. Layers with a sliding
     window keep the model's own attention; a warning says so where nothing else is left. A row of a batch draws from
     streams of its own seed, position, layer and head: sequence b of seed s draws as a sequence alone does with
-    seed=[fold_in(s, b)]. "A" and "B" are other names for the setups. A static cache has as many keys as it has room
-    for. A "crossover" that is "auto" is `crossover_keys` of each method on this GPU, and 0 where no record says one. Raises TypeError or ValueError for arguments and
+    seed=[fold_in(s, b)]. "A" and "B" are other names for the setups. A static cache counts as full for `crossover`, of
+    which "auto" is `crossover_keys` of each method on this GPU, 0 where no record says one. In steps that transformers
+    compiles, layers that decode exactly use the kernel of `Exact`. Raises TypeError or ValueError for arguments and
     models that do not fit, when called or, for masks and features of a layer that a method cannot honour, when the
     model runs.
     """
@@ -93,7 +94,7 @@ class Session:
         self.counts = Counts(audit) if stats or audit else None
         self.dispatch = Dispatch(self.plan.prefill, self.plan.decode, streams, own_attention(own), self.setup,
                                  aligned="flash" in own, layers=set(self.plan.layers.values()),
-                                 exact=self.plan.exact, crossover=crossovers_of(self.plan, crossover))
+                                 exact=self.plan.exact, few=crossovers_of(self.plan, crossover))
         self.dispatch.observe, self._undo = self.counts, ExitStack()
         try:
             self._undo.enter_context(attention_override(model, self.dispatch, mask=own))
@@ -228,6 +229,7 @@ class Plan:
             else: runs.append([i, i, self.line(i)])
         return [f"  layer {a}: {said}" if a == b else f"  layers {a} to {b}: {said}" for a, b, said in runs]
 
+# %% ../nbs/70_hf.ipynb #c0de5705
 def plan_of(
     model,        # a transformers decoder
     prefill,      # as in `sparsify`
@@ -493,14 +495,12 @@ def at_layer(
 # %% ../nbs/70_hf.ipynb #3d57a827
 class Dispatch:
     "The attention function: every layer calls it, and it calls the layer's method or the model's own attention."
-    def __init__(self, prefill, decode, streams, own, setup="prompt", aligned=False, layers=None, exact=(),
-                 crossover=None):
+    def __init__(self, prefill, decode, streams, own, setup="prompt", aligned=False, layers=None, exact=(), few=None):
         self.prefill, self.decode = prefill, decode # a method or None, or a dict of these by layer
         self.streams, self.own = streams, own       # of random numbers; attention layer -> the model's own function
         self.setup, self.aligned = setup, aligned   # as in `sparsify`; as in `view_of`
-        self.layers = layers                        # that it serves; None: all
-        self.modules = {m.layer_idx: m for m in layers or ()}
-        self.exact, self.crossover = exact, crossover or {} # layers that decode exactly; those that do up to so many keys
+        self.layers, self.exact = layers, exact     # that it serves, None: all; that decode exactly
+        self.few, self.modules = few or {}, {m.layer_idx: m for m in layers or ()} # few: as from `crossovers_of`
         self.observe, self.thread, self.rotations, self.number = None, PerThread(), {}, next(_numbers)
         _dispatches[self.number] = self
         every = lambda x: [m for m in (x.values() if isinstance(x, dict) else [x]) if m is not None]
@@ -531,13 +531,12 @@ class Dispatch:
         call, forward = Call(module, query, key, value, attention_mask, kwargs), self.thread.forward
         forward.reached = True
         reads, decodes = at_layer(self.prefill, call.layer), at_layer(self.decode, call.layer)
-        if reads is None and decodes is None and self.observe is None: return self.attend(call)
+        compiles = torch.compiler.is_compiling() and query.shape[2] == 1
+        if reads is None and decodes is None and self.observe is None and not compiles: return self.attend(call)
         served = self.layers is None or module in self.layers
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
-        few = key.shape[2] < self.crossover.get(call.layer, 0)
-        if torch.compiler.is_compiling() and query.shape[2] == 1:
-            exact = few or decodes is None and call.layer in self.exact and has_kernels(query)
-            if exact or decodes is not None: return compiled_step(self, call, exact), None
+        few = key.shape[2] < self.few.get(call.layer, 0)
+        if compiles and (out := compiled_step(self, call, decodes, few)) is not None: return out, None
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
             with forward.step: kept.hear(call)
@@ -698,9 +697,12 @@ def _(query, key, value, start, stop, seed, state, angles, number, layer, scale,
 def compiled_step(
     dispatch: Dispatch,
     call: Call,        # of one query
-    exact: bool,       # decode exactly, whatever the method?
+    method,            # that decodes, or None
+    few: bool,         # are there so few keys that all are read?
 ) -> torch.Tensor:     # [B, 1, H, D]
-    "A layer's part of a compiled step."
+    "A layer's part of a compiled step; None where that is the model's own attention."
+    exact = few or method is None and call.layer in dispatch.exact and has_kernels(call.query)
+    if not exact and method is None: return None
     refuse_losses(call)
     forward = dispatch.thread.forward
     if forward.seen is None or forward.seen[0] is not call.mask:

@@ -143,7 +143,7 @@ def test_a_step_that_waits_is_known_to(method, monkeypatch):
 def test_every_method_that_decodes_was_asked_whether_it_waits():
     asked = {type(m).__name__ for m in METHODS + MORE + WAITING}
     decoding = {name for name in CLASSES if method_class(name).decode is not None}
-    assert decoding - asked == {"Exact", "HashAttention", "SketchWalk"}  # other tests
+    assert decoding - asked == {"Exact", "HashAttention"}  # other tests
 
 def test_what_no_graph_can_hold_is_refused_by_name(llama):
     for method, why in ((TopP(), "TopP waits for the GPU in every step"),

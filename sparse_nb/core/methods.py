@@ -955,8 +955,7 @@ class Predictor(ChosenByKernels):
         """
         check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
         state = self.state_for(q, k, state, kv_start, kv_len)
-        found = self.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len)
-        if found is not None: return found
+        if (found := self.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len)) is not None: return found
         first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
         slots, whole = first_slots(q, k, self.budget, first, end), not causal and kv_start is None and kv_len is None
         found = self.priorities(q, state, scale=scale)
