@@ -121,7 +121,7 @@ def test_cases(case):
     p = problem(B, 1 + (case["R"] == 3), case["R"], N, case["D"], case["dtype"], layout=case["layout"],
                 ragged=case["ragged"])
     check(p, **{x: case[x] for x in ("index", "block", "density", "heads")},
-          tiles=Tiles((32, 4, 2, 8), (4, 4, 0), (16, 4, 2, 8, None), (16, 4)) if case["small"] else None)
+          tiles=Tiles((32, 4, 2, 8), (4, 4, 0), (16, 4, 2, 8, None), (16, 4), (1, 2)) if case["small"] else None)
 
 
 @kernel

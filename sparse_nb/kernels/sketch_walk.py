@@ -490,7 +490,7 @@ def _join_kernel(key_ptr, cut_ptr, list_ptr, reader_ptr, count_ptr, X, LR: tl.co
     taken = (bits != 0).to(tl.int32)
     at = bg * X + before + tl.cumsum(taken, 0) - taken
     tl.store(list_ptr + at, o_m, mask=taken > 0)
-    tl.store(reader_ptr + at, bits, mask=taken > 0)
+    if reader_ptr is not None: tl.store(reader_ptr + at, bits, mask=taken > 0)
     if p == tl.num_programs(1) - 1: tl.store(count_ptr + bg, before + tl.sum(taken, 0))
 
 # %% ../../kernels/sketch_walk.ipynb #abf12acd
@@ -555,6 +555,7 @@ class Tiles(NamedTuple):
     select: tuple = (4, 512, 16)      # warps for up to 4,096 blocks, blocks of a part, MB fetched ahead
     read: tuple = (32, 4, 3, 5, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     merge: tuple = (64, 2)            # numbers of a program, warps
+    twice: tuple = (8192, 2)          # blocks beyond which a list's end is found first; warps for it up to 4,096 blocks
 
 class Settings(NamedTuple):
     "What the kernels know of a `SketchWalk`."
@@ -601,16 +602,17 @@ def _launch_lists(k, v, s, tiles, score, part_m, part_l, place, share, blocks, r
     each, L = (H // G, H) if s.heads == "each" else (0, G)
     new = functools.partial(torch.empty, device=k.device, dtype=torch.int32)
     key, cut, parts, likely = new(B * L, X), new(B * L, 2), triton.cdiv(X, BT), _likely(k, v, s, tiles, L, PDL)
-    makers, BM, same = 1 if each else parts, triton.next_power_of_2(X), dict(BT=BT, PDL=PDL)
+    ends, BM, same = each or int(X > tiles.twice[0]), triton.next_power_of_2(X), dict(BT=BT, PDL=PDL)
+    makers = 1 if ends else parts
     _share_kernel[parts, B * L](
         score, part_m, part_l, *place, key, N, L, X, S, BLOCK=s.block, LR=H // L, LP=1 if each else LP,
         BS=triton.next_power_of_2(S), num_warps=4, **same, **more)
     _select_kernel[B * L, makers + (triton.cdiv(X, 128) if likely else 0)](
-        k, v, key, *place, blocks, count, cut, *k.stride()[:2], *v.stride()[:2], N, L, X, share, makers, EACH=each,
-        BLOCK=s.block, D=k.shape[3], BM=BM, BF=128, MOST=likely, num_warps=min(32, few * max(1, BM // 2**12)), **same,
-        **more)
-    if each:
-        _join_kernel[B * G, parts](key, cut, blocks, readers, count, X, LR=each, BM=min(BM, 2**12), num_warps=few,
+        k, v, key, *place, blocks, count, cut, *k.stride()[:2], *v.stride()[:2], N, L, X, share, makers, EACH=ends,
+        BLOCK=s.block, D=k.shape[3], BM=BM, BF=128, MOST=likely,
+        num_warps=min(32, (tiles.twice[1] if ends else few) * max(1, BM // 2**12)), **same, **more)
+    if ends:
+        _join_kernel[B * G, parts](key, cut, blocks, readers, count, X, LR=ends, BM=min(BM, 2**12), num_warps=few,
                                    **same, **more)
 
 # %% ../../kernels/sketch_walk.ipynb #12ce6a3f
