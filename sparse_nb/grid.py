@@ -67,9 +67,9 @@ def _with_exact(role, methods):
 def needs_queries(
     method, # or None
 ) -> bool:
-    "Does its index have to hear the queries of a prompt?"
+    "Does its index have to hear the queries of a prompt, before all else?"
     if hasattr(method, "at_layer"): method = method.at_layer(0)
-    return method is not None and getattr(method.new_state(), "hears", ()) == ("q",)
+    return method is not None and tuple(getattr(method.new_state(), "hears", ()))[:1] == ("q",)
 
 def _check_settings(grid):
     "Raise as `Grid` for settings that are neither tasks, lengths nor methods"
