@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'PIECES', 'HEADS', 'POOLS', 'POWERS', 'AT_ONCE', 'AHEAD', 'signed_hadamard',
-           'Summary', 'joined_rows', 'block_scores', 'check_settings', 'shares', 'over_heads', 'averaged', 'walked',
-           'next_step', 'list_sizes', 'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means',
+           'basis_on', 'Summary', 'joined_rows', 'block_scores', 'check_settings', 'shares', 'over_heads', 'averaged',
+           'walked', 'next_step', 'list_sizes', 'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means',
            'guessed_shares', 'true_shares', 'drawn_shares', 'Asked', 'shares_of_blocks', 'earlier_shares',
            'prompt_lists', 'Query', 'query_blocks', 'own_rows', 'query_shares', 'true_query_shares', 'query_lists',
            'keys_of', 'Packed', 'Blocks', 'packed_index', 'ByKernels', 'SketchWalk', 'bytes_a_key', 'by_kernel',
@@ -54,6 +54,17 @@ def signed_hadamard(
     column = tickets(torch.tensor(fold_in(seed, 1)), whole).argsort()[:kept].sort().values
     return found[:, column] * (whole / kept)**0.5
 
+@lru_cache(64)
+def basis_on(
+    size: int,        # as in `signed_hadamard`, like the next two
+    kept: int | None,
+    seed: int,
+    dtype,            # of the result
+    device,           # likewise
+) -> torch.Tensor:    # [D, T]
+    "`signed_hadamard` where it is needed, brought there once: a graph may not wait for the host."
+    with torch.inference_mode(False): return signed_hadamard(size, kept, seed).to(device, dtype)
+
 # %% ../nbs/50_sketch_walk.ipynb #91e9d939
 INDEXES = "fine4", "fine16", "mean", "sketch", "oracle", "random"
 FINE = {"fine4": 4, "fine16": 16}  # keys of a sub-block
@@ -91,7 +102,7 @@ class Summary:
         "What queries and means are multiplied with [D, W], in the dtype of `x` [..., D]; None: nothing."
         if self.index not in (*FINE, "sketch"): return None
         kept = self.sketch if self.index == "sketch" else None
-        return signed_hadamard(x.shape[-1], kept, self.seed).to(x)
+        return basis_on(x.shape[-1], kept, self.seed, x.dtype, x.device)
 
 def joined_rows(
     old: torch.Tensor, # rows of a block [B, G, 1, C, W + 2] whose last keys were taken back, nobody knows how many

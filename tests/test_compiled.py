@@ -189,10 +189,14 @@ def test_a_second_turn_goes_on_with_the_cache(llama):
             got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())
         assert torch.equal(got, want)
 
+FREE = dict.fromkeys(("clusters", "kmeans", "iterations", "seed", "before_rope"))  # the partition says it
 ON_A_GPU = [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64), Quest(budget=64),
             Adamas(budget=64), DoubleSparsity(budget=64), HashAttention(budget=64), MagicPIG(bits=4, tables=16),
             VAttention(sinks=16, window=16, topk=64, base=32), VAttention(sinks=16, window=16, topk=64, base=32,
-                                                                          predictor=HashAttention())]
+                                                                          predictor=HashAttention()),
+            Saap(budget=0.1), Saap(budget=0.1, partition="pocket", **FREE), SketchWalk(density=0.2),
+            SketchWalk(density=0.2, heads="each"),
+            H2O(budget=256), SnapKV(budget=256), Then(Quest(budget=256), Santa(samples=64))]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ON_A_GPU, ids=lambda m: repr(m)[:40])

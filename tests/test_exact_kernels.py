@@ -129,6 +129,15 @@ def test_kernel_hidden_rows_are_not_seen():
 
 
 @kernel
+def test_bounds_that_repeat_one_number():
+    "Expanded, or every second of a tensor: the numbers count, not where they lie."
+    from sparse_nb.kernels.exact import attend_all
+    (q, k, v), _ = problem(3, 2, 4, 200, 64)
+    start, stop = torch.tensor([5], device=DEVICE).expand(3), torch.tensor([90, 0, 90, 0, 90], device=DEVICE)[::2]
+    for x in (k, v): x[:, :, :5], x[:, :, 90:] = math.nan, math.nan
+    check(attend_all(q, k, v, kv_start=start, kv_len=stop), q, k, v, dict(kv_start=start, kv_len=stop))
+
+@kernel
 def test_kernel_lengths_beyond_the_buffer():
     (q, k, v), _ = problem(2, 1, 2, 50, 16, FP32)
     far = dict(kv_start=torch.tensor([-3, 10], device=DEVICE), kv_len=torch.tensor([50, 10**6], device=DEVICE))

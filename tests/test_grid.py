@@ -184,7 +184,7 @@ def test_eviction_answers_from_a_grid_and_from_the_command(tiny, tmp_path):
         assert density["exact"] == 1 and all(abs(density[name] - 0.5) < 0.15 for name in asked), (setup, density)
     said = command("eval", "--model", tiny, "--tasks", "needle", "--lengths", "150", "--seeds", "2", "--out",
                    tmp_path / "x.jsonl", "--decode", "h2o:budget=0.5,sinks=4", "--decode", "snapkv:budget=0.5,window=8")
-    assert said.returncode == 0 and "h2o:budget=0.5,sinks=4" in said.stdout and "0 failed" in said.stderr, said
+    assert said.returncode == 0 and all(x in said.stdout for x in ("h2o", "snapkv")) and "0 failed" in said.stderr, said
 
 
 def test_dense_layers_attend_exactly_in_every_arm(tiny, tmp_path):

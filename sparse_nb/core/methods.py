@@ -513,7 +513,6 @@ def with_room(
 class FixedLength:
     "What a `State` does inside a graph, where nothing may move: it has a fixed length, and keys are put in place."
     fixes: ClassVar[bool] = True # can it?
-    __slots__ = "fixed", "__dict__"
 
     def __init__(self): self.rows, self.fixed = None, False
 
@@ -559,8 +558,8 @@ class FixedLength:
 
     def buffers(self) -> list: # of tensors
         "Every tensor that the state holds, for who must know where they lie."
-        slots = [x for kind in type(self).__mro__ for x in getattr(kind, "__slots__", ()) if x != "__dict__"]
-        own = vars(self) | {x: getattr(self, x, None) for x in ([slots] if isinstance(slots, str) else slots)}
+        slots = [x for kind in type(self).__mro__ for x in getattr(kind, "__slots__", ())]
+        own = vars(self) | {x: getattr(self, x, None) for x in slots}
         return [x for x in own.values() if isinstance(x, torch.Tensor)]
 
 # %% ../../nbs/07_methods.ipynb #9f524160
@@ -574,8 +573,8 @@ class State(FixedLength):
     spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
 
     def settings(self) -> dict:
-        "What tells this kind of index from another: its attributes but `rows`. What follows the keys lives in slots."
-        return {name: x for name, x in vars(self).items() if name != "rows"}
+        "What tells this kind of index from another: its attributes. What follows the keys lives in slots."
+        return {name: x for name, x in vars(self).items() if name not in ("rows", "fixed")}
 
     def features(
         self,

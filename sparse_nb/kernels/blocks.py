@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparse_nb.kernels.common import (
-    LOG2E, by_engine, dot, is_due, launch_limits, leave_note, load_queries, load_tile, refusal, running_softmax,
-    visible)
+from .common import (
+    LOG2E, by_engine, contiguous, dot, is_due, launch_limits, leave_note, load_queries, load_tile, refusal,
+    running_softmax, visible)
 
 # %% ../../kernels/blocks.ipynb #7dac2a9a
 @triton.jit
@@ -219,6 +219,7 @@ def _empty(q, lse):
 
 def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse, tiles=None, engine=None):
     "Launch it"
+    kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, Q, D), (G, N) = q.shape, k.shape[1:3]
     (BM, BN, warps, stages, registers), BD, descriptors, scale = _common(q, k, v, scale, tiles, engine, None)
     out, sums = _empty(q, lse)
@@ -232,6 +233,7 @@ def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse, tiles
 # %% ../../kernels/blocks.ipynb #70074789
 def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse, tiles=None, engine=None):
     "Sort the lists, order the work, and launch it"
+    kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, Q, D), (G, N), (L, M, S) = q.shape, k.shape[1:3], index.shape[1:]
     C, X = (H, 1) if L == H else (G, H // G)
     (BM, BN, warps, stages, registers), BD, descriptors, scale = _common(q, k, v, scale, tiles, engine, KB)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import bits_set, device_limits, refusal, sign_code, visible
+from .common import bits_set, contiguous, device_limits, refusal, sign_code, visible
 
 # %% ../../kernels/choose.ipynb #d516f217
 def _bits_of(
@@ -495,7 +495,7 @@ def _launched(kind, q, rows, given, number, budget, place, tiles=_TILES):
 def _op(kind: str, q: torch.Tensor, rows: torch.Tensor, given: list[torch.Tensor], number: float, budget: float,
         share: bool, keys: int, unit: int, begin: torch.Tensor | None, kv_start: torch.Tensor | None,
         kv_len: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    place = Place(keys, kv_start, kv_len, begin, unit)
+    place = Place(keys, *contiguous(kv_start, kv_len), begin, unit)
     return _launched(kind, q, rows, given, number, budget if share else int(budget), place)
 
 @_op.register_fake
@@ -529,4 +529,4 @@ def choose(
     if torch.compiler.is_compiling():
         return _op(kind, q, rows, list(given), number, float(budget), isinstance(budget, float), keys, unit, begin,
                    kv_start, kv_len)
-    return _launched(kind, q, rows, given, number, budget, Place(keys, kv_start, kv_len, begin, unit))
+    return _launched(kind, q, rows, given, number, budget, Place(keys, *contiguous(kv_start, kv_len), begin, unit))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'bits_set', 'sign_code',
            'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note', 'by_engine', 'launch_limits',
-           'device_limits', 'refusal', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
+           'device_limits', 'refusal', 'contiguous', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
 
 # %% ../../kernels/common.ipynb #72988fbd
 import functools
@@ -184,6 +184,12 @@ def refusal(
     if D > 256: return ValueError(f"q must have a head size of at most 256 for backend='triton', got {D}")
     if not (q.is_cuda or INTERPRETED.value):
         return ValueError(f"q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got {q.device}")
+
+def contiguous(
+    *bounds: torch.Tensor | None, # kv_start, kv_len, each [B]
+) -> list:                        # the same, one number after the other
+    "Bounds as the kernels read them."
+    return [x if x is None else x.contiguous() for x in bounds]
 
 # %% ../../kernels/common.ipynb #5a1c0e02
 def layout_of(

@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
-    LOG2E, by_engine, device_limits, dot, is_due, launch_limits, leave_note, load_queries, load_tile, refusal,
-    running_softmax, visible)
+    LOG2E, by_engine, contiguous, device_limits, dot, is_due, launch_limits, leave_note, load_queries, load_tile,
+    refusal, running_softmax, visible)
 
 # %% ../../kernels/delta.ipynb #e6338c6c
 SIZES = ["Q", "N", "T", "G", "R", "A", "E", "X", "S", "C", "P", "sinks", "window", "gamma", "reach"]
@@ -383,7 +383,7 @@ def launch_window(call, taught, anchors, given):
 def launch_delta(q, k, v, sinks, window, gamma, correction, anchors, tail, aligned, scale, kv_start,
                  whole=None, means=None, near=None, part=None, engine=None):
     "Launch whole rows and the window; whole, means, near: settings of the three, part: keys of a part"
-    call = DeltaCall(q, k, v, sinks, window, gamma, correction, tail, aligned, scale, kv_start, engine)
+    call = DeltaCall(q, k, v, sinks, window, gamma, correction, tail, aligned, scale, *contiguous(kv_start), engine)
     taught, A, X = (None, None, None), call.A, call.X
     if correction == "tangent" and A: taught, A = launch_whole(call, A, 0, True, means, part), 0
     if A or X:

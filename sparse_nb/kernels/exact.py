@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
-    LOG2E, by_engine, compiled_usage, device_limits, dot, launch_limits, load_queries, load_tile, refusal,
+    LOG2E, by_engine, compiled_usage, contiguous, device_limits, dot, launch_limits, load_queries, load_tile, refusal,
     running_softmax, visible)
 
 # %% ../../kernels/exact.ipynb #d55f644a
@@ -145,6 +145,7 @@ def launch(
     engine: bool | None = None,       # does the copy engine bring the tiles? None: where it can
 ) -> torch.Tensor:                    # [B, H, 1, D] in the dtype of q
     "Launch both kernels."
+    kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     BD, engine = max(16, triton.next_power_of_2(D)), by_engine(q, k, v) if engine is None else engine
     tiles = tile_settings(BD, q.element_size(), engine) if tiles is None else tiles

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    LOG2E, device_limits, dot, in_keys, launch_limits, refusal, share_in_units, visible)
+    LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, refusal, share_in_units, visible)
 
 # %% ../../kernels/saap.ipynb #e270dd8a
 @triton.jit
@@ -648,6 +648,7 @@ def launch(
     tiles: Tiles = _TILES,
 ) -> Found:
     "Launch the kernels, or the first of them: then the rest of what is returned is not filled."
+    kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, _, D), (G, N), C, LR = q.shape, k.shape[1:3], index.clusters, q.shape[1] // k.shape[1]
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     tail, second = s.tail != "drop", s.tail in ("second_order", "fitted")

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    LOG2E, Plans, compiled_usage, device_limits, dot, layout_of, refusal, relaunch, stream, visible)
+    LOG2E, Plans, compiled_usage, contiguous, device_limits, dot, layout_of, refusal, relaunch, stream, visible)
 
 # %% ../../kernels/santa.ipynb #8033fc1e
 @triton.jit
@@ -403,6 +403,7 @@ def launch(
     **settings,                                                    # in place of those of `launch_settings`
 ) -> tuple:                                                        # output, and key numbers or None
     "Launch the kernels of a scheme."
+    kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, _, D), (G, N) = q.shape, v.shape[1:3]
     if estimate is not None: settings["sub"] = 1
     pointers = layout_of(q, k, v, kv_start, kv_len, seed if isinstance(seed, torch.Tensor) else None)

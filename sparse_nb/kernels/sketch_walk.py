@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import (
-    INTERPRETED, LOG2E, device_limits, dot, in_keys, launch_limits, refusal, running_softmax, share_in_units, visible)
+from sparse_nb.kernels.common import (
+    INTERPRETED, LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, refusal, running_softmax,
+    share_in_units, visible)
 
 # %% ../../kernels/sketch_walk.ipynb #4570c87e
 FINE = {"fine4": 4, "fine16": 16}  # keys of a sub-block; an index of means has none
@@ -625,6 +626,7 @@ def launch(
     tiles: Tiles = _TILES,
 ) -> Found:
     "Launch the kernels, or the first of them: then the rest of what is returned is not filled."
+    kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, _, D), (G, N), LR = q.shape, k.shape[1:3], q.shape[1] // k.shape[1]
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     BD, BR = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(LR))

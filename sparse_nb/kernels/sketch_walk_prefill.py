@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
-    INTERPRETED, LOG2E, by_engine, dot, in_keys, refusal, running_softmax, share_in_units, visible)
+    INTERPRETED, LOG2E, by_engine, contiguous, dot, in_keys, refusal, running_softmax, share_in_units, visible)
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #9c665ea7
 FINE = {"mean": None, "fine16": 16, "fine4": 4} # index: keys of a sub-block; None: of a block
@@ -308,6 +308,7 @@ def heaviest(shares, density, block, Q, N, kv_start, tiles=None):
 # %% ../../kernels/sketch_walk_prefill.ipynb #7eae9e19
 def launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_start, tiles=None, engine=None):
     "Launch all five"
+    kv_start, = contiguous(kv_start)
     Q, D, N = q.shape[2], q.shape[3], k.shape[2]
     scale, fine = (D**-0.5 if scale is None else scale) * LOG2E, FINE[index] or block
     asked = mean_table(q, False, index, block, block if pool == "mean" else fine, rotation, N, kv_start, tiles)

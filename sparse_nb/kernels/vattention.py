@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    LOG2E, bits_set, device_limits, dot, in_keys, refusal, share_in_units, sign_code, stream, visible)
+    LOG2E, bits_set, contiguous, device_limits, dot, in_keys, refusal, share_in_units, sign_code, stream, visible)
 
 # %% ../../kernels/vattention.ipynb #d6d2cf67
 @triton.jit
@@ -549,6 +549,7 @@ def launch(
     launches: int = 8,                                        # how many of them
 ) -> Found:
     "Launch the kernels, or the first of them: then the rest of what is returned is not filled."
+    kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     (K, CP, CE, look, sample), LR, W = _sizes(q, k, s, L), H // L, triton.cdiv(N, 32)
     C, S, BD, PDL = CP + CE, K + N, look["BD"], look["PDL"]

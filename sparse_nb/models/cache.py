@@ -154,7 +154,7 @@ def _layer(cache, number):
     while make is not None and len(cache.layers) <= number: cache.layers.append(make())
     return cache.layers[number]
 
-def _settings(state): return type(state), {name: x for name, x in vars(state).items() if name != "rows"}
+def _settings(state): return type(state), state.settings()
 
 def keep_state(
     cache,        # a transformers cache
