@@ -6,9 +6,9 @@
 __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method', 'by_layer', 'keeps_state', 'walks_layers',
            'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call', 'ForwardPass',
            'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
-           'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'heard_of', 'step',
-           'compiled_step', 'note_request', 'begin_pass', 'check_reached', 'turn_back', 'adopt_cache', 'hooks_of',
-           'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
+           'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'heard_of',
+           'compiled_step', 'step', 'note_request', 'begin_pass', 'check_reached', 'turn_back', 'adopt_cache',
+           'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
            'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
@@ -161,7 +161,6 @@ def has_window(
     if kinds is not None: return getattr(module, "sliding_window", None) is not None
     return getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)) is not None
 
-# %% ../nbs/70_hf.ipynb #8e9eb44e
 def is_method(x) -> bool:
     "Does `x` decode or read prompts? A class does not."
     return not isinstance(x, type) and (hasattr(x, "decode") or hasattr(x, "prefill"))
@@ -290,7 +289,6 @@ def check_methods(
             if len(devices) > 1:
                 raise ValueError(f"model must have the layers of {name} on one device, got {', '.join(devices)}")
 
-# %% ../nbs/70_hf.ipynb #756f4037
 def check_model(
     model, # a transformers decoder
 ) -> str:
@@ -648,6 +646,27 @@ def heard_of(dispatch, layer, call, angles):
     if "k_before" in hears: heard["k_before"] = turn(call.key)
     return heard
 
+def compiled_step(
+    dispatch: Dispatch,
+    call: Call,        # of one query
+    method,            # that decodes, or None
+    few: bool,         # are there so few keys that all are read?
+) -> torch.Tensor:     # [B, 1, H, D]
+    "A layer's part of a compiled step; None where that is the model's own attention."
+    exact = few or method is None and call.layer in dispatch.exact and has_kernels(call.query)
+    if not exact and method is None: return None
+    refuse_losses(call)
+    forward = dispatch.thread.forward
+    if forward.seen is None or forward.seen[0] is not call.mask:
+        forward.seen = call.mask, *look_at_each(dispatch, call, 0)[0]
+    _, view, streams = forward.seen
+    kept, seed = forward.kept.pop(call.layer, None), None if streams is None else streams[call.layer]
+    state, angles = ([], []) if kept is None or not kept.decodes else (list(kept.layer.buffers), list(kept.angles))
+    if call.layer == max(dispatch.modules): forward.seen = None  # what outlives the step is copied out of the graph
+    out = step(call.query, call.key, call.value, view.start, view.stop, seed, state, angles, dispatch.number,
+               call.layer, call.options.get("scaling"), exact)
+    return out.transpose(1, 2)
+
 # %% ../nbs/70_hf.ipynb #c0de5703
 @torch.library.custom_op("sparse_nb::step", mutates_args=())
 def step(
@@ -692,28 +711,6 @@ def step(
 @step.register_fake
 def _(query, key, value, start, stop, seed, state, angles, number, layer, scale, exact):
     return torch.empty_like(query)
-
-# %% ../nbs/70_hf.ipynb #c0de5704
-def compiled_step(
-    dispatch: Dispatch,
-    call: Call,        # of one query
-    method,            # that decodes, or None
-    few: bool,         # are there so few keys that all are read?
-) -> torch.Tensor:     # [B, 1, H, D]
-    "A layer's part of a compiled step; None where that is the model's own attention."
-    exact = few or method is None and call.layer in dispatch.exact and has_kernels(call.query)
-    if not exact and method is None: return None
-    refuse_losses(call)
-    forward = dispatch.thread.forward
-    if forward.seen is None or forward.seen[0] is not call.mask:
-        forward.seen = call.mask, *look_at_each(dispatch, call, 0)[0]
-    _, view, streams = forward.seen
-    kept, seed = forward.kept.pop(call.layer, None), None if streams is None else streams[call.layer]
-    state, angles = ([], []) if kept is None or not kept.decodes else (list(kept.layer.buffers), list(kept.angles))
-    if call.layer == max(dispatch.modules): forward.seen = None  # what outlives the step is copied out of the graph
-    out = step(call.query, call.key, call.value, view.start, view.stop, seed, state, angles, dispatch.number,
-               call.layer, call.options.get("scaling"), exact)
-    return out.transpose(1, 2)
 
 # %% ../nbs/70_hf.ipynb #0e572974
 def note_request(dispatch, outermost, module, args, kwargs):
