@@ -695,6 +695,8 @@ if INTERPRETED:
         assert sum(left_out) > sum(map(len, sweep)) / 4 and left_out.count(0) > len(left_out) / 2
 
     @pytest.mark.parametrize("name, rows, most", [
+        ("exact", {"exact": 2}, 0.01),
+        ("choose", dict.fromkeys(("Quest", "DoubleSparsity", "Adamas", "HashAttention"), 8), 0.01),
         ("gather", {"attend": 4, "copy": 1}, 0.01), ("vattention_launches", {"vattention": 2, "copy": 1}, 0.01),
         ("saap_launches", {"saap": 5, "index": 4, "prefill": 1, "copy": 1}, 0.01),
         ("sketch_walk_launches", {"sketch_walk": 10}, 0.01),

@@ -41,6 +41,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "text": ["evaluate"],
     "grid": ["evaluate", "text"],
     "rivals": ["bench"],
+    "records.choose": ["records.gather"],
     "records.first_token": ["records.generate"],
     "records.saap": ["records.saap_partition"],
     "records.saap_heads": ["records.saap_partition"],

@@ -122,6 +122,8 @@ RECORDS = {
 
 # %% ../../kernels/records/recorder.ipynb #2aafb91b
 RECORDS |= {
+    "exact": Record(_HERE + "exact:record", "{gpu}_exact.json", "one query that reads all its keys"),
+    "choose": Record(_HERE + "choose:record", "{gpu}_choose.json", "steps that choose keys, launch by launch"),
     "prefill": Record(_HERE + "prefill:record", "{gpu}_prefill.json", "a prompt: ours, dense rivals, and launches"),
     "first_token": Record(_HERE + "first_token:record", "{gpu}_first_token.json", "a whole model's first token"),
     "delta": Record(_HERE + "delta:record", "{gpu}_delta.json",
@@ -259,14 +261,17 @@ class Recorder:
         return write_record(out, meta, self.rows)
 
 # %% ../../kernels/records/recorder.ipynb #f7a64d6c
+_RIVALS = "sdpa_cudnn", "sdpa_flash", "flashinfer_tc"
+
 def measure_dense(
     recorder: Recorder,
     case: Case,
-    **row,              # what the rows say beside method, variant, n and bytes
+    kernels: tuple = _RIVALS, # names in `DENSE`
+    **row,                    # what the rows say beside method, variant, n and bytes
 ):
     "Time dense kernels of PyTorch and FlashInfer; one that this machine cannot run is said and left out."
     row |= dict(n=case.n, nbytes=2 * case.k.nbytes)
-    for name in ("sdpa_cudnn", "sdpa_flash", "flashinfer_tc"):
+    for name in kernels:
         try:
             for variant, call in DENSE[name].build(case).items():
                 recorder.measure_row(call, lambda out: check_dense(out, case), method=name, variant=variant, **row)
