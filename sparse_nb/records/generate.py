@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LLAMA', 'TINY', 'PAIR', 'EXACT', 'NO_KEYS', 'HOST', 'OFFLOADED', 'DENSE_WAYS', 'LIMITS', 'RATIOS', 'OF_HOST',
-           'OF_PARTS', 'OF_PROMPT', 'token_times', 'Filled', 'fill', 'Way', 'generate_methods', 'generate_ways',
-           'must_read', 'weight_bytes', 'attention_time', 'random_model', 'random_networks', 'with_networks',
-           'measure_way', 'add_rivals', 'add_parts', 'bench_generate', 'quick_methods', 'record', 'targets']
+           'OF_EAGER', 'OF_PARTS', 'OF_PROMPT', 'token_times', 'Filled', 'fill', 'Way', 'generate_methods',
+           'generate_ways', 'must_read', 'weight_bytes', 'attention_time', 'random_model', 'random_networks',
+           'with_networks', 'measure_way', 'add_rivals', 'add_parts', 'join_records', 'bench_generate', 'quick_methods',
+           'record', 'targets']
 
 # %% ../../kernels/records/generate.ipynb #f4a3764c
 import gc
@@ -291,6 +292,8 @@ def measure_way(
     return *time_with(**dict(cache_implementation="static") if way.cache == "static" else {}), "by itself"
 
 # %% ../../kernels/records/generate.ipynb #c1f0a007
+def _place(row): return tuple(row.get(x, y) for x, y in (("way", ""), ("n", 0), ("batch", 1), ("static", False)))
+
 def add_rivals(
     rows: list, # of dicts
 ) -> list:      # the same dicts
@@ -298,9 +301,8 @@ def add_rivals(
 
     The rival of a way with its cache in host memory is the cache that transformers offloads.
     """
-    place = lambda row: tuple(row.get(x, y) for x, y in (("n", 0), ("batch", 1), ("static", False)))
     for row in rows:
-        able = [x for x in rows if place(x) == place(row)
+        able = [x for x in rows if _place(x)[1:] == _place(row)[1:]
                 and x["way"] in ([OFFLOADED] if row["way"].endswith(HOST) else DENSE_WAYS)]
         rival = min(able, key=lambda x: x["median_us"], default=None)
         row["rival"] = rival and rival["way"]
@@ -324,6 +326,28 @@ def add_parts(
                                     1) if known else None
         row["rest_us"] = round(row["median_us"] - weights - row["attention_us"], 1) if known else None
     return rows
+
+def join_records(
+    records: list, # of what `read_record` returns, the oldest first
+) -> dict:         # meta, rows
+    """One record of several: of rows of the same way, length, batch and cache the last stands.
+
+    Every row says the date of its record. `meta` is the last one's, with those before it under `earlier`, and what
+    failed in them and was never measured under `failed`. Raises ValueError for GPUs or shapes that differ.
+    """
+    metas = [meta for x in records for meta in (*x["meta"].get("earlier", []), x["meta"])]
+    for what in "gpu", "shape":
+        if any(meta[what] != metas[0][what] for meta in metas):
+            raise ValueError(f"{what} must be the same in all records, got {[meta[what] for meta in metas]}")
+    rows = {}
+    for row in [dict(date=x["meta"]["date"]) | row for x in records for row in x["rows"]]:
+        rows.pop(_place(row), None)
+        rows[_place(row)] = row
+    *earlier, last = [{name: x for name, x in meta.items() if name != "earlier"} for meta in metas]
+    failed = {_place(x): x for meta in earlier for x in meta.get("failed", []) if _place(x) not in rows}
+    failed |= {_place(x): x for x in last["failed"]}
+    return dict(meta=last | dict(failed=list(failed.values())) | (dict(earlier=earlier) if earlier else {}),
+                rows=list(rows.values()))
 
 # %% ../../kernels/records/generate.ipynb #c1f0a008
 def _row(model, filled, name, way, runs, tokens, found, kernels):
@@ -384,8 +408,7 @@ def bench_generate(
         if least < 1: raise ValueError(f"{what} must be at least 1, got {least}")
     if static and offload: raise ValueError("offload must be False for a static cache, got True")
     start, path = time.perf_counter(), record_path("generate", out)
-    old = read_record(path) if append and path.exists() else dict(rows=[], meta={})
-    model, spot = random_model(shape, device), lambda row: [row.get(x) for x in ("way", "n", "batch", "static")]
+    old, model = [read_record(path)] if append and path.exists() else [], random_model(shape, device)
     maps = random_networks(shape, Path(tempfile.mkdtemp()) / "networks.safetensors")
     methods = {name: with_networks(m, maps) for name, m in (generate_methods() if methods is None else methods).items()}
     ways = {name: way for name, way in generate_ways(methods, static, offload).items()
@@ -394,7 +417,7 @@ def bench_generate(
     about = dict(shape=dict(shape), dtype="bfloat16", tokens=tokens, seed=0, command=command, failed=[],
                  weights_bytes=sum(p.nbytes for p in model.parameters()), weights_read_bytes=weight_bytes(model))
     meta, rows = machine(device) | about | bandwidth(device, gigabytes=4 if device == "cuda" else 0.01), []
-    if old["meta"]: meta["earlier"] = [*old["meta"].pop("earlier", []), old["meta"]]
+    join_records([*old, dict(meta=meta, rows=[])])  # records that do not go together are refused before the work
     say(f"{meta['weights_bytes'] / 1e9:.1f} GB of weights after {time.perf_counter() - start:.0f} s")
     few = {NO_KEYS: Way(None, "static" if static else "growing")} if rivals else {}
     for n, runs, asked in [(16, 1, few), *((n, runs, ways) for n, runs in lengths)]:
@@ -406,12 +429,12 @@ def bench_generate(
                 if not (why or filled): filled = fill(model, ids.to(device), n + tokens + 8, n <= read)
                 rows += [] if why else [_row(model, filled, name, way, runs, tokens, found, kernels)]
             except Exception as error: why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            every = [x for x in old["rows"] if spot(x) not in map(spot, rows)] + rows
             if why: meta["failed"].append(dict(way=name, n=n, batch=batch, static=static, why=why))
-            else: add_rivals(add_parts(every, meta))
+            every = join_records([*old, dict(meta=meta, rows=rows)])
+            if not why: add_rivals(add_parts(every["rows"], meta))
             say(f"n={n}, {name}: not measured, {why}" if why else
-                f"{_said(rows[-1])}, {time.perf_counter() - start:.0f} s")
-            write_record(path, meta, every)
+                f"{_said(every['rows'][-1])}, {time.perf_counter() - start:.0f} s")
+            write_record(path, **every)
     return path
 
 # %% ../../kernels/records/generate.ipynb #251e9df1
@@ -438,7 +461,7 @@ def record(
 # %% ../../kernels/records/generate.ipynb #c1f0a00a
 LIMITS = (("SANTA", 32768, 5.9), ("vAttention", 131072, 6.5), ("vAttention", 524288, 8.4)) # ms a token at most
 RATIOS = ((131072, 1, 1.4), (524288, 1, 2.3), (1048576, 1, 3.0), (32768, 8, 1.5))          # tokens, batch, times
-OF_HOST, OF_PARTS, OF_PROMPT = (131072, 4.0), 1.25, (131072, "tangent", 3.5)
+OF_HOST, OF_EAGER, OF_PARTS, OF_PROMPT = (131072, 4.0), (8192, 1.15), 1.25, (131072, "tangent", 3.5)
 
 def targets(
     rows: list,          # of this record
@@ -461,6 +484,12 @@ def targets(
         if x["attention_us"] is None: continue
         most = OF_PARTS * (x["weights_us"] + x["attention_us"]) / 1000
         add("ms a token, by its parts", x["way"], x["n"], x["batch"], round(most, 2), x["median_us"] / 1000, False)
+    n, most = OF_EAGER
+    alone = [x["median_us"] for x in rows if (x["way"], x["n"], x["batch"], x["static"]) == (PAIR[0], n, 1, False)]
+    of = [x for x in kept if (x["n"], x["batch"], x["static"]) == (n, 1, False) and not x["way"].endswith(HOST)]
+    for x in of if alone else [dict(way="every method", median_us=None)]:
+        add("times the model alone, step not compiled", x["way"], n, 1, most,
+            x["median_us"] and x["median_us"] / alone[0], False)
     for n, batch, least in RATIOS:
         of = [x for x in static if (x["n"], x["batch"]) == (n, batch) and x["ratio"] is not None]
         for x in of or [dict(way="every method", ratio=None)]:
