@@ -320,7 +320,10 @@ def test_a_session_of_keys(name):
         check_method(method, q, k[order, :, :55], state)
 
 
+FOLLOWS = pytest.mark.skipif(torch.__version__ < "2.13", reason="this PyTorch's compiler cannot follow vars() of a state")
+
 @kernel
+@FOLLOWS
 @pytest.mark.parametrize("name", METHODS)
 def test_one_graph_of_a_choice(name, monkeypatch):
     "`torch.compile` takes the choice as one graph, with a length on the device."
@@ -396,6 +399,7 @@ def served(name, N=2000, **more):
 
 if GPU:
     @pytest.mark.gpu
+    @FOLLOWS
     @pytest.mark.parametrize("name", METHODS)
     def test_one_graph(name, monkeypatch):
         "torch.compile takes the whole step as one graph; nothing waits for the GPU; a captured step follows a length."
