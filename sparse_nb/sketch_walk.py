@@ -791,7 +791,7 @@ def sketch_walk_prefill(
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]; PyTorch waits for a GPU to read it
     seed = None,                          # for `index="random"`: see `stream_seeds`
-    backend: str = "auto",                # "torch", "triton" (means or fine ones, by group or for all, no walk), "auto"
+    backend: str = "auto",                # "torch", "triton" (means or fine ones, no walk or averaged heads), "auto"
 ) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q, 0 where a query stands before kv_start
     """Causal attention of blocks of queries to the blocks of keys that look heaviest (Algorithm 1).
 

@@ -53,7 +53,8 @@ def kernel_times(
     for method, (source, wanted) in _KERNELS.items():
         rows = [x for x in records.get(source, dict(rows=[]))["rows"] if x["memory"] == "device"]
         for x in rows:
-            if x.get("launch") != "merge" or any(x[name] != y for name, y in wanted.items()): continue
+            if (x.get("launch"), x.get("heads", "group")) != ("merge", "group"): continue
+            if any(x[name] != y for name, y in wanted.items()): continue
             add(method, source, x, [y for y in rows if place(y) == place(x) and y["method"] in DENSE])
     return found
 

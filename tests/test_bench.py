@@ -694,7 +694,7 @@ def test_readme_says_what_the_records_of_sketch_walk_say():
                      r"([\d.]+) at 1M .* 131k positions, choice included, ([\d.]+) times as fast as FlashAttention-4, "
                      r"([\d.]+) times cuDNN and ([\d.]+) times FlashAttention-2", text)
     step = {row["n"]: row["median_us"] for row in launches if row.get("launch") == "merge"
-            and (row["asked"], row["index"], row["block"]) == (0.1, "fine4", 64)}
+            and (row["asked"], row["index"], row["block"], row.get("heads", "group")) == (0.1, "fine4", 64, "group")}
     dense = {n: min(row["median_us"] for row in launches if row["n"] == n and "variant" in row) for n in step}
     at = {row["method"]: row["median_us"] for row in prompts if row.get("method") and row["n"] == 131072}
     assert list(said.groups()) == [f"{x:.1f}" for x in (

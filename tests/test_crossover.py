@@ -21,7 +21,8 @@ OWN = {  # the rows of a whole step with the settings of a row of the table
     and x["density"] == own.density,
     "saap_launches": lambda x, own: x["method"] == "saap" and x["launch"] == "merge",
     "sketch_walk_launches": lambda x, own: x["method"] == "sketch_walk" and x["launch"] == "merge"
-    and (x["index"], x["block"], x["asked"]) == (own.settings["index"], own.settings["block"], own.most["density"])}
+    and (x["index"], x["block"], x.get("heads", "group")) == tuple(own.settings[y] for y in ("index", "block", "heads"))
+    and x["asked"] == own.most["density"]}
 
 
 @pytest.mark.parametrize("own", CROSSOVERS, ids=lambda x: f"{x.method}-{x.keys}")

@@ -699,7 +699,7 @@ if INTERPRETED:
         ("choose", dict.fromkeys(("Quest", "DoubleSparsity", "Adamas", "HashAttention"), 8), 0.01),
         ("gather", {"attend": 4, "copy": 1}, 0.01), ("vattention_launches", {"vattention": 2, "copy": 1}, 0.01),
         ("saap_launches", {"saap": 5, "index": 4, "prefill": 1, "copy": 1}, 0.01),
-        ("sketch_walk_launches", {"sketch_walk": 10}, 0.01),
+        ("sketch_walk_launches", {"sketch_walk": 12}, 0.01),
         ("sketch_walk_tiles", {"choice": 18, "step": 4, "rule": 2, "lists": 1}, 0.01),
         ("santa_steps", {"step": 4, "bernoulli": 7, "append": 2}, 10),
         ("host", {"copy": 1, "rows": 6}, 0), ("decode", {"santa_systematic": 1}, 10)])

@@ -21,7 +21,8 @@ def walk_rows(n, walk, dense):
     base = dict(n=n, H=32, memory="device")
     own = dict(method="sketch_walk", launch="merge", block=64, index="fine4", asked=0.1, median_us=walk)
     return [base | own, base | own | dict(launch="read", median_us=1.0), base | own | dict(asked=0.2, median_us=1.0),
-            base | own | dict(memory="host", median_us=1.0), base | dict(method="sdpa_flash", median_us=dense)]
+            base | own | dict(memory="host", median_us=1.0), base | own | dict(heads="each", median_us=1.0),
+            base | dict(method="sdpa_flash", median_us=dense)]
 
 
 @pytest.fixture
