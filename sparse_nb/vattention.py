@@ -486,7 +486,7 @@ def vattention_decode(
 ):                                        # [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`
     """Attention over kept keys and a uniform sample of the others, with P(relative error > eps) <= delta for each head.
 
-    Algorithms 1 and 2 of vAttention, mended. The promise is proven with bound="bernstein" or "hoeffding" and
+    Algorithms 1 and 2 of vAttention, corrected. The promise is proven with bound="bernstein" or "hoeffding" and
     plugin="upper". Without the oracle they know no better bound on a score than |q| max |k|, and may read everything.
     With "clt" it rests on a mean of at least `CLT_LEAST` draws being Gaussian, without the oracle also on the base
     sample holding a term as large as any, and with plugin="plain" on its estimates. A guarantee for the denominator

@@ -1,6 +1,7 @@
 """What the tests of kernels share: where they run, how tensors lie in memory, and memory that nobody has written."""
 import math
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,6 +17,18 @@ LAYOUTS = {
     "every second": lambda B, G, N, D, new: new(B, G, 2 * N, D)[:, :, ::2],
     "feature-major": lambda B, G, N, D, new: new(B, G, D, N).transpose(-1, -2),
 }
+
+
+class Problem(NamedTuple):
+    "Queries, keys and values, and which keys a sequence sees."
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    start: torch.Tensor | None = None
+    stop: torch.Tensor | None = None
+
+    @property
+    def masks(self): return dict(kv_start=self.start, kv_len=self.stop)
 
 
 def kernel(test):

@@ -19,13 +19,12 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
 
 import pytest
 import scipy.stats
 import torch
 
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, kernel, poisoned
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -49,17 +48,6 @@ HALF = {BF16, FP16}
 
 
 def sizes(gpu, interpreted): return interpreted if INTERPRETED else gpu
-
-
-class Problem(NamedTuple):
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    start: torch.Tensor | None = None
-    stop: torch.Tensor | None = None
-
-    @property
-    def masks(self): return dict(kv_start=self.start, kv_len=self.stop)
 
 
 LAYOUTS = LAYOUTS | {"one for all": lambda B, G, N, D, new: new(1, 1, N, D).expand(B, G, -1, -1)}

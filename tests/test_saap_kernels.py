@@ -20,7 +20,7 @@ TOLERANCE = {BF16: 0.01, FP16: 2**-10, FP32: 4e-6}
 TAILS = "first_order", "second_order", "drop"
 
 
-class Problem(NamedTuple):
+class Clustered(NamedTuple):
     "Queries, keys, values, clusters of the keys, and what is far: keys from `since` on and before `built`."
     q: torch.Tensor
     k: torch.Tensor
@@ -55,7 +55,7 @@ def problem(B, G, R, N, D, dtype, *, C=8, layout="plain", ragged=False, sinks=2,
     since = torch.minimum(start + sinks, end)
     built = torch.maximum(end - near, since)
     masks = (start, end.int()) if ragged else (None, None)
-    return Problem(q.to(dtype), k, v, ids, *masks, since, built, C)
+    return Clustered(q.to(dtype), k, v, ids, *masks, since, built, C)
 
 
 # the rule, one group at a time

@@ -6,13 +6,12 @@ problems runs in Triton's interpreter, in processes of their own.
 import math
 import random
 import re
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from covering import covering
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, kernel, poisoned
 from sparse_nb import sketch_walk
 from sparse_nb.core.exact import assert_close, attention
 from sparse_nb.sketch_walk import SketchWalk, block_scores, query_lists, signed_hadamard, sketch_walk_decode, state_of
@@ -20,18 +19,6 @@ from sparse_nb.sketch_walk import SketchWalk, block_scores, query_lists, signed_
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 0.01, FP16: 2**-10, FP32: 4e-6}
 KINDS = "fine4", "fine16", "mean"
-
-
-class Problem(NamedTuple):
-    "Queries, keys and values, and which keys a sequence sees."
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    start: torch.Tensor | None = None
-    stop: torch.Tensor | None = None
-
-    @property
-    def masks(self): return dict(kv_start=self.start, kv_len=self.stop)
 
 
 def problem(B, G, R, N, D, dtype, *, layout="plain", ragged=False, spread=1.5, seed=0):

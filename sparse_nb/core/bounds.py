@@ -125,7 +125,7 @@ def budget_numerator(
     reach=None,                # largest distance of an e^s v from their mean, or more; for "hoeffding" and "bernstein"
     replacement: bool = False, # may a key be drawn twice?
 ) -> torch.Tensor:             # int64, from 1 to n_s; n_s says: read all
-    """Draws after which P(||error of N|| > eps ||N||) <= delta (Lemma 4.1 and Cor. D.2, mended by `gaussian_quantile`).
+    """Draws after which P(||error of N|| > eps ||N||) <= delta (Lemma 4.1 and Cor. D.2, by `gaussian_quantile`).
 
     "hoeffding" and "bernstein" are the inequalities of Pinelis (1994) for vectors. No look at `trace`.
     Raises as `budget_denominator`.
@@ -166,7 +166,7 @@ def budget_output(
     reach=None,                # as in `budget_numerator`
     replacement: bool = False, # may a key be drawn twice?
 ) -> torch.Tensor:             # int64, from 1 to n_s; n_s says: read all
-    """Draws after which P(||error|| > eps ||output||) <= delta: Theorem 4.3 mended by Lemma 2, its minimum over a grid.
+    """Draws after which P(||error|| > eps ||output||) <= delta: Theorem 4.3 by Lemma 2, its minimum over a grid.
 
     No look at `sigma`. Raises as `budget_denominator`.
     """

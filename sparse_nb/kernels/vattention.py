@@ -622,7 +622,7 @@ def decode(
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Found:                               # under torch.compile with nothing but `out`
-    """The kernels behind `sparse_nb.vattention.vattention_decode` (vAttention, Alg. 1 and 2, mended).
+    """The kernels behind `sparse_nb.vattention.vattention_decode` (vAttention, Alg. 1 and 2, corrected).
 
     That function checks the tensors. K is the largest number of kept keys that the settings can mean. Bit i % 32 of
     word i / 32 of `mask` is set where the i-th visible key is kept. Without `ceiling`, the largest score of the base

@@ -201,6 +201,7 @@ def condensed(
     """What is kept of files of results: a row for each model (`part`), task, length and method.
 
     right and same have a digit a prompt; bits, seed, long_bits and long_tokens of texts are lists; the others means.
+    Answers have a list of seeds where these are not 0, 1, 2 and so on.
     The method is the one that decodes, or the one that reads, or both with a bar between. Files may hold parts of a
     grid, other prompts or other methods; of what several hold, the first counts (`together`).
     """
@@ -215,6 +216,7 @@ def condensed(
             else:
                 row |= dict(right=digits(own.right), same=digits(own.same),
                             characters=round(float(own.characters.mean()), 4))
+                if (seeds := own.seed.tolist()) != list(range(len(own))): row["seed"] = seeds
             means = {x: own[x].mean() for x in ("density", "error", "perplexity") if x in own and own[x].notna().all()}
             if "dense_bytes" in own: means["bytes"] = (own.bytes / own.dense_bytes).mean()
             rows.append(row | {x: float(f"{y:.5g}") for x, y in means.items()})

@@ -215,12 +215,13 @@ def join(
     out: Path,  # the record's file
     **more,     # of meta
 ) -> Path: # the file
-    "The record of all files that `steps` has left beside it. Raises as `write_condensed`."
+    "The record of all files that `steps` has left beside it; meta says what `wrote`. Raises as `write_condensed`."
     out, where = Path(out), Path(out).parent
     files = sorted(where.glob(f"{out.stem}.*.jsonl"))
     texts = sorted(where.glob(f"{out.stem}.generation.*.json"))
-    rows = [row for x in texts for row in read_record(x)["rows"]]
-    return write_condensed(out, files, condensed(files) + rows, **more)
+    made = [read_record(x) for x in texts]
+    rows = [row for x in made for row in x["rows"]]
+    return write_condensed(out, files, condensed(files) + rows, wrote=sorted({x["meta"]["gpu"] for x in made}), **more)
 
 def record(
     out,                  # JSON file to write; those of its steps stand beside it
