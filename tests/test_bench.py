@@ -602,6 +602,7 @@ def test_targets_are_computed_from_the_rows():
             row | dict(way=generate.EXACT, n=131072, median_us=7350.0, ratio=1.0)]
     slow = dict(n=131072, static=False)
     rows += [dict(way=generate.OFFLOADED, median_us=400.0, **slow), dict(way="x, host", median_us=100.0, **slow)]
+    rows += [dict(way=generate.PAIR[0], n=8192, median_us=10.0), dict(way="x", n=8192, median_us=12.0)]
     prompts = [dict(way=way, n=131072, median_us=time)
                for way, time in (("FlashAttention-2", 9.0), ("cuDNN", 7.0), ("tangent", 2.0))]
     found = {(x["what"], x["way"], x["n"]): (x["asked"], x["reached"], x["met"])
@@ -611,10 +612,31 @@ def test_targets_are_computed_from_the_rows():
     assert found[("ms a token, by its parts", "santa:samples=128", 32768)] == (5.0, 5.8, False)
     assert found[("ms a token, by its parts", "vAttention, 10 %", 131072)] == (5.0, 4.9, True)
     assert found[("times the fastest dense", "vAttention, 10 %", 131072)] == (1.4, 1.5, True)
+    assert found[("times the model alone, step not compiled", "x", 8192)] == (1.15, 1.2, False)
     assert found[("times the fastest dense", "every method", 524288)] == (2.3, None, False)
     assert found[("times the offloaded cache", "x, host", 131072)] == (4.0, 4.0, True)
     assert found[("times the fastest dense, first token", "tangent", 131072)] == (3.5, 3.5, True)
     assert not any(x["way"] == generate.EXACT for x in generate.targets(rows, prompts))
+
+
+def test_records_are_joined_row_by_row():
+    about = dict(gpu="one", shape=dict(hidden_size=8), failed=[])
+    row = lambda way, time, **more: dict(way=way, n=9, median_us=time) | more
+    old = dict(meta=about | dict(date="1", failed=[dict(way="b", n=9), dict(way="c", n=9)]), rows=[
+        row("a", 5.0, batch=1, static=False), row("d", 7.0)])
+    new = dict(meta=about | dict(date="2", failed=[dict(way="e", n=9)]), rows=[
+        row("a", 4.0), row("b", 3.0), row("d", 2.0, static=True)])
+    joined = generate.join_records([old, new])
+    assert [(x["way"], x["median_us"], x["date"]) for x in joined["rows"]] == [
+        ("d", 7.0, "1"), ("a", 4.0, "2"), ("b", 3.0, "2"), ("d", 2.0, "2")]
+    assert joined["meta"]["date"] == "2" and joined["meta"]["earlier"] == [old["meta"]]
+    assert [x["way"] for x in joined["meta"]["failed"]] == ["c", "e"]
+    again = generate.join_records([joined, dict(meta=about | dict(date="3"), rows=[row("a", 1.0)])])
+    assert [x["date"] for x in again["meta"]["earlier"]] == ["1", "2"] and again["rows"][-1]["date"] == "3"
+    assert "earlier" not in generate.join_records([new])["meta"]
+    for what, other in ("gpu", "two"), ("shape", dict(hidden_size=9)):
+        with pytest.raises(ValueError, match=f"{what} must be the same in all records"):
+            generate.join_records([old, dict(meta=new["meta"] | {what: other}, rows=[])])
 
 
 # On a GPU.
@@ -700,3 +722,23 @@ def test_readme_says_what_the_records_of_sketch_walk_say():
     assert list(said.groups()) == [f"{x:.1f}" for x in (
         *(dense[n] / step[n] for n in (131072, 524288, 1048576)),
         *(at[name] / at["sketch_walk_10"] for name in ("fa4", "sdpa_cudnn", "sdpa_flash")))]
+
+
+def test_readme_says_what_the_record_of_whole_models_says():
+    text = (ROOT / "README.md").read_text()
+    rows = json.loads((ROOT / "kernels/results/nvidia_h200_generate.json").read_text())["rows"]
+    static = {(row["way"], row["n"]): row["median_us"] for row in rows if row.get("static")}
+    exact = {n: time for (way, n), time in static.items() if way == generate.EXACT}
+    lengths = 32768, 131072, 524288
+    said = re.search(r"takes ([\d.]+) ms a token at 32k keys, ([\d.]+) at 131k and ([\d.]+) at 524k, where transformers' "
+                     r"own takes ([\d.]+), ([\d.]+) and ([\d.]+)", text)
+    assert list(said.groups()) == [f"{static[way, n] / 1000:.1f}" for way in (generate.EXACT, generate.PAIR[0])
+                                   for n in lengths]
+    said = re.search(r"SANTA is ([\d.]+) times as fast at 32k and ([\d.]+) at 131k, vAttention ([\d.]+) at 131k and "
+                     r"([\d.]+) at 524k, SAAP ([\d.]+) at 524k", text)
+    assert list(said.groups()) == [f"{exact[n] / static[way, n]:.2f}" for way, n in (
+        ("SANTA, 128 samples", 32768), ("SANTA, 128 samples", 131072), ("vAttention, 10 %", 131072),
+        ("vAttention, 10 %", 524288), ("SAAP, 5 %", 524288))]
+    said = re.search(r"methods take ([\d.]+) to ([\d.]+) times as long as the model alone at 8k", text)
+    cost = [x["reached"] for x in generate.targets(rows) if x["what"] == "times the model alone, step not compiled"]
+    assert list(said.groups()) == [f"{x:.1f}" for x in (min(cost), max(cost))]
