@@ -320,7 +320,7 @@ def test_a_session_of_keys(name):
         check_method(method, q, k[order, :, :55], state)
 
 
-FOLLOWS = pytest.mark.skipif(torch.__version__ < "2.13", reason="this PyTorch's compiler cannot follow vars() of a state")
+FOLLOWS = pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers cannot follow vars() of a state")
 
 @kernel
 @FOLLOWS
