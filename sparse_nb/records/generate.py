@@ -299,9 +299,11 @@ def add_rivals(
 ) -> list:      # the same dicts
     """Say of each row its fastest dense rival, and how many times as fast as that it is.
 
-    The rival of a way with its cache in host memory is the cache that transformers offloads.
+    The rival of a way with its cache in host memory is the cache that transformers offloads. A row that has a rival
+    keeps it: it is one of the same run.
     """
     for row in rows:
+        if row.get("rival"): continue
         able = [x for x in rows if _place(x)[1:] == _place(row)[1:]
                 and x["way"] in ([OFFLOADED] if row["way"].endswith(HOST) else DENSE_WAYS)]
         rival = min(able, key=lambda x: x["median_us"], default=None)
@@ -332,21 +334,23 @@ def join_records(
 ) -> dict:         # meta, rows
     """One record of several: of rows of the same way, length, batch and cache the last stands.
 
-    Every row says the date of its record. `meta` is the last one's, with those before it under `earlier`, and what
-    failed in them and was never measured under `failed`. Raises ValueError for GPUs or shapes that differ.
+    Every row says the date of its record. `meta` is the last one's, with those before it under `earlier`, rows that
+    do not stand under `replaced`, and what failed and was never measured under `failed`. Raises ValueError for GPUs
+    or shapes that differ.
     """
     metas = [meta for x in records for meta in (*x["meta"].get("earlier", []), x["meta"])]
     for what in "gpu", "shape":
         if any(meta[what] != metas[0][what] for meta in metas):
             raise ValueError(f"{what} must be the same in all records, got {[meta[what] for meta in metas]}")
-    rows = {}
+    rows, replaced = {}, [row for x in records for row in x["meta"].get("replaced", [])]
     for row in [dict(date=x["meta"]["date"]) | row for x in records for row in x["rows"]]:
-        rows.pop(_place(row), None)
+        if old := rows.pop(_place(row), None): replaced.append(old)
         rows[_place(row)] = row
-    *earlier, last = [{name: x for name, x in meta.items() if name != "earlier"} for meta in metas]
+    *earlier, last = [{name: x for name, x in meta.items() if name not in ("earlier", "replaced")} for meta in metas]
     failed = {_place(x): x for meta in earlier for x in meta.get("failed", []) if _place(x) not in rows}
     failed |= {_place(x): x for x in last["failed"]}
-    return dict(meta=last | dict(failed=list(failed.values())) | (dict(earlier=earlier) if earlier else {}),
+    kept = dict(replaced=replaced, earlier=earlier)
+    return dict(meta=last | dict(failed=list(failed.values())) | {name: x for name, x in kept.items() if x},
                 rows=list(rows.values()))
 
 # %% ../../kernels/records/generate.ipynb #c1f0a008
