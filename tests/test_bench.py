@@ -631,8 +631,9 @@ def test_records_are_joined_row_by_row():
         ("d", 7.0, "1"), ("a", 4.0, "2"), ("b", 3.0, "2"), ("d", 2.0, "2")]
     assert joined["meta"]["date"] == "2" and joined["meta"]["earlier"] == [old["meta"]]
     assert joined["meta"]["replaced"] == [dict(date="1") | old["rows"][0]]
-    own = generate.add_rivals([row(generate.EXACT, 2.0), row("x", 4.0, rival=generate.EXACT, ratio=0.75), row("y", 4.0)])
-    assert [x["ratio"] for x in own] == [1.0, 0.75, 0.5]  # a rival of another run does not take the place of one's own
+    own = row("x", 4.0, rival=generate.EXACT, ratio=0.75)
+    own = generate.add_rivals([row(generate.EXACT, 2.0), own, row("y", 4.0)])
+    assert [x["ratio"] for x in own] == [1.0, 0.75, 0.5]  # a rival of another record does not replace one's own
     assert [x["way"] for x in joined["meta"]["failed"]] == ["c", "e"]
     again = generate.join_records([joined, dict(meta=about | dict(date="3"), rows=[row("a", 1.0)])])
     assert [x["date"] for x in again["meta"]["earlier"]] == ["1", "2"] and again["rows"][-1]["date"] == "3"

@@ -300,7 +300,7 @@ def add_rivals(
     """Say of each row its fastest dense rival, and how many times as fast as that it is.
 
     The rival of a way with its cache in host memory is the cache that transformers offloads. A row that has a rival
-    keeps it: it is one of the same run.
+    keeps it: it is one of its own record.
     """
     for row in rows:
         if row.get("rival"): continue
