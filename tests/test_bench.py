@@ -518,6 +518,7 @@ def tiny(tmp_path, n=200, **kw):
 FEW = dict(methods={"quest": Quest(0.2), "santa": Santa(16)})
 
 
+@pytest.mark.budget(15)
 def test_a_record_of_a_whole_model(tmp_path):
     pytest.importorskip("transformers")
     both = dict(offload=True, **FEW)

@@ -609,6 +609,7 @@ if not INTERPRETED:
         kernel_ = getattr(kernels, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
 
+    @pytest.mark.budget(15)
     @pytest.mark.parametrize("capability, kind, D, index", [
         (80, "fp16", 128, "mean"), (90, "bf16", 128, "fine4"), (90, "fp32", 80, "fine16")])
     def test_registers_and_spills(capability, kind, D, index):

@@ -70,7 +70,8 @@ def _profile(recorder, case, samples):
 def _estimates(q, G):
     "(draws or None, share of the features that a group reads) -> estimate of q."
     B, D, R = q.shape[0], q.shape[3], q.shape[1] // G
-    order = torch.rand(B, G, 1, D, device=q.device).argsort(-1)  # a random share of each group's features
+    draw = torch.Generator(q.device).manual_seed(SEED)
+    order = torch.rand(B, G, 1, D, device=q.device, generator=draw).argsort(-1)  # a share of each group's features
     found = {(None, share): q * (order < share * D).repeat_interleave(R, 1) for share in (0.125, 0.25, 0.5, 1)}
     unit = torch.eye(D, device=q.device, dtype=q.dtype).expand(B, G, -1, -1)
     for count in (1, 4, 16):  # scores with the unit vectors are the estimate itself
