@@ -689,12 +689,12 @@ def step(
     if dispatch.observe is not None:
         raise ValueError("stats and audit must be False in a step that transformers compiles, got True; use a cache "
                          "that grows, or generate(disable_compile=True)")
-    if why := no_graph(method):
+    if not exact and (why := no_graph(method)):
         raise ValueError(f"decode must be a method that a graph can hold, got {method!r}: {why}")
     settings, walks = dict(seed=seed, scale=scale, kv_start=start, kv_len=stop), dispatch.thread.walks
     if keeps_state(method):
         kept, call = layer_of(state), Call(module, query, key, value, None, dict(scaling=scale))
-        at = stop[:1] - 1
+        at = stop.amax(0, keepdim=True) - 1  # a row may hide it
         newest = replace(call, key=key.index_select(2, at))
         heard = heard_of(dispatch, kept, newest, angles)
         kept.put(key, value, at, **heard)
@@ -702,11 +702,11 @@ def step(
         if "q_before" in heard: settings["q_before"] = heard["q_before"]
     if exact: return Exact().decode(query, key, value, scale=scale, kv_start=start, kv_len=stop)
     if walks_layers(method):
-        if layer == min(dispatch.modules): walks.clear()
+        along = [i for i in dispatch.modules if walks_layers(at_layer(dispatch.decode, i))]
+        if layer == min(along): walks.clear()
         settings["step"] = walks.setdefault(walk_of(method), method.new_step())
-    out = method.decode(query, key, value, **settings)
-    if layer == max(dispatch.modules): walks.clear()
-    return out
+        if layer == max(along): walks.clear()
+    return method.decode(query, key, value, **settings)
 
 @step.register_fake
 def _(query, key, value, start, stop, seed, state, angles, number, layer, scale, exact):

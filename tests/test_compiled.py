@@ -1,6 +1,8 @@
 "A step that transformers compiles: every method in one graph, with the tokens it writes otherwise."
 import sys
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
-from test_hf import build
+from test_hf import SMALL as SMALL_MODEL, build
 from test_sparsify import IDS, MASK, PADDED, ids_of
 
 SMALL = dict(sinks=2, window=8, clusters=4)
@@ -172,6 +174,38 @@ def test_below_the_crossover_every_layer_reads_all(llama):
     for bad, message in ((-1, "crossover must be at least 0, got -1"), ("soon", "or 'auto', got 'soon'"),
                          (0.5, "crossover must be an int, got float")):
         with pytest.raises((TypeError, ValueError), match=message): sparsify(llama, decode=method, crossover=bad)
+
+@dataclass(frozen=True)
+class Walk(TopK):
+    "Top-k that notes how many layers a pass has been through."
+    seen: ClassVar[list] = []
+    def new_step(self): return [0]
+    def decode(self, *args, step, **settings):
+        step[0] += 1
+        self.seen.append(step[0])
+        return super().decode(*args, **settings)
+
+@pytest.mark.parametrize("dense", [(), (0,), (0, 3)], ids=str)
+def test_a_walk_begins_anew_in_each_compiled_step(dense):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL_MODEL | dict(num_hidden_layers=4))).eval()
+    Walk.seen.clear()
+    with sparsify(model, decode=Walk(budget=0.3), dense_layers=dense): compiled(model, max_new_tokens=4)
+    assert Walk.seen == [*range(1, 5 - len(dense))] * 3
+
+def test_a_row_may_hide_the_newest_key(llama):
+    "The index gets it at its place all the same, whichever row of the batch hides it."
+    forget(llama)
+    ids, new = PADDED[[1, 0]], IDS[:, :1].expand(2, 1)
+    mask = torch.cat([MASK[[1, 0]], torch.tensor([[0], [1]])], 1)
+    with sparsify(llama, decode=Quest(budget=12, page=4)), torch.no_grad():
+        found = []
+        for call in (llama, torch.compile(llama, backend="eager", fullgraph=True)):
+            cache = transformers.StaticCache(config=llama.config, max_cache_len=48)
+            llama(ids, attention_mask=mask[:, :-1], past_key_values=cache)
+            call(new, attention_mask=mask, past_key_values=cache, position_ids=torch.tensor([[31], [40]]))
+            found.append([cache.layers[0].known(), cache.layers[0].state.rows])
+    assert found[0][0] == found[1][0] == 41 and torch.equal(found[0][1], found[1][1])
 
 def test_a_second_turn_goes_on_with_the_cache(llama):
     forget(llama)
