@@ -359,6 +359,7 @@ def test_a_quick_form_does_not_stand_among_the_results(tmp_path, monkeypatch):
         tmp_path / "y.json", quick=True) == tmp_path / "y.json")
 
 
+@pytest.mark.budget(15)
 def test_quick_forms_that_need_no_kernels(tmp_path):
     pytest.importorskip("transformers")
     meta, rows = read_record(generate.record(tmp_path / "x.json", quick=True, say=lambda line: None)).values()
