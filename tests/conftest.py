@@ -16,7 +16,7 @@ from covering import covering
 # a share of the tests of the kernels, as one test of those without
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    from triton.runtime import interpreter
+    import interpreter
 SECONDS = 8  # of processor time, children counted, that a test without the mark `budget` may take
 
 
@@ -138,25 +138,7 @@ def pocket():
 
 # the order of tests, and those that Triton's interpreter runs
 
-def patch_once_a_launch():
-    """Triton's interpreter prepares the language anew each time that a kernel calls a function of ours, which takes a
-    third of its time; here it does so once for each function and launch."""
-    prepared, launch = set(), interpreter.GridExecutor.__call__
-
-    def launch_afresh(self, *args, **kwargs):
-        prepared.clear()
-        return launch(self, *args, **kwargs)
-
-    def call(self, *args, **kwargs):
-        if self.fn not in prepared: interpreter._patch_lang(self.fn)
-        prepared.add(self.fn)
-        try: return self.rewrite()(*args, **kwargs)
-        except Exception as error: raise interpreter.InterpreterError(repr(error)) from error
-
-    interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__ = launch_afresh, call
-
-
-if INTERPRETED: patch_once_a_launch()
+if INTERPRETED: interpreter.patch()
 
 
 SWEEP = pytest.StashKey[list]()
