@@ -13,6 +13,8 @@ import pytest
 import torch
 from covering import covering
 
+from sparse_nb.records.device import kernel_device
+
 # a share of the tests of the kernels, as one test of those without
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -89,9 +91,9 @@ def pytest_terminal_summary(terminalreporter):
 # a process of its own, without the seconds that its imports take
 
 PROCESSES = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-if sys.platform == "linux":  # nothing that imports Triton, which looks at TRITON_INTERPRET when it is imported
-    PROCESSES.set_forkserver_preload(["torch.distributed.tensor", "transformers", "scipy.stats", "seaborn",
-                                      "nbdev.test"])
+if sys.platform == "linux":
+    PROCESSES.set_forkserver_preload(["torch.distributed.tensor", "transformers.models.llama.modeling_llama",
+                                      "transformers.models.auto", "scipy.stats", "seaborn", "nbdev.test"])
 
 
 def send_result(pipe, function, arguments): pipe.send((function(*arguments), processor_seconds()))
@@ -100,6 +102,7 @@ def send_result(pipe, function, arguments): pipe.send((function(*arguments), pro
 def run_pytest(environment, *arguments):
     "Exit code and output of pytest with `arguments`."
     os.environ.update(environment)
+    if "TRITON_INTERPRET" in environment: kernel_device()  # Triton, which transformers has imported, anew
     with io.StringIO() as said, redirect_stdout(said), redirect_stderr(said):
         return int(pytest.main([*map(str, arguments)])), said.getvalue()
 
