@@ -14,10 +14,12 @@ import pytest
 import torch
 from covering import covering
 
+from sparse_nb.records.device import kernel_device
+
 # a share of the tests of the kernels, as one test of those without
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    from triton.runtime import interpreter
+    import interpreter
 SECONDS = 8  # of processor time, children counted, that a test without the mark `budget` may take
 PIECE = 0.06  # of it, that `slowness` takes for a piece of work on the machine whose seconds these are
 
@@ -104,9 +106,9 @@ def pytest_terminal_summary(terminalreporter):
 # a process of its own, without the seconds that its imports take
 
 PROCESSES = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-if sys.platform == "linux":  # nothing that imports Triton, which looks at TRITON_INTERPRET when it is imported
-    PROCESSES.set_forkserver_preload(["torch.distributed.tensor", "transformers", "scipy.stats", "seaborn",
-                                      "nbdev.test"])
+if sys.platform == "linux":
+    PROCESSES.set_forkserver_preload(["torch.distributed.tensor", "transformers.models.llama.modeling_llama",
+                                      "transformers.models.auto", "scipy.stats", "seaborn", "nbdev.test"])
 
 
 def send_result(pipe, function, arguments): pipe.send((function(*arguments), processor_seconds()))
@@ -115,6 +117,7 @@ def send_result(pipe, function, arguments): pipe.send((function(*arguments), pro
 def run_pytest(environment, *arguments):
     "Exit code and output of pytest with `arguments`."
     os.environ.update(environment)
+    if "TRITON_INTERPRET" in environment: kernel_device()  # Triton, which transformers has imported, anew
     with io.StringIO() as said, redirect_stdout(said), redirect_stderr(said):
         return int(pytest.main([*map(str, arguments)])), said.getvalue()
 
@@ -153,25 +156,7 @@ def pocket():
 
 # the order of tests, and those that Triton's interpreter runs
 
-def patch_once_a_launch():
-    """Triton's interpreter prepares the language anew each time that a kernel calls a function of ours, which takes a
-    third of its time; here it does so once for each function and launch."""
-    prepared, launch = set(), interpreter.GridExecutor.__call__
-
-    def launch_afresh(self, *args, **kwargs):
-        prepared.clear()
-        return launch(self, *args, **kwargs)
-
-    def call(self, *args, **kwargs):
-        if self.fn not in prepared: interpreter._patch_lang(self.fn)
-        prepared.add(self.fn)
-        try: return self.rewrite()(*args, **kwargs)
-        except Exception as error: raise interpreter.InterpreterError(repr(error)) from error
-
-    interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__ = launch_afresh, call
-
-
-if INTERPRETED: patch_once_a_launch()
+if INTERPRETED: interpreter.patch()
 
 
 SWEEP = pytest.StashKey[list]()

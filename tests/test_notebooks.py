@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from fastcore.xtras import globtastic
 from nbdev.config import get_config
 from nbdev.process import extract_directives
 from nbdev.test import test_nb
+
+import interpreter
+from sparse_nb.records import device
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -132,8 +136,16 @@ def test_title(path):
                         read_nb(ROOT / path).cells[0].source), "the site drops what else the title's cell holds"
 
 
+def quick_kernel_device(kernel_device=device.kernel_device):
+    "`kernel_device`, with the interpreter that the tests of the kernels have."
+    place = kernel_device()
+    if place == "cpu" and find_spec("triton"): interpreter.patch()
+    return place
+
+
 def execute(path, root=ROOT, flags=()):
     "Run the cells of a notebook that `nbdev_test --flags` runs; what went wrong, and in which cell."
+    device.kernel_device = quick_kernel_device
     skipped = get_config(path=root).tst_flags.split()
     with io.StringIO() as said, redirect_stderr(said):
         if test_nb(root / path, skip_flags=skipped, force_flags=flags, basepath=root)[0]: return ""
