@@ -601,8 +601,8 @@ if not INTERPRETED:
         types = dict.fromkeys(("mark_ptr", "between_ptr", "higher_ptr", "many_ptr", "base_ptr", "code_ptr", "ask_ptr"),
                               "i32") | dict.fromkeys(("start_ptr", "len_ptr", "begin_ptr", "budget", "index_ptr",
                                                       "fit_ptr"), "i64") | dict(q_ptr=kind, cut="fp32")
-        types |= dict(row_ptr=dict(box=kind, box_row=kind, channel="i16", channel_row="i16").get(name, "i32"), at_ptr="i64",
-                      k_ptr=kind)
+        of_row = dict(box=kind, box_row=kind, channel="i16", channel_row="i16").get(name, "i32")
+        types |= dict(row_ptr=of_row, at_ptr="i64", k_ptr=kind)
         if name in ("equal", "distance"): types |= dict(score_ptr="i32")
         known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, LR=4, LP=4) | own
         if known["U"] == 1: known |= dict(begin_ptr=None)

@@ -566,7 +566,7 @@ def _box_row_kernel(k_ptr, at_ptr, row_ptr, begin_ptr, k_b, k_g, k_n, k_d, x_b, 
     at, there, p_k, p_row = _row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, 0, N, G)
     begin, o_n, o_d = tl.load(begin_ptr + tl.program_id(0) // G).to(tl.int64), tl.arange(0, BN), tl.arange(0, BD)
     page, m_d = (at - begin) // U, (o_d < D) & there
-    last = (at - begin) % U                                                                  # keys before it in its page
+    last = (at - begin) % U                                                                  # its place in the page
     low, high = tl.full([BD], float("inf"), tl.float32), tl.full([BD], -float("inf"), tl.float32)
     odd = tl.zeros([BD], tl.int32)
     for j in range(0, last + 1, BN):
