@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CUT', 'page_box', 'box_around', 'Boxes', 'Quest', 'ChannelCodes', 'heavy_channels', 'DoubleSparsity', 'hadamard',
-           'HadamardCodes', 'Adamas', 'inclusion_probability', 'HyperplaneBits', 'MagicPIG', 'BITS', 'PARTS', 'Fitted',
-           'HashAttention', 'LearnedBits', 'Predictor', 'hash_maps', 'signatures']
+           'HadamardCodes', 'Adamas', 'inclusion_probability', 'HyperplaneBits', 'collided', 'MagicPIG', 'BITS',
+           'PARTS', 'Fitted', 'HashAttention', 'LearnedBits', 'Predictor', 'hash_maps', 'signatures']
 
 # %% ../nbs/60_baselines.ipynb #48204032
 import math
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from .core.checks import check_budget, check_count, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
 from .core.methods import BlockState, Fitted, Predictor, State, slots_used
-from .core.selection import Selection, make_selection, take_rows
+from .core.selection import Selection, has_kernels, make_selection, take_rows
 from .core.streams import fold_in, philox
 from .hash_attention import (  # noqa: F401
     BITS, PARTS, HashAttention, LearnedBits, by_kernels, hash_maps, put_by_kernels, signatures)
@@ -321,7 +321,8 @@ def inclusion_probability(
 
 # %% ../nbs/60_baselines.ipynb #bee272a8
 class HyperplaneBits(Fitted):
-    """Signs of random projections of the centred keys, as a number for each table: `rows` [B, G, N, tables].
+    """Signs of random projections of the centred keys, as a number for each table: `rows` [B, G, N, tables], uint8 for
+    up to 8 bits and else int16.
 
     `fit` holds the centre [B, G, D], the mean of the first keys.
     """
@@ -344,20 +345,46 @@ class HyperplaneBits(Fitted):
         self,
         x: torch.Tensor, # [B, G, n, D], in float32 or float64
     ) -> torch.Tensor:   # [B, G, n, tables], int32
-        "The bits of each table. The hyperplanes of a group come from the seed and its number alone."
-        groups, size = x.shape[1], x.shape[3]
-        if self.planes is None or self.planes.shape[:2] != (groups, size) or self.planes.device != x.device:
+        "The bits of each table."
+        with no_autocast(x): sign = (x @ self.planes_for(x)).unflatten(-1, (self.tables, self.bits)) > 0
+        return (sign.int() << torch.arange(self.bits, device=x.device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+
+    def planes_for(
+        self,
+        x: torch.Tensor, # as in `hash`
+    ) -> torch.Tensor:   # [G, D, tables x bits], in the dtype of x
+        "The hyperplanes of each group, made once. They come from the seed and the number of the group alone."
+        groups, size, known = x.shape[1], x.shape[3], self.planes
+        if known is None or known.shape[:2] != (groups, size) or known.device != x.device or known.dtype != x.dtype:
             seeds = fold_in(self.seed, torch.arange(groups, device=x.device))[:, None]
             u, w = philox(seeds,
                           torch.arange(2 * size * self.tables * self.bits, device=x.device)).double().chunk(2, -1)
             # normal, by Box and Muller
-            self.planes = ((-2 * torch.log1p(-u)).sqrt() * torch.cos(2 * math.pi * w)).view(groups, size, -1)
-        with no_autocast(x): sign = (x @ self.planes.to(x.dtype)).unflatten(-1, (self.tables, self.bits)) > 0
-        return (sign.int() << torch.arange(self.bits, device=x.device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+            normal = (-2 * torch.log1p(-u)).sqrt() * torch.cos(2 * math.pi * w)
+            self.planes = normal.view(groups, size, -1).to(x.dtype)
+        return self.planes
 
     def features(self, k, v, shown=None):
         "The bits of each table for each key less the centre."
-        return self.hash(promote(k) - self.fit[:, :, None])
+        return self.hash(promote(k) - self.fit[:, :, None]).to(torch.uint8 if self.bits <= 8 else torch.int16)
+
+    def put(self, k, v, at, shown=None):
+        "As `State.put`, by one launch where kernels can."
+        if not put_by_kernels("tables", k, self.rows, at, given=(self.fit, self.planes)): super().put(k, v, at)
+
+# %% ../nbs/60_baselines.ipynb #7b3b5266
+def collided(
+    q: torch.Tensor,       # queries [B, H, Q, D]
+    k: torch.Tensor,       # keys [B, G, N, D]
+    state: HyperplaneBits, # their index
+    **given,               # `sinks`, `window`, `kv_start`, `kv_len`: as `sparse_nb.kernels.choose.collide` takes them
+) -> Selection | None:
+    "What kernels select for `MagicPIG`; None for so many keys that they cannot."
+    from .kernels.choose import MOST, collide
+    if k.shape[2] > MOST: return None
+    index, weight, count = collide(q, k, state.rows, state.fit, state.planes_for(state.fit[:, :, None]), **given)
+    slots = slots_used(count, state, len(state))
+    return Selection(index[..., :slots], weight[..., :slots])
 
 # %% ../nbs/60_baselines.ipynb #30287c0a
 @dataclass(frozen=True)
@@ -384,7 +411,7 @@ class MagicPIG(Predictor):
 
     def priorities(self, q, state, *, scale=None):
         "In how many tables query and key agree."
-        x = state.hash(grouped(q, state.rows.shape[1]))
+        x = state.hash(grouped(q, state.rows.shape[1])).to(state.rows.dtype)
         hits = torch.zeros(*x.shape[:3], len(state), dtype=promote(q[:0]).dtype, device=q.device)
         for a, b in zip(x.unbind(-1), state.rows.unbind(-1)): hits += a[..., None] == b[:, :, None]
         return hits.reshape(*q.shape[:3], -1)
@@ -396,17 +423,21 @@ class MagicPIG(Predictor):
         as `check_inputs`, and for a `state` that does not fit.
         """
         check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
-        first, end = (x[..., None] for x in visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len))
         state = self.state_for(q, k, state, kv_start, kv_len)
+        sinks, window = (min(x, k.shape[2]) for x in (self.sinks, self.window))
+        if type(self).priorities is MagicPIG.priorities and has_kernels(q):
+            found = collided(q, k, state, sinks=sinks, window=window, kv_start=kv_start, kv_len=kv_len)
+            if found is not None: return found
+        first, end = (x[..., None] for x in visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len))
         i, hits = torch.arange(k.shape[2], device=q.device), self.priorities(q, state)
-        taken = (i >= first) & (i < end) & ((hits >= 2) | (i < first + self.sinks) | (i >= end - self.window))
+        taken = (i >= first) & (i < end) & ((hits >= 2) | (i < first + sinks) | (i >= end - window))
         count = taken.sum(-1)
         slots = slots_used(count, state, len(state))
         index = taken.int().sort(dim=-1, descending=True, stable=True).indices[..., :slots]
         rows = promote(take_rows(k, index)) - state.fit.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None, None]
         chance = inclusion_probability(F.cosine_similarity(promote(q)[..., None, :], rows, dim=-1), self.bits,
                                        self.tables)
-        sure = (index < first + self.sinks) | (index >= end - self.window)
+        sure = (index < first + sinks) | (index >= end - window)
         weight = torch.where(sure, 1.0, 1 / chance.clamp(min=1e-30))
         return make_selection(q, index, torch.arange(index.shape[-1], device=q.device) < count[..., None],
                               first[..., 0], weight)

@@ -9,6 +9,7 @@ import random
 import re
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from covering import covering
 from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
-from sparse_nb import hash_attention
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
+from sparse_nb import baselines, hash_attention
+from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, Quest
 from sparse_nb.core.exact import assert_close
 from sparse_nb.core import selection
 from sparse_nb.core.selection import Selection, budget_counts
@@ -330,7 +331,7 @@ def test_a_session_of_keys(name):
 def served_by(kernels, q, k):
     "States and methods take kernels, or do not, wherever they run."
     with pytest.MonkeyPatch.context() as patch:
-        for module in (hash_attention, selection): patch.setattr(module, "has_kernels", lambda q: kernels)
+        for module in (baselines, hash_attention, selection): patch.setattr(module, "has_kernels", lambda q: kernels)
         patch.setattr(hash_attention, "hash_maps", lambda *_: networks(q.shape[1], k.shape[1], q.shape[3]))
         yield patch
 
@@ -424,6 +425,80 @@ def test_a_key_beyond_the_buffer_has_no_row(name):
     assert torch.equal(guarded, before)
 
 
+# collisions
+
+def check_bits(codes, x, planes, bits):
+    "Codes [..., tables] of x [..., D] by planes [..., D, tables x bits]: signs of sums, but for rounding errors of 0."
+    out, size = (y.squeeze(-2) for y in (x[..., None, :].double() @ planes.double(),
+                                         x[..., None, :].double().abs() @ planes.double().abs()))
+    bit = (codes[..., None].int() >> torch.arange(bits, device=x.device) & 1).flatten(-2)
+    assert ((bit == (out > 0)) | (out.abs() <= CLOSE * size)).all()
+
+
+def pig(case): return MagicPIG(case["bits"], case["tables"], case["sinks"], case["window"], seed=case["D"])
+
+
+PIGS = drawn(dict(bits=(1, 3, 8, 11, 16), tables=(2, 7, 33, 75), sinks=(0, 3, 10**20), window=(1, 40), D=(16, 80, 128),
+                  R=(1, 3, 4), dtype=(BF16, FP16, FP32), ragged=(False, True), tile=(64, 1024), parts=(1, 8),
+                  fixed=(False, True)),
+             seed=4)
+
+
+@kernel
+@pytest.mark.parametrize("case", PIGS, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_collisions(case, monkeypatch):
+    "The keys and the weights of the rule in PyTorch, given the bits of the query that the kernels find."
+    from sparse_nb.kernels import choose
+    monkeypatch.setattr(choose, "_collided", partial(choose._collided, tile=case["tile"], parts=case["parts"]))
+    q, k, masks = problem(2, 2, case["R"], 1500 if GPU else 150, case["D"], case["dtype"], case["ragged"])
+    q[1] = k[1, :, 40:41].repeat_interleave(case["R"], 0)  # like some keys
+    method = pig(case)
+    state, codes = method.build(k, **masks), q.new_zeros(2, q.shape[1], 1, case["tables"], dtype=torch.int32)
+    choose._tables_of(q, state.planes, codes)
+    planes = state.planes.repeat_interleave(case["R"], 0)
+    check_bits(codes[:, :, 0], q[:, :, 0].float(), planes, case["bits"])
+    if case["fixed"]:
+        state.fix(len(state) + 10)
+        k = torch.cat([k, torch.full_like(k[:, :, :10], math.nan)], 2)
+        masks = dict(kv_len=torch.full((2,), k.shape[2] - 10, device=DEVICE)) | masks
+        monkeypatch.setattr("sparse_nb.core.methods.on_cpu_eagerly", lambda x: False)
+    with served_by(True, q, k): got = poisoned(lambda: method.select(q, k, state=state, **masks))
+    with served_by(False, q, k) as patch:
+        patch.setattr(HyperplaneBits, "hash", lambda self, x: codes.view(2, 2, case["R"], -1))
+        want = method.select(q, k, state=state, **masks)
+    assert got.index.shape == want.index.shape and got.weight.dtype == want.weight.dtype
+    assert torch.equal(got.index, want.index)
+    assert_close(got.weight, want.weight, rtol=1e-4)
+    assert not case["fixed"] or got.index.shape[3] == k.shape[2]
+
+
+@kernel
+@pytest.mark.parametrize("bits, tables, D, dtype", [(8, 32, 64, BF16), (5, 3, 20, FP32), (16, 9, 128, FP16)])
+def test_bits_of_new_keys(bits, tables, D, dtype):
+    "As of the keys before; other rows stay."
+    (q, k, _), method = problem(2, 2, 1, 70, D, dtype), MagicPIG(bits, tables)
+    state = fixed_state(method, k, torch.arange(70, device=DEVICE) >= torch.tensor([[0], [9]], device=DEVICE), 60)
+    before, at = state.rows.clone(), torch.tensor([65], device=DEVICE)
+    with served_by(True, q, k):
+        for n in (-1, 70, 65): state.put(k, k, torch.tensor([n], device=DEVICE))
+    assert state.rows.dtype == (torch.uint8 if bits <= 8 else torch.int16)
+    check_bits(state.rows[:, :, 65], k[:, :, 65].float() - state.fit, state.planes, bits)
+    before[:, :, at] = state.rows[:, :, at]
+    assert torch.equal(state.rows, before) and state.rows[:, :, 65].any()
+
+
+@kernel
+def test_one_graph_of_collisions(monkeypatch):
+    (q, k, _), method = problem(1, 2, 2, 70, 64, FP32), MagicPIG(3, 8, 2, 9)
+    for module in (baselines, hash_attention): monkeypatch.setattr(module, "has_kernels", lambda q: True)
+    monkeypatch.setattr("sparse_nb.core.methods.on_cpu_eagerly", lambda x: False)
+    state, stop = method.build(k[:, :, :50]), torch.tensor([60], device=DEVICE)
+    state.fix(70)
+    select = lambda q, k: method.select(q, k, state=state, kv_len=stop)
+    want, got = select(q, k), torch.compile(select, fullgraph=True, backend="aot_eager")(q, k)
+    assert torch.equal(got.index, want.index) and torch.equal(got.weight, want.weight)
+
+
 class Counted(TorchDispatchMode):
     "Counts what a GPU would do: operations of PyTorch that are no views, and launches of Triton."
     free = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"}
@@ -444,27 +519,35 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-LIST = Counter(f"_{name}_kernel" for name in ("guess", "sift", "select", "list", "gather", "merge"))
-OF_A_STEP = {"quest": ("box_row", "box"), "double sparsity": ("channel_row", "channel"),
-             "adamas": ("code_row", "ask", "distance"), "hash": ("sign_row", "code", "equal")}
+ATTEND, LIST = ("gather", "merge"), ("guess", "sift", "select", "list")
+OF_A_STEP = {"quest": ("box_row", "box", *LIST), "double sparsity": ("channel_row", "channel", *LIST),
+             "adamas": ("code_row", "ask", "distance", *LIST), "hash": ("sign_row", "code", "equal", *LIST),
+             "magicpig": ("table", "table", "collide", "taken", "weigh")}
+
+
+def one_step(name, k, shown, known, setting):
+    "A step that puts a key and decodes its query, with a state of fixed length."
+    method = MagicPIG(5, 33) if name == "magicpig" else METHODS[name](0.3, setting)
+    state, q = fixed_state(method, k, shown, known), k.repeat_interleave(2, 1)[:, :, known:known + 1]
+    start, stop, at = (torch.full((n,), x, device=DEVICE) for n, x in ((len(k), 5), (len(k), known + 1), (1, known)))
+    def step():
+        state.put(k, k, at)
+        method.decode(q, k, k, kv_start=start, kv_len=stop, state=state)
+    return step, Counter(f"_{x}_kernel" for x in (*OF_A_STEP[name], *ATTEND))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the profiler counts")
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", OF_A_STEP)
 def test_a_step_is_its_kernels_and_nothing_else(name, dtype, monkeypatch):
     "One launch for the row of the new key, and then those that choose and attend; no operation of PyTorch."
-    (q, k, _), method = problem(2, 2, 2, 64, 16, dtype), METHODS[name](0.3, 1)
-    start, stop, at = torch.tensor([0, 5]), torch.tensor([42, 42]), torch.tensor([41])
-    shown = torch.arange(64) >= start[:, None]
+    q, k, _ = problem(2, 2, 2, 64, 16, dtype)
     for module in ("checks", "selection", "methods"):
         monkeypatch.setattr(f"sparse_nb.core.{module}.on_cpu_eagerly", lambda x: False)
     with served_by(True, q, k) as patch:
-        state, counted = fixed_state(method, k, shown, 40), Counted(patch)
-        with counted:
-            state.put(k, k, at)
-            method.decode(q, k, k, kv_start=start, kv_len=stop, state=state)
-    assert counted.done == LIST + Counter(f"_{x}_kernel" for x in OF_A_STEP[name])
+        step, want = one_step(name, k, torch.arange(64) >= torch.tensor([[0], [5]]), 40, 1)
+        with Counted(patch) as counted: step()
+    assert counted.done == want
 
 
 FOLLOWS = pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers cannot follow vars() of a state")
@@ -569,20 +652,18 @@ if GPU:
             assert torch.equal(out, step())
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("name", METHODS)
+    @pytest.mark.parametrize("name", OF_A_STEP)
     def test_a_step_on_the_gpu_is_its_kernels_and_nothing_else(name):
-        (q, k, _), method = problem(1, 2, 4, 64, 128, BF16), METHODS[name](0.3, 0)
-        start, stop, at = (torch.tensor([n], device=DEVICE) for n in (5, 42, 41))
+        q, k, _ = problem(1, 2, 2, 64, 128, BF16)
         with served_by(True, q, k):
-            state = fixed_state(method, k, torch.ones(1, 64, dtype=torch.bool, device=DEVICE), 40)
-            def step():
-                state.put(k, k, at)
-                method.decode(q, k, k, kv_start=start, kv_len=stop, state=state)
-                torch.cuda.synchronize()
+            step, want = one_step(name, k, torch.ones(1, 64, dtype=torch.bool, device=DEVICE), 40, 0)
             step()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen: step()
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                step()
+                torch.cuda.synchronize()
         ran = Counter(e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
-        assert ran == LIST + Counter(f"_{x}_kernel" for x in OF_A_STEP[name])
+        assert ran == want
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("name", METHODS)
@@ -601,9 +682,11 @@ if not INTERPRETED:
         types = dict.fromkeys(("mark_ptr", "between_ptr", "higher_ptr", "many_ptr", "base_ptr", "code_ptr", "ask_ptr"),
                               "i32") | dict.fromkeys(("start_ptr", "len_ptr", "begin_ptr", "budget", "index_ptr",
                                                       "fit_ptr"), "i64") | dict(q_ptr=kind, cut="fp32")
-        of_row = dict(box=kind, box_row=kind, channel="i16", channel_row="i16").get(name, "i32")
+        of_row = dict(box=kind, box_row=kind, channel="i16", channel_row="i16", collide="u8").get(name, "i32")
         types |= dict(row_ptr=of_row, at_ptr="i64", k_ptr=kind)
         if name in ("equal", "distance"): types |= dict(score_ptr="i32")
+        if name in ("collide", "taken", "weigh"): types |= dict(taken_ptr="u8", count_ptr="i64")
+        if name == "weigh": types |= dict(fit_ptr="fp32")
         known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, LR=4, LP=4) | own
         if known["U"] == 1: known |= dict(begin_ptr=None)
         warps = known.pop("warps")
@@ -635,6 +718,12 @@ if not INTERPRETED:
             found[f"box row {D}"] = usage("box_row", capability, kind, U=16, BN=min(16, 4096 // D), warps=4, **of_row)
             found[f"code row {D}"] = usage("code_row", capability, kind, STEPS=steps, warps=1, **of_row)
         found["channel row"] = usage("channel_row", capability, kind, BW=4, warps=1)
+        for bits, tables in ((8, 32), (16, 4)):
+            of_tables = dict(K=bits, D=128, BD=128, BK=bits, BT=8192 // (128 * bits), BS=32, BP=256, at_ptr=None, warps=4)
+            found[f"table {bits}"] = usage("table", capability, kind, **of_tables)
+            found[f"weigh {bits}"] = usage("weigh", capability, kind, **of_tables)
+        found["collide"] = usage("collide", capability, kind, BN=1024, BC=64, BT=32, warps=4)
+        found["taken"] = usage("taken", capability, kind, BN=1024, BT=128, warps=4)
         found["sign row"] = usage("sign_row", capability, kind, D=128, BD=128, M=128, BM=128, warps=8)
         for name, used in found.items():
             print(name, used)
