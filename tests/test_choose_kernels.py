@@ -719,7 +719,7 @@ if not INTERPRETED:
             found[f"code row {D}"] = usage("code_row", capability, kind, STEPS=steps, warps=1, **of_row)
         found["channel row"] = usage("channel_row", capability, kind, BW=4, warps=1)
         for bits, tables in ((8, 32), (16, 4)):
-            of_tables = dict(K=bits, D=128, BD=128, BK=bits, BT=8192 // (128 * bits), BS=32, BP=256, at_ptr=None, warps=4)
+            of_tables = dict(K=bits, D=128, BD=128, BK=bits, BT=64 // bits, BS=32, BP=256, at_ptr=None, warps=4)
             found[f"table {bits}"] = usage("table", capability, kind, **of_tables)
             found[f"weigh {bits}"] = usage("weigh", capability, kind, **of_tables)
         found["collide"] = usage("collide", capability, kind, BN=1024, BC=64, BT=32, warps=4)
