@@ -677,6 +677,7 @@ def _table_kernel(x_ptr, at_ptr, code_ptr, fit_ptr, plane_ptr, x_b, x_h, x_n, x_
     tl.store(code_ptr + i_b * c_b + i_h * c_h + at * c_n + o_t * c_t, code.to(code_ptr.dtype.element_ty),
              mask=m_t & there)
 
+# %% ../../kernels/choose.ipynb #45ac1736
 @triton.jit
 def _collide_kernel(code_ptr, row_ptr, taken_ptr, many_ptr, start_ptr, len_ptr, x_b, x_g, x_n, x_t, N, G, T, TABLES,
                     sinks, window, LR: tl.constexpr, LP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
@@ -746,6 +747,7 @@ def _chance(c, K: tl.constexpr, TABLES):
     log = tl.log(rest)
     return tl.where(L * x < 1e-4, few, 1 - tl.exp(L * log) - L * (1 - rest) * tl.exp((L - 1) * log))
 
+# %% ../../kernels/choose.ipynb #eadf5097
 @triton.jit
 def _weigh_kernel(q_ptr, k_ptr, fit_ptr, index_ptr, count_ptr, weight_ptr, start_ptr, len_ptr, q_b, q_h, q_d, k_b, k_g,
                   k_n, k_d, f_b, f_g, f_d, N, H, R, TABLES, sinks, window, K: tl.constexpr, D: tl.constexpr,
