@@ -394,7 +394,8 @@ def test_rows_of_new_keys(case):
 
 ODD = {"zeros": 0., "all equal": 1.5, "tiny": 1e-42, "huge": 3e38, "far apart": [1e-30, 1e30], "inf": [math.inf, 1.],
        "minus inf": [-math.inf, 1.], "both": [math.inf, -math.inf, 1.], "nan": [math.nan, 1., -math.inf],
-       "half steps": [0.5, 1.5, 2.5, -0.5, -3.5, 7.]}
+       "half steps": [0.5, 1.5, 2.5, -0.5, -3.5, 7.],
+       "a step between two": 7.027343273162842, "one between the next two": 7.082030773162842}  # a seventh in bfloat16
 
 
 @kernel
@@ -470,6 +471,17 @@ def test_collisions(case, monkeypatch):
     assert torch.equal(got.index, want.index)
     assert_close(got.weight, want.weight, rtol=1e-4)
     assert not case["fixed"] or got.index.shape[3] == k.shape[2]
+
+
+@kernel
+def test_tiles_of_collisions_decide_nothing():
+    "Also where there are more tiles than a program adds up at once."
+    from sparse_nb.kernels.choose import _collided
+    q, k, _ = problem(1, 1, 1, 150, 16, FP32)
+    state = MagicPIG(2, 8).build(k)
+    want, *others = [poisoned(lambda: _collided(q, k, state.rows, state.fit, state.planes, 2, 9, None, None, *sizes))
+                     for sizes in ((1024, 8), (1, 8), (64, 1))]
+    for got in others: assert all(torch.equal(x, y) for x, y in zip(got, want))
 
 
 @kernel
