@@ -379,7 +379,9 @@ def collided(
     state: HyperplaneBits, # their index
     **given,               # `sinks`, `window`, `kv_start`, `kv_len`: as `sparse_nb.kernels.choose.collide` takes them
 ) -> Selection | None:
-    "What kernels select for `MagicPIG`; None for so many keys that they cannot."
+    "What kernels select for `MagicPIG`; None where they cannot: for other queries, a gradient, or so many keys."
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    if learns or not has_kernels(q): return None
     from .kernels.choose import MOST, collide
     if k.shape[2] > MOST: return None
     index, weight, count = collide(q, k, state.rows, state.fit, state.planes_for(state.fit[:, :, None]), **given)
@@ -425,7 +427,7 @@ class MagicPIG(Predictor):
         check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
         state = self.state_for(q, k, state, kv_start, kv_len)
         sinks, window = (min(x, k.shape[2]) for x in (self.sinks, self.window))
-        if type(self).priorities is MagicPIG.priorities and has_kernels(q):
+        if type(self).priorities is MagicPIG.priorities:  # no other rule has these kernels
             found = collided(q, k, state, sinks=sinks, window=window, kv_start=kv_start, kv_len=kv_len)
             if found is not None: return found
         first, end = (x[..., None] for x in visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len))

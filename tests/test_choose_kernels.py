@@ -499,6 +499,18 @@ def test_bits_of_new_keys(bits, tables, D, dtype):
     assert torch.equal(state.rows, before) and state.rows[:, :, 65].any()
 
 
+def test_collisions_by_other_rules_have_no_kernels():
+    "A subclass with priorities of its own, and weights of which a gradient is wanted."
+    class Rare(MagicPIG):
+        def priorities(self, q, state, **more): return 2. * (super().priorities(q, state, **more) >= 5)
+    q, k, _ = problem(1, 2, 2, 100, 16, FP32)
+    with served_by(True, q, k) as patch:
+        patch.setattr(baselines, "has_kernels", lambda q: pytest.fail("asked for kernels"))
+        rare = Rare(2, 16, 0, 1).select(q, k)
+        assert MagicPIG(2, 16, 0, 1).select(q.clone().requires_grad_(), k).weight.requires_grad
+    with served_by(False, q, k): assert (rare.budget < MagicPIG(2, 16, 0, 1).select(q, k).budget).all()
+
+
 @kernel
 def test_one_graph_of_collisions(monkeypatch):
     (q, k, _), method = problem(1, 2, 2, 70, 64, FP32), MagicPIG(3, 8, 2, 9)
