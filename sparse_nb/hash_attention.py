@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BITS', 'PARTS', 'POCKET_WEIGHTS', 'network_outputs', 'signatures', 'save_networks', 'hash_maps', 'trained_on',
-           'LearnedBits', 'by_kernels', 'HashAttention']
+           'by_kernels', 'put_by_kernels', 'LearnedBits', 'HashAttention']
 
 # %% ../nbs/61_hash_attention.ipynb #af878a7b
 from dataclasses import dataclass, replace
@@ -99,6 +99,33 @@ def trained_on(
     "The name of the weights that networks were trained on. Raises as `hash_maps`."
     return _open(maps, None, None)
 
+# %% ../nbs/61_hash_attention.ipynb #9603a710
+def by_kernels(
+    kind: str,           # what the index is, as in `sparse_nb.kernels.choose.choose`
+    q: torch.Tensor,     # queries [B, H, Q, D]
+    rows: torch.Tensor,  # the index
+    budget: int | float, # keys to read: a count, or a share of the visible keys
+    keys: int,           # N
+    **given,             # what that function takes
+) -> Selection | None:
+    "The keys that kernels choose; None where they cannot serve these queries or so many keys."
+    if not has_kernels(q): return None
+    from .kernels.choose import MOST, choose
+    return None if keys > MOST else Selection(*choose(kind, q, rows, budget, keys, **given))
+
+def put_by_kernels(
+    kind: str,           # what the index is, as in `sparse_nb.kernels.choose.write_row`
+    k: torch.Tensor,     # keys of a buffer [B, G, N, D]
+    rows: torch.Tensor,  # the index
+    at: torch.Tensor,    # number of the new key [1], int64
+    **given,             # what that function takes
+) -> bool:
+    "Have a kernel write the row of a new key; False where none can."
+    if torch.compiler.is_compiling() or not has_kernels(k[:, :, :1]): return False
+    from .kernels.choose import write_row
+    write_row(kind, k, rows, at, **given)
+    return True
+
 # %% ../nbs/61_hash_attention.ipynb #730f4496
 class LearnedBits(State):
     "Signatures of keys: `rows` [B, G, N, 1], int32, 32 bits packed."
@@ -136,19 +163,12 @@ class LearnedBits(State):
         "The signature of each key."
         return self.hash(k, "k")[..., None]
 
-# %% ../nbs/61_hash_attention.ipynb #9603a710
-def by_kernels(
-    kind: str,           # what the index is, as in `sparse_nb.kernels.choose.choose`
-    q: torch.Tensor,     # queries [B, H, Q, D]
-    rows: torch.Tensor,  # the index
-    budget: int | float, # keys to read: a count, or a share of the visible keys
-    keys: int,           # N
-    **given,             # what that function takes
-) -> Selection | None:
-    "The keys that kernels choose; None where they cannot serve these queries or so many keys."
-    if not has_kernels(q): return None
-    from .kernels.choose import MOST, choose
-    return None if keys > MOST else Selection(*choose(kind, q, rows, budget, keys, **given))
+    def put(self, k, v, at):
+        "As `State.put`, by one launch where kernels can."
+        networks = self.networks(k.device)
+        of_k = tuple(networks[part] for part in PARTS if part[0] == "k")
+        fits = of_k[0].shape[:2] == k.shape[1::2]
+        if not (fits and put_by_kernels("signs", k, self.rows, at, given=of_k)): super().put(k, v, at)
 
 # %% ../nbs/61_hash_attention.ipynb #d493c45c
 @dataclass(frozen=True)

@@ -693,7 +693,7 @@ POCKET = inputs(dtype=torch.float32, size=64)
     (lambda: Quest().select(Q, K * math.nan), ValueError, "must be finite"),
     (lambda: DoubleSparsity().select(Q * math.inf, K), ValueError, "must be finite"),
     (lambda: Quest().decode(Q, K, V, state=Adamas().build(K)), TypeError,
-     "state must be BlockState or None, got HadamardCodes"),
+     "state must be Boxes or None, got HadamardCodes"),
     (lambda: Quest().select(Q, K, seed=-1), ValueError, "seed must lie in"),
     (lambda: Quest().new_state().crop(1), ValueError, r"length must lie in \[0, 0\], got 1"),
     (lambda: Quest().build(K).crop(41), ValueError, r"length must lie in \[0, 40\], got 41"),

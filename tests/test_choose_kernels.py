@@ -7,15 +7,20 @@ order than PyTorch: keys may then differ whose scores in float64 are within `CLO
 import math
 import random
 import re
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from covering import covering
-from problems import DEVICE, GPU, INTERPRETED, kernel, poisoned
-from sparse_nb import hash_attention
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
+from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from sparse_nb import baselines, hash_attention
+from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, Quest
 from sparse_nb.core.exact import assert_close
+from sparse_nb.core import selection
 from sparse_nb.core.selection import Selection, budget_counts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -320,6 +325,255 @@ def test_a_session_of_keys(name):
         check_method(method, q, k[order, :, :55], state)
 
 
+# the row of a new key
+
+@contextmanager
+def served_by(kernels, q, k):
+    "States and methods take kernels, or do not, wherever they run."
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (baselines, hash_attention, selection): patch.setattr(module, "has_kernels", lambda q: kernels)
+        patch.setattr(hash_attention, "hash_maps", lambda *_: networks(q.shape[1], k.shape[1], q.shape[3]))
+        yield patch
+
+
+def fixed_state(method, k, shown, known):
+    "The index of the first `known` keys, some of them hidden, with room for all."
+    state = method.new_state()
+    state.append(k[:, :, :known], k[:, :, :known], **({"shown": shown[:, :known]} if "shown" in state.hears else {}))
+    state.fix(k.shape[2])
+    assert state.fixed
+    return state
+
+
+def same_rows(got, want):
+    "Bit by bit; NaN equals NaN, which has many bit patterns."
+    if isinstance(got, type(Quest().new_state())): return torch.equal(*(x.rows.nan_to_num(7e4) for x in (got, want)))
+    if not isinstance(got, type(DoubleSparsity().new_state())): return torch.equal(got.rows, want.rows)
+    steps = (x.rows[..., -1:].view(BF16).float().nan_to_num(7e4) for x in (got, want))
+    return torch.equal(*steps) and torch.equal(got.rows[..., :-1], want.rows[..., :-1])
+
+
+def check_signatures(got, want, k, at):
+    "Bits differ only where the output of the network is a rounding error; other rows are as they were."
+    w1, b1, w2, b2 = (got.networks(k.device)[f"k_{x}"].double() for x in ("w1", "b1", "w2", "b2"))
+    hidden = torch.relu(k[:, :, at].double() @ w1 + b1[:, None])
+    out, size = hidden @ w2 + b2[:, None], hidden.abs() @ w2.abs() + b2.abs()[:, None]
+    bit = got.rows[:, :, at] >> torch.arange(32, device=k.device) & 1
+    assert ((bit == (out > 0)) | (out.abs() <= CLOSE * size)).all()
+    other = torch.arange(k.shape[2], device=k.device) != at
+    assert torch.equal(got.rows[:, :, other], want.rows[:, :, other])
+
+
+ROWS = drawn(dict(method=tuple(METHODS), setting=(0, 1, 2), D=(16, 64, 80, 128), dtype=(BF16, FP16, FP32),
+                  known=(1, 31, 47), layout=tuple(LAYOUTS), room=(52, 64, 90), hidden=("none", "first keys", "some")),
+             seed=3)
+
+
+@kernel
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_rows_of_new_keys(case):
+    "Keys one after another over the borders of pages, and the last there is room for; sequences may begin late."
+    B, G, D, known, room = 2, 2, case["D"], case["known"], case["room"]
+    draw = torch.Generator(DEVICE).manual_seed(D + known)
+    new = lambda *shape: torch.randn(*shape, generator=draw, device=DEVICE).to(case["dtype"])
+    k, q, shown = LAYOUTS[case["layout"]](B, G, room, D, new), new(B, 4, 1, D), torch.ones(B, room, dtype=torch.bool)
+    if case["hidden"] == "first keys": shown[1, :known - 1] = False
+    if case["hidden"] == "some": shown[:, 1:known:3] = False
+    name, method, shown = case["method"], METHODS[case["method"]](0.3, case["setting"]), shown.to(DEVICE)
+    if name == "double sparsity": method = DoubleSparsity(0.3, min(D, method.channels))
+    with served_by(False, q, k): got, want = (fixed_state(method, k, shown, known) for _ in range(2))
+    for n in (known, known + 1, known + 2, room - 1):
+        at = torch.tensor([n], device=DEVICE)
+        with served_by(True, q, k): got.put(k, k, at)
+        with served_by(False, q, k): want.put(k, k, at)
+        if name == "hash":
+            check_signatures(got, want, k, at)
+            want.rows[:, :, at] = got.rows[:, :, at]
+        else: assert same_rows(got, want), n
+
+
+ODD = {"zeros": 0., "all equal": 1.5, "tiny": 1e-42, "huge": 3e38, "far apart": [1e-30, 1e30], "inf": [math.inf, 1.],
+       "minus inf": [-math.inf, 1.], "both": [math.inf, -math.inf, 1.], "nan": [math.nan, 1., -math.inf],
+       "half steps": [0.5, 1.5, 2.5, -0.5, -3.5, 7.],
+       "a step between two": 7.027343273162842, "one between the next two": 7.082030773162842}  # a seventh in bfloat16
+
+
+@kernel
+@pytest.mark.parametrize("name", [x for x in METHODS if x != "hash"])
+@pytest.mark.parametrize("numbers", ODD)
+def test_rows_of_odd_keys(name, numbers):
+    k = torch.randn(1, 1, 20, 16, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    x = torch.as_tensor(ODD[numbers], device=DEVICE)
+    k[:, :, 17] = x.reshape(-1)[torch.arange(16, device=DEVICE) % x.numel()]
+    q, shown, at = k[:, :, :1], torch.ones(1, 20, dtype=torch.bool, device=DEVICE), torch.tensor([17], device=DEVICE)
+    method = DoubleSparsity(channels=16) if name == "double sparsity" else METHODS[name](0.3, 0)
+    got, want = (fixed_state(method, k, shown, 16) for _ in range(2))
+    with served_by(True, q, k): got.put(k, k, at)
+    with served_by(False, q, k): want.put(k, k, at)
+    assert same_rows(got, want)
+
+
+@kernel
+@pytest.mark.parametrize("name", METHODS)
+def test_a_key_beyond_the_buffer_has_no_row(name):
+    "Nothing is written, and of a buffer of keys that is longer than the index no key behind it is."
+    q, k, _ = problem(2, 2, 2, 80, 64, FP32)
+    with served_by(True, q, k):
+        state = fixed_state(METHODS[name](0.3, 0), k[:, :, :64], torch.ones(2, 64, dtype=torch.bool, device=DEVICE), 60)
+        guarded = torch.cat([state.rows, state.rows], 2)
+        state.rows, before = guarded[:, :, :state.rows.shape[2]], guarded.clone()
+        for n in (-1, 64, 79, 10**6): state.put(k, k, torch.tensor([n], device=DEVICE))
+    assert torch.equal(guarded, before)
+
+
+# collisions
+
+def check_bits(codes, x, planes, bits):
+    "Codes [..., tables] of x [..., D] by planes [..., D, tables x bits]: signs of sums, but for rounding errors of 0."
+    out, size = (y.squeeze(-2) for y in (x[..., None, :].double() @ planes.double(),
+                                         x[..., None, :].double().abs() @ planes.double().abs()))
+    bit = (codes[..., None].int() >> torch.arange(bits, device=x.device) & 1).flatten(-2)
+    assert ((bit == (out > 0)) | (out.abs() <= CLOSE * size)).all()
+
+
+def pig(case): return MagicPIG(case["bits"], case["tables"], case["sinks"], case["window"], seed=case["D"])
+
+
+PIGS = drawn(dict(bits=(1, 3, 8, 11, 16), tables=(2, 7, 33, 75), sinks=(0, 3, 10**20), window=(1, 40), D=(16, 80, 128),
+                  R=(1, 3, 4), dtype=(BF16, FP16, FP32), ragged=(False, True), tile=(64, 1024), parts=(1, 8),
+                  fixed=(False, True)),
+             seed=4)
+
+
+@kernel
+@pytest.mark.parametrize("case", PIGS, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_collisions(case, monkeypatch):
+    "The keys and the weights of the rule in PyTorch, given the bits of the query that the kernels find."
+    from sparse_nb.kernels import choose
+    monkeypatch.setattr(choose, "_collided", partial(choose._collided, tile=case["tile"], parts=case["parts"]))
+    q, k, masks = problem(2, 2, case["R"], 1500 if GPU else 150, case["D"], case["dtype"], case["ragged"])
+    q[1] = k[1, :, 40:41].repeat_interleave(case["R"], 0)  # like some keys
+    method = pig(case)
+    state, codes = method.build(k, **masks), q.new_zeros(2, q.shape[1], 1, case["tables"], dtype=torch.int32)
+    choose._tables_of(q, state.planes, codes)
+    planes = state.planes.repeat_interleave(case["R"], 0)
+    check_bits(codes[:, :, 0], q[:, :, 0].float(), planes, case["bits"])
+    if case["fixed"]:
+        state.fix(len(state) + 10)
+        k = torch.cat([k, torch.full_like(k[:, :, :10], math.nan)], 2)
+        masks = dict(kv_len=torch.full((2,), k.shape[2] - 10, device=DEVICE)) | masks
+        monkeypatch.setattr("sparse_nb.core.methods.on_cpu_eagerly", lambda x: False)
+    with served_by(True, q, k): got = poisoned(lambda: method.select(q, k, state=state, **masks))
+    with served_by(False, q, k) as patch:
+        patch.setattr(HyperplaneBits, "hash", lambda self, x: codes.view(2, 2, case["R"], -1))
+        want = method.select(q, k, state=state, **masks)
+    assert got.index.shape == want.index.shape and got.weight.dtype == want.weight.dtype
+    assert torch.equal(got.index, want.index)
+    assert_close(got.weight, want.weight, rtol=1e-4)
+    assert not case["fixed"] or got.index.shape[3] == k.shape[2]
+
+
+@kernel
+def test_tiles_of_collisions_decide_nothing():
+    "Also where there are more tiles than a program adds up at once."
+    from sparse_nb.kernels.choose import _collided
+    q, k, _ = problem(1, 1, 1, 150, 16, FP32)
+    state = MagicPIG(2, 8).build(k)
+    want, *others = [poisoned(lambda: _collided(q, k, state.rows, state.fit, state.planes, 2, 9, None, None, *sizes))
+                     for sizes in ((1024, 8), (1, 8), (64, 1))]
+    for got in others: assert all(torch.equal(x, y) for x, y in zip(got, want))
+
+
+@kernel
+@pytest.mark.parametrize("bits, tables, D, dtype", [(8, 32, 64, BF16), (5, 3, 20, FP32), (16, 9, 128, FP16)])
+def test_bits_of_new_keys(bits, tables, D, dtype):
+    "As of the keys before; other rows stay."
+    (q, k, _), method = problem(2, 2, 1, 70, D, dtype), MagicPIG(bits, tables)
+    state = fixed_state(method, k, torch.arange(70, device=DEVICE) >= torch.tensor([[0], [9]], device=DEVICE), 60)
+    before, at = state.rows.clone(), torch.tensor([65], device=DEVICE)
+    with served_by(True, q, k):
+        for n in (-1, 70, 65): state.put(k, k, torch.tensor([n], device=DEVICE))
+    assert state.rows.dtype == (torch.uint8 if bits <= 8 else torch.int16)
+    check_bits(state.rows[:, :, 65], k[:, :, 65].float() - state.fit, state.planes, bits)
+    before[:, :, at] = state.rows[:, :, at]
+    assert torch.equal(state.rows, before) and state.rows[:, :, 65].any()
+
+
+def test_collisions_by_other_rules_have_no_kernels():
+    "A subclass with priorities of its own, and weights of which a gradient is wanted."
+    class Rare(MagicPIG):
+        def priorities(self, q, state, **more): return 2. * (super().priorities(q, state, **more) >= 5)
+    q, k, _ = problem(1, 2, 2, 100, 16, FP32)
+    with served_by(True, q, k) as patch:
+        patch.setattr(baselines, "has_kernels", lambda q: pytest.fail("asked for kernels"))
+        rare = Rare(2, 16, 0, 1).select(q, k)
+        assert MagicPIG(2, 16, 0, 1).select(q.clone().requires_grad_(), k).weight.requires_grad
+    with served_by(False, q, k): assert (rare.budget < MagicPIG(2, 16, 0, 1).select(q, k).budget).all()
+
+
+@kernel
+def test_one_graph_of_collisions(monkeypatch):
+    (q, k, _), method = problem(1, 2, 2, 70, 64, FP32), MagicPIG(3, 8, 2, 9)
+    for module in (baselines, hash_attention): monkeypatch.setattr(module, "has_kernels", lambda q: True)
+    monkeypatch.setattr("sparse_nb.core.methods.on_cpu_eagerly", lambda x: False)
+    state, stop = method.build(k[:, :, :50]), torch.tensor([60], device=DEVICE)
+    state.fix(70)
+    select = lambda q, k: method.select(q, k, state=state, kv_len=stop)
+    want, got = select(q, k), torch.compile(select, fullgraph=True, backend="aot_eager")(q, k)
+    assert torch.equal(got.index, want.index) and torch.equal(got.weight, want.weight)
+
+
+class Counted(TorchDispatchMode):
+    "Counts what a GPU would do: operations of PyTorch that are no views, and launches of Triton."
+    free = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"}
+
+    def __init__(self, patch):
+        super().__init__()
+        self.done = Counter()
+        from triton.runtime import interpreter
+        launch = interpreter.GridExecutor.__call__
+        def counted(executor, *args, **options):
+            self.done[executor.fn.__name__] += 1
+            with _disable_current_modes(): return launch(executor, *args, **options)
+        patch.setattr(interpreter.GridExecutor, "__call__", counted)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if not function.is_view and name not in self.free: self.done[f"aten.{name}"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+ATTEND, LIST = ("gather", "merge"), ("guess", "sift", "select", "list")
+OF_A_STEP = {"quest": ("box_row", "box", *LIST), "double sparsity": ("channel_row", "channel", *LIST),
+             "adamas": ("code_row", "ask", "distance", *LIST), "hash": ("sign_row", "code", "equal", *LIST),
+             "magicpig": ("table", "table", "collide", "taken", "weigh")}
+
+
+def one_step(name, k, shown, known, setting):
+    "A step that puts a key and decodes its query, with a state of fixed length."
+    method = MagicPIG(5, 33) if name == "magicpig" else METHODS[name](0.3, setting)
+    state, q = fixed_state(method, k, shown, known), k.repeat_interleave(2, 1)[:, :, known:known + 1]
+    start, stop, at = (torch.full((n,), x, device=DEVICE) for n, x in ((len(k), 5), (len(k), known + 1), (1, known)))
+    def step():
+        state.put(k, k, at)
+        method.decode(q, k, k, kv_start=start, kv_len=stop, state=state)
+    return step, Counter(f"_{x}_kernel" for x in (*OF_A_STEP[name], *ATTEND))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the profiler counts")
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", OF_A_STEP)
+def test_a_step_is_its_kernels_and_nothing_else(name, dtype, monkeypatch):
+    "One launch for the row of the new key, and then those that choose and attend; no operation of PyTorch."
+    q, k, _ = problem(2, 2, 2, 64, 16, dtype)
+    for module in ("checks", "selection", "methods"):
+        monkeypatch.setattr(f"sparse_nb.core.{module}.on_cpu_eagerly", lambda x: False)
+    with served_by(True, q, k) as patch:
+        step, want = one_step(name, k, torch.arange(64) >= torch.tensor([[0], [5]]), 40, 1)
+        with Counted(patch) as counted: step()
+    assert counted.done == want
+
+
 FOLLOWS = pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers cannot follow vars() of a state")
 
 @kernel
@@ -422,6 +676,20 @@ if GPU:
             assert torch.equal(out, step())
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("name", OF_A_STEP)
+    def test_a_step_on_the_gpu_is_its_kernels_and_nothing_else(name):
+        q, k, _ = problem(1, 2, 2, 64, 128, BF16)
+        with served_by(True, q, k):
+            step, want = one_step(name, k, torch.ones(1, 64, dtype=torch.bool, device=DEVICE), 40, 0)
+            step()
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                step()
+                torch.cuda.synchronize()
+        ran = Counter(e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        assert ran == want
+
+    @pytest.mark.gpu
     @pytest.mark.parametrize("name", METHODS)
     @pytest.mark.parametrize("N", [131072, 524288, 1100003])
     def test_long(name, N):
@@ -438,8 +706,11 @@ if not INTERPRETED:
         types = dict.fromkeys(("mark_ptr", "between_ptr", "higher_ptr", "many_ptr", "base_ptr", "code_ptr", "ask_ptr"),
                               "i32") | dict.fromkeys(("start_ptr", "len_ptr", "begin_ptr", "budget", "index_ptr",
                                                       "fit_ptr"), "i64") | dict(q_ptr=kind, cut="fp32")
-        types |= dict(row_ptr=dict(box=kind, channel="i16").get(name, "i32"))
+        of_row = dict(box=kind, box_row=kind, channel="i16", channel_row="i16", collide="u8").get(name, "i32")
+        types |= dict(row_ptr=of_row, at_ptr="i64", k_ptr=kind)
         if name in ("equal", "distance"): types |= dict(score_ptr="i32")
+        if name in ("collide", "taken", "weigh"): types |= dict(taken_ptr="u8", count_ptr="i64")
+        if name == "weigh": types |= dict(fit_ptr="fp32")
         known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, LR=4, LP=4) | own
         if known["U"] == 1: known |= dict(begin_ptr=None)
         warps = known.pop("warps")
@@ -466,6 +737,18 @@ if not INTERPRETED:
         found["distance"] = usage("distance", capability, kind, WORDS=4, **of_q)
         found["code"] = usage("code", capability, kind, D=128, M=128, BD=128, BM=128, warps=8)
         found["ask"] = usage("ask", capability, kind, D=80, W=128, STEPS=7, warps=1)
+        for D in (64, 128, 256):
+            of_row, steps = dict(D=D, BD=D, M=128, BM=128, W=D), D.bit_length() - 1
+            found[f"box row {D}"] = usage("box_row", capability, kind, U=16, BN=min(16, 4096 // D), warps=4, **of_row)
+            found[f"code row {D}"] = usage("code_row", capability, kind, STEPS=steps, warps=1, **of_row)
+        found["channel row"] = usage("channel_row", capability, kind, BW=4, warps=1)
+        for bits, tables in ((8, 32), (16, 4)):
+            of_tables = dict(K=bits, D=128, BD=128, BK=bits, BT=64 // bits, BS=32, BP=256, at_ptr=None, warps=4)
+            found[f"table {bits}"] = usage("table", capability, kind, **of_tables)
+            found[f"weigh {bits}"] = usage("weigh", capability, kind, **of_tables)
+        found["collide"] = usage("collide", capability, kind, BN=1024, BC=64, BT=32, warps=4)
+        found["taken"] = usage("taken", capability, kind, BN=1024, BT=128, warps=4)
+        found["sign row"] = usage("sign_row", capability, kind, D=128, BD=128, M=128, BM=128, warps=8)
         for name, used in found.items():
             print(name, used)
             assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
