@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ..core.exact import exponentials
+from ..core.exact import exponentials, promote
 from ..core.methods import Method, weights_id
 from ..core.streams import fold_in, philox
 from ..evaluate import bits_of
@@ -115,10 +115,10 @@ def sampled_values(
     G, n = far_k.shape[1], far_k.shape[2]
     grouped = lambda x: x.unflatten(2, (G, H // G)).permute(1, 2, 0, *range(3, x.ndim + 1))  # [b, G, s, R, T, ...]
     first = lambda x: x.permute(1, 2, 0, 3, 4)                                               # [b, G, s, T, D]
-    wide, near_v = grouped(q * scale), first(v)
-    far = (wide.flatten(2, 4) @ far_k.transpose(-1, -2)).view(b, G, ways, H // G, T, n)
+    wide, near_v = grouped(promote(q) * scale), first(v)
+    far = (wide.flatten(2, 4) @ promote(far_k).transpose(-1, -2)).view(b, G, ways, H // G, T, n)
     later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    near = (wide @ first(k).transpose(-1, -2)[:, :, :, None]).masked_fill(later, -torch.inf)
+    near = (wide @ first(promote(k)).transpose(-1, -2)[:, :, :, None]).masked_fill(later, -torch.inf)
     steps = exponentials(torch.cat([far, near], -1).double())[1]
     steps.cumsum_(-1).div_(steps[..., -1:].clone())
     S, j = samples[:, None, None, None], torch.arange(int(samples.max()), device=q.device)
@@ -127,7 +127,8 @@ def sampled_values(
     take = lambda x, i: x.gather(-2, i.clamp(min=0)[..., None].expand(*i.shape, D)).reshape(*index.shape, D)
     rows = torch.where(index[..., None] < n, take(far_v, index.clamp(max=n - 1).flatten(2)),
                        take(near_v, (index - n).flatten(3)))
-    return (rows.masked_fill((j >= S)[..., None], 0).sum(-2) / S).permute(2, 0, 1, 3, 4, 5).flatten(2, 3)
+    mean = promote(rows).masked_fill((j >= S)[..., None], 0).sum(-2) / S             # [b, G, s, R, T, D]
+    return mean.permute(2, 0, 1, 3, 4, 5).flatten(2, 3).to(q.dtype)
 
 # %% ../../kernels/records/santa_schedule.ipynb #4dd67910
 @torch.no_grad()
