@@ -628,6 +628,56 @@ def test_promises_at_the_edges():
     assert (zero == 0).all()
 
 
+# schedules of samples, asked together
+
+@pytest.fixture(scope="module")
+def prompts_read(pocket):
+    "Two batches of prompts of the pocket model, read but for the last token."
+    from sparse_nb.grid import Grid
+    from sparse_nb.records import santa_schedule as room
+    class Hands: model, tokenizer, chat = *pocket, False
+    return room.batches(Hands, Grid("pocket", ["needle"], [200], {}, prompts=5, chat=False), each=3)
+
+
+def answers_one_by_one(model, batch, schedule, seed):
+    "Bits and right [b] of a single schedule, by the method itself on a cache of its own."
+    from sparse_nb.evaluate import bits_of
+    from sparse_nb.hf import attention_override
+    from sparse_nb.models.cache import fork_cache
+    def attend(module, q, k, v, mask, scaling=None, **_):
+        i = module.layer_idx
+        out = Santa(samples=schedule[i]).decode(q, k, v, seed=fold_in(seed, i), causal=True, scale=scaling)
+        return out.transpose(1, 2), None
+    with torch.no_grad(), attention_override(model, attend):
+        z = model(input_ids=batch.ids[:, batch.prompt - 1:-1], past_key_values=fork_cache(batch.cache)).logits
+    target = batch.ids[:, batch.prompt:]
+    return torch.stack([bits_of(z, target).sum(1), (z.argmax(-1) == target).all(1).double()])
+
+
+@pytest.mark.parametrize("rows", [None, 6, 100])
+def test_schedules_asked_together_answer_as_one_by_one(pocket, prompts_read, rows):
+    from sparse_nb.records.santa_schedule import forced_answers
+    schedules, seeds = [[3] * 6, [1, 2, 3, 4, 5, 30], [30, 5, 4, 3, 2, 1], [3] * 6], [5, 6, 7, 8]
+    assert len(prompts_read) > 1
+    for batch in prompts_read:
+        together = forced_answers(pocket[0], batch, schedules, seeds, rows)
+        alone = torch.stack([answers_one_by_one(pocket[0], batch, *x) for x in zip(schedules, seeds)], 1)
+        assert_close(together[0], alone[0])
+        assert same(together[1], alone[1])
+        assert not torch.isclose(together[0, 0], together[0, 3]).all()  # the same schedule, other draws
+        assert not torch.isclose(together[0, 1], together[0, 2]).all()
+
+
+def test_means_of_schedules_use_the_same_draws_for_all(pocket, prompts_read):
+    from sparse_nb.records.santa_schedule import mean_answers
+    found = mean_answers(pocket[0], prompts_read, [[2] * 6, [4] * 6, [2] * 6], draws=2, seed=9)
+    assert_close(found[:, 0], found[:, 2])
+    batch = prompts_read[-1]
+    seeds = [fold_in(9, batch.seeds[0], j) for j in range(2)]
+    want = torch.stack([answers_one_by_one(pocket[0], batch, [4] * 6, seed) for seed in seeds]).mean(0)
+    assert_close(found[:, 1, -len(batch.seeds):], want)
+
+
 # values of a selection
 
 @pytest.mark.parametrize("scheme", SCHEMES[:3])
