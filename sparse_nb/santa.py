@@ -706,7 +706,7 @@ class Santa(Method):
         return 0 if self.keys == "exact" else head_dim + 4
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
-        "`select_santa` with these settings. ValueError with eps, which needs the values, and for other than exact keys."
+        "`select_santa` with these settings. ValueError with eps, which needs the values, and without exact keys."
         if self.keys != "exact": raise ValueError(f"keys must be 'exact' to select, got {self.keys!r}")
         if self.eps is not None:
             raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")

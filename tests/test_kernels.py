@@ -691,7 +691,8 @@ if INTERPRETED:
         ("sketch_walk_launches", {"sketch_walk": 12}, 0.01),
         ("sketch_walk_tiles", {"choice": 18, "step": 4, "rule": 2, "lists": 1}, 0.01),
         ("santa_steps", {"step": 4, "bernoulli": 7, "append": 2}, 10),
-        ("host", {"copy": 1, "rows": 6}, 0), ("decode", {"santa_systematic": 1, "santa_int8": 1, "santa_rescored": 1}, 10)])
+        ("host", {"copy": 1, "rows": 6}, 0),
+        ("decode", {"santa_systematic": 1, "santa_int8": 1, "santa_rescored": 1}, 10)])
     def test_records_run_in_their_quick_form(name, rows, most, tmp_path):
         said = []
         made = json.loads(run_record(name, tmp_path, quick=True, say=said.append).read_text())
@@ -1134,7 +1135,7 @@ def test_vattention_in_a_graph():
 # SANTA with keys of eight bits
 
 def with_bytes(p, room=0):
-    "Keys whose first channel makes their index coarse, the index, with `room` behind it, and the problem it stands for."
+    "Keys whose first channel makes their index coarse, the index, with `room` behind it, and what it stands for."
     k = p.k.clone()
     k[..., 0] += 20
     state = Int8Keys()

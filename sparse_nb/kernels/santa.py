@@ -108,25 +108,64 @@ def _find_in_row(u, thr, BN: tl.constexpr):
     i = tl.where(i < BN, i, tl.max(tl.where(u > 0, o_n, 0), 1))
     return i, tl.maximum(thr - tl.sum(tl.where(o_n == i[:, None], cum - u, 0.), 1), 0.)
 
+# %% ../../kernels/santa.ipynb #e491b387
+@triton.jit
+def _at(u, i, BN: tl.constexpr):
+    "Number i of each row of u [BS, BN]"
+    return tl.sum(tl.where(tl.arange(0, BN)[None, :] == i[:, None], u, 0.), 1)
+
+@triton.jit
+def _in_sum(b_q, p_k, k_n, k_d, unit_ptr, unit_at, unit_n, row, thr, m, first, n, scale,
+            D: tl.constexpr, SUB: tl.constexpr, BD: tl.constexpr):
+    "Key of each threshold among SUB keys from number row on, which are scored again, and its mass e^(s - m)"
+    o_i, o_d = row[:, None] + tl.arange(0, SUB)[None, :], tl.arange(0, BD)
+    at, m_k = (first + o_i).to(tl.int64), o_i < n
+    p_k = p_k + at[:, :, None] * k_n + o_d[None, None, :] * k_d
+    b_k = tl.load(p_k, mask=m_k[:, :, None] & (o_d < D)[None, None, :], other=0.)            # [BS, SUB, BD]
+    b_s = tl.sum(b_k.to(tl.float32) * b_q[None, None, :], 2) * scale                         # [BS, SUB]
+    if unit_ptr is not None: b_s *= tl.load(unit_ptr + unit_at + at * unit_n, mask=m_k, other=0.)
+    u = tl.where(m_k, tl.exp2(b_s - m[:, None]), 0.)
+    i, thr = _find_in_row(u, thr, SUB)
+    return row + i, _at(u, i, SUB)
+
+@triton.jit
+def _from_logarithms(s, mask):
+    "The largest of s, and 2^(s - that), zero where masked"
+    s = tl.where(mask, s, -float("inf"))
+    top = tl.max(s, 0)
+    return top, tl.exp2(s - tl.where(top == -float("inf"), 0., top))
+
+@triton.jit
+def _joined(part_ptr, mass_ptr, begin, P, BP: tl.constexpr, BD: tl.constexpr, MASS: tl.constexpr):
+    "Sum of the parts [BD] of a head in their order, or, where they have masses, their sum over that of the masses"
+    o_p, o_d = tl.arange(0, BP), tl.arange(0, BD)
+    m_p = o_p < P
+    p_part = part_ptr + (begin + o_p)[:, None] * BD + o_d[None, :]
+    parts = tl.load(p_part, mask=m_p[:, None], other=0., cache_modifier=".cg")
+    if MASS:
+        p_mass = mass_ptr + (begin + o_p) * 2
+        top, factor = _from_logarithms(tl.load(p_mass, mask=m_p, other=0., cache_modifier=".cg"), m_p)
+        total = tl.sum(factor * tl.load(p_mass + 1, mask=m_p, other=0., cache_modifier=".cg"), 0)
+        acc = tl.sum(parts * factor[:, None], 0) / total
+    else: acc = tl.sum(parts, 0)
+    return acc
+
 # %% ../../kernels/santa.ipynb #e491b388
 @triton.jit(do_not_specialize=["seed"])
 def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, tile_ptr, thr_ptr, arrived_ptr,
                    part_ptr, mass_ptr, out_ptr, index_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
                    q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, code_b, code_g, code_n, code_d,
-                   unit_b, unit_g, unit_n, out_b, out_h, out_d, N, T, S, P,
-                   SCHEME: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SUB: tl.constexpr,
-                   BS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
-                   SEEDS: tl.constexpr, MASS: tl.constexpr, PDL: tl.constexpr):
+                   unit_b, unit_g, unit_n, out_b, out_h, out_d, N, T, S, P, SCHEME: tl.constexpr, G: tl.constexpr,
+                   R: tl.constexpr, D: tl.constexpr, SUB: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+                   BN: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SEEDS: tl.constexpr, MASS: tl.constexpr,
+                   PDL: tl.constexpr):
     bh, i_p = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = bh // (G * R), bh % (G * R)
-    i_bh = bh.to(tl.int64)
+    i_b, i_h, i_bh = bh // (G * R), bh % (G * R), bh.to(tl.int64)
     if seed_ptr is not None: seed = tl.load(seed_ptr).to(tl.int64)
-    own = stream(seed_ptr, seed, i_b, i_h, G * R, SEEDS)
     o_s, o_d = i_p * BS + tl.arange(0, BS), tl.arange(0, BD)
-    x = tl.rand(own, o_s * 0 if SCHEME == "systematic" else o_s)
+    x = tl.rand(stream(seed_ptr, seed, i_b, i_h, G * R, SEEDS), o_s * 0 if SCHEME == "systematic" else o_s)
     first, n = visible(start_ptr, len_ptr, i_b, N)
-    tiles = tl.cdiv(n, BN)
-    m_s = o_s < S
+    tiles, m_s = tl.cdiv(n, BN), o_s < S
     if PDL: gdc_wait()
     w, M = _tile_masses(m_ptr + i_bh * T, l_ptr + i_bh * T, tiles, BT)
     Z = tl.sum(w, 0)
@@ -138,63 +177,40 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
         thr = (x if SCHEME == "iid" else (o_s.to(tl.float32) + x) / S) * Z
         t, thr = _find_tile(w, cum, thr, BS, BT)
         thr = thr * tl.exp2(M - tl.load(m_ptr + i_bh * T + t))                # from units of e^M to those of the tile
-    o_u = tl.arange(0, BN // SUB)
-    p_u = u_ptr + i_bh * (T * (BN // SUB)) + t[:, None] * (BN // SUB) + o_u[None, :]
+    p_u = u_ptr + i_bh * (T * (BN // SUB)) + t[:, None] * (BN // SUB) + tl.arange(0, BN // SUB)[None, :]
     u = tl.load(p_u).to(tl.float32)                                           # [BS, BN / SUB]
     i, thr = _find_in_row(u, thr, BN // SUB)
     row = t * BN + i * SUB
     i_b, i_g = i_b.to(tl.int64), (i_h // R).to(tl.int64)
+    p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
     if MASS or SUB > 1:
         b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d * q_d, mask=o_d < D, other=0.).to(tl.float32)
         m = tl.load(m_ptr + i_bh * T + t)
-    if SUB > 1:                                                               # score the keys of the sum again
-        o_k = row[:, None] + tl.arange(0, SUB)[None, :]
-        o_u, at, m_k = tl.arange(0, SUB), (first + o_k).to(tl.int64), o_k < n
-        if code_ptr is None: p_k = k_ptr + i_b * k_b + i_g * k_g + at[:, :, None] * k_n + o_d[None, None, :] * k_d
-        else: p_k = code_ptr + i_b * code_b + i_g * code_g + at[:, :, None] * code_n + o_d[None, None, :] * code_d
-        b_k = tl.load(p_k, mask=m_k[:, :, None] & (o_d < D)[None, None, :], other=0.)        # [BS, SUB, BD]
-        b_s = tl.sum(b_k.to(tl.float32) * b_q[None, None, :], 2) * scale                     # [BS, SUB]
-        if code_ptr is not None:
-            b_s *= tl.load(unit_ptr + i_b * unit_b + i_g * unit_g + at * unit_n, mask=m_k, other=0.)
-        u = tl.where(m_k, tl.exp2(b_s - m[:, None]), 0.)
-        i, thr = _find_in_row(u, thr, SUB)
-        row += i
+    if SUB == 1: mass = _at(u, i, BN)
+    elif code_ptr is None: row, mass = _in_sum(b_q, p_k, k_n, k_d, None, 0, 0, row, thr, m, first, n, scale, D, SUB, BD)
+    else: row, mass = _in_sum(b_q, code_ptr + i_b * code_b + i_g * code_g, code_n, code_d, unit_ptr,
+                              i_b * unit_b + i_g * unit_g, unit_n, row, thr, m, first, n, scale, D, SUB, BD)
     row = tl.minimum(row + first, N - 1)
     if index_ptr is not None: tl.store(index_ptr + i_bh * S + o_s, row, mask=m_s)
-    p_v, row = v_ptr + i_b * v_b + i_g * v_g, row.to(tl.int64)[:, None]
-    m_v = m_s[:, None] & (o_d < D)[None, :]
-    b_v = tl.load(p_v + row * v_n + o_d[None, :] * v_d, mask=m_v, other=0.)   # [BS, BD]
+    row, m_v = row.to(tl.int64)[:, None], m_s[:, None] & (o_d < D)[None, :]
+    b_v = tl.load(p_v + row * v_n + o_d[None, :] * v_d, mask=m_v, other=0.).to(tl.float32)   # [BS, BD]
     share = tl.where(Z > 0, 1. / S, float("nan"))
-    if MASS:                                                                  # w = e^s / (the mass it was drawn with)
-        b_k = tl.load(k_ptr + i_b * k_b + i_g * k_g + row * k_n + o_d[None, :] * k_d, mask=m_v, other=0.)
-        own = tl.sum(tl.where(o_u[None, :] == i[:, None], u, 0.), 1)
-        s = tl.sum(b_k.to(tl.float32) * b_q[None, :], 1) * scale - m - tl.log2(own)          # [BS]  log w
-        s = tl.where(m_s, s, -float("inf"))
-        top = tl.max(s, 0)
-        w = tl.exp2(s - tl.where(top == -float("inf"), 0., top))
-        acc, mass, share = tl.sum(w[:, None] * b_v.to(tl.float32), 0), tl.sum(w, 0), share * S
-        if BP == 1: share = share / mass
-    else: acc = tl.sum(b_v.to(tl.float32), 0)                                 # sum of the rows: no multiplication
+    if MASS:                                                                  # w = e^s over the mass of the draw
+        b_k = tl.load(p_k + row * k_n + o_d[None, :] * k_d, mask=m_v, other=0.).to(tl.float32)
+        top, w = _from_logarithms(tl.sum(b_k * b_q[None, :], 1) * scale - m - tl.log2(mass), m_s)
+        acc, total, share = tl.sum(w[:, None] * b_v, 0), tl.sum(w, 0), share * S
+        if BP == 1: share /= total
+    else: acc = tl.sum(b_v, 0)                                                # sum of the rows: no multiplication
     p_out = out_ptr + i_b * out_b + i_h * out_h + o_d * out_d
     if BP == 1: tl.store(p_out, (acc * share).to(out_ptr.dtype.element_ty), mask=o_d < D)
     else:
         tl.store(part_ptr + (i_bh * P + i_p) * BD + o_d, acc)
-        if MASS:
-            tl.store(mass_ptr + (i_bh * P + i_p) * 2, top)
-            tl.store(mass_ptr + (i_bh * P + i_p) * 2 + 1, mass)
+        if MASS: tl.store(mass_ptr + (i_bh * P + i_p) * 2, top)
+        if MASS: tl.store(mass_ptr + (i_bh * P + i_p) * 2 + 1, total)
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + bh, 1, sem="acq_rel") == P - 1:        # the last one adds the parts, in order
-            o_p = tl.arange(0, BP)
-            m_p, p_part = o_p < P, part_ptr + (i_bh * P + o_p)[:, None] * BD + o_d[None, :]
-            parts = tl.load(p_part, mask=m_p[:, None], other=0., cache_modifier=".cg")
-            if MASS:
-                p_mass = mass_ptr + (i_bh * P + o_p) * 2
-                tops = tl.load(p_mass, mask=m_p, other=-float("inf"), cache_modifier=".cg")
-                highest = tl.max(tops, 0)
-                factor = tl.exp2(tops - tl.where(highest == -float("inf"), 0., highest))
-                parts *= factor[:, None]
-                share = share / tl.sum(factor * tl.load(p_mass + 1, mask=m_p, other=0., cache_modifier=".cg"), 0)
-            tl.store(p_out, (tl.sum(parts, 0) * share).to(out_ptr.dtype.element_ty), mask=o_d < D)
+            acc = _joined(part_ptr, mass_ptr, i_bh * P, P, BP, BD, MASS)
+            tl.store(p_out, (acc * share).to(out_ptr.dtype.element_ty), mask=o_d < D)
 
 # %% ../../kernels/santa.ipynb #f0062103
 @triton.jit(do_not_specialize=["seed"])

@@ -289,7 +289,8 @@ def record(
         return bench_decode(out=out, quick=quick, command="sparse-nb record decode" + " --quick" * quick, say=say)
     known, protocol = contenders(samples=8), Protocol(warmup=1, runs=2, buffer_mb=1)
     case = Case(SHAPES["pocket"], 128, dtype=torch.float32, device="cpu")
-    rows = measure(case, {x: known[x] for x in ("sdpa_flash", "santa_systematic", "santa_int8", "santa_rescored")}, protocol, say=say)
+    few = "sdpa_flash", "santa_systematic", "santa_int8", "santa_rescored"
+    rows = measure(case, {x: known[x] for x in few}, protocol, say=say)
     meta = machine("cpu") | dict(protocol=asdict(protocol), command="sparse-nb record decode --quick")
     return write_record(out, meta, rows)
 
