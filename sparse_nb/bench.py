@@ -33,6 +33,7 @@ def santa_bytes(
     itemsize: int = 2,                      # bytes of a number in the cache
     *,
     samples: int,                           # value rows drawn for each query head
+    keys: str = "exact",                    # what is scored: "exact", "int8" or "rescored", as in `santa_decode`
 ) -> int:
     """Fewest bytes of a SANTA step with a global draw (SANTA section 3.2).
 
@@ -40,9 +41,10 @@ def santa_bytes(
     or of sums over neighbours, which are then scored again.
     """
     rows, sums, row = H // G * samples, -(-n // _NEIGHBOURS), D * itemsize
+    key, drawn = row if keys == "exact" else D + 4, min(n, rows) * row * (2 if keys == "rescored" else 1)
     stashed = lambda count, tile: _STASH * B * H * (count + min(count, samples * tile))
-    again = stashed(sums, _TILE // _NEIGHBOURS) + B * G * min(n, rows * _NEIGHBOURS) * row
-    return B * G * (n + min(n, rows)) * row + min(stashed(n, _TILE), again)
+    again = stashed(sums, _TILE // _NEIGHBOURS) + B * G * min(n, rows * _NEIGHBOURS) * key
+    return B * G * (n * key + drawn) + min(stashed(n, _TILE), again)
 
 def flash_bytes(
     B: int, H: int, G: int, D: int, n: int, # sequences, query heads, key/value heads, head size, keys

@@ -27,6 +27,7 @@ def _check_parts(keys, values):
     if values.eps is not None:
         raise ValueError(f"values must be a Santa without eps, which would need all keys, got {values!r}")
     check_choice("values.scheme", values.scheme, SCHEMES[:3])
+    check_choice("values.keys", values.keys, ["exact"])
 
 # %% ../nbs/65_compose.ipynb #616b9275
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from .core.exact import (
 from .core.methods import Method, State, Stats
 from .core.selection import COPIED_AT_ONCE, Selection, has_kernels, take_rows
 from .core.streams import fold_in, new_seed, philox, stream_seeds
+from .santa_keys import KEYS, Int8Keys, bytes_read, index_of, reweighted
 
 # %% ../nbs/10_santa.ipynb #a32b3760
 SCHEMES = ("iid", "stratified", "systematic", "proportional", "flash")
@@ -220,6 +221,14 @@ def _check_promise(eps, delta, bound, scheme, samples):
                          f"pilots of one size, got {samples}")
 
 # %% ../nbs/10_santa.ipynb #797445bd
+def _check_keys(keys, scheme, eps):
+    "Raise unless keys can be scored by `keys` under these settings."
+    check_choice("keys", keys, KEYS)
+    if keys == "exact": return
+    if eps is not None: raise ValueError(f"keys must be 'exact' when eps is given, got {keys!r}")
+    if scheme == "flash":
+        raise ValueError(f"scheme must be one of {', '.join(SCHEMES[:4])} for keys={keys!r}, got 'flash'")
+
 def _check_norms(value_norms, q, v):
     "Raise unless `value_norms` fits `v`, on the device of `q`."
     if not isinstance(value_norms, torch.Tensor):
@@ -237,14 +246,16 @@ def _kernel_fits(q, samples, scheme, tile):
     if scheme not in ("proportional", "flash"): return True
     return tile in (16, 32, 64, 128, 256) and tile * q.element_size() * 2 ** (q.shape[3] - 1).bit_length() <= 2**17
 
-def _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, share=None, **kept):
-    "The kernels' output, and `Stats` if asked for; `share` of each key is read."
+def _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, share=None, keys="exact", index=None, **kept):
+    "The kernels' output, and `Stats` if asked for; `share` of each key is read, or its `index`."
     from sparse_nb.kernels.santa import decode
+    if index is not None: kept |= dict(codes=index.rows, units=index.unit, rescore=keys == "rescored")
     if seed is None: seed = torch.randint(2**63 - 1, (), device=q.device)
     if not return_stats: return decode(q, k, v, seed=seed, kv_start=kv_start, kv_len=kv_len, **kept)
-    out, index = decode(q, k, v, seed=seed, kv_start=kv_start, kv_len=kv_len, return_index=True, **kept)
-    visible, read = _visible(q, visible_range(q, k, kv_start=kv_start, kv_len=kv_len)), _distinct(index, index >= 0)
-    return out, Stats(visible if share is None else visible * share, read, 0, read / visible, (index >= 0).sum(-1))
+    out, drawn = decode(q, k, v, seed=seed, kv_start=kv_start, kv_len=kv_len, return_index=True, **kept)
+    visible, read = _visible(q, visible_range(q, k, kv_start=kv_start, kv_len=kv_len)), _distinct(drawn, drawn >= 0)
+    stats = Stats(visible if share is None else visible * share, read, 0, read / visible, (drawn >= 0).sum(-1))
+    return out, bytes_read(stats, keys, q.shape[3])
 
 def _visible(q, bounds):
     "How many keys each query sees [B, H, Q], by what `visible_range` found."
@@ -267,12 +278,17 @@ def _used(draws):
     "Which slots hold a draw [B, H, Q, P, L]."
     return (draws.share > 0).expand(draws.index.shape)
 
-def _sampled(q, k, v, bounds, seeds, samples, scheme, tile, scale):
-    "Output, different rows read and draws [B, H, Q] of a fixed number of samples."
+def _sampled(q, k, v, bounds, seeds, samples, scheme, tile, scale, exact=None):
+    """Output, different rows read and draws [B, H, Q] of a fixed number of samples.
+
+    With the `exact` keys the drawn are scored again (`reweighted`).
+    """
     found = []
     for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
         draws = _draw(scores, first, end, seeds[..., at, :], samples, scheme, tile)
-        out, used = _average(v, draws, scheme, samples)[..., 0, :], _used(draws)
+        used, index = _used(draws), draws.index[..., 0, :]
+        if exact is None: out = _average(v, draws, scheme, samples)[..., 0, :]
+        else: out = reweighted(q[:, :, at], exact, v, index, scores.gather(-1, index), scale=scale)
         found.append((out, _distinct(draws.index, used)[..., 0], used.sum(-1)[..., 0]))
     return [torch.cat(x, 2) for x in zip(*found)]
 
@@ -330,6 +346,8 @@ def santa_decode(
     delta: float | None = None,              # chance of a larger error, in (0, 1), at most 0.25 with bound="clt"
     bound: str = "clt",                      # "clt", or "bernstein": holds for any number of draws, asks for more
     value_norms: torch.Tensor | None = None, # lengths of the rows of v [B, G, N], for eps; None computes them
+    keys: str = "exact",                     # what is scored: "exact", "int8", or "rescored", see `Int8Keys`
+    state: Int8Keys | None = None,           # the index of just these keys, for the last two; None makes one
     seed=None,                               # int, integer tensor without axes, or [B, H], see `stream_seeds`; or None
     causal: bool = False,                    # queries are the last Q positions and see no later key
     scale: float | None = None,              # factor on the dot products; None is D ** -0.5
@@ -344,21 +362,23 @@ def santa_decode(
     those of the pilots included. With eps and delta keys are drawn by their weight times the length of their value, and
     `Stats.certificate` is a `Certificate`; heads that would need as many draws as they see keys are computed exactly.
     The number of draws is then looked at, for which a GPU must be waited for. A gradient reaches the rows of v that
-    were drawn, not q and k.
-    Raises as `select_santa`, and TypeError or ValueError for a bad `eps`, `delta`, `bound`, `value_norms`, `backend` or
-    `return_stats`.
+    were drawn, not q and k. Raises as `select_santa`, and TypeError or ValueError for other bad settings.
     """
     masks, scheme = dict(causal=causal, kv_start=kv_start, kv_len=kv_len), _scheme(scheme, eps)
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     _check_sampler(samples, scheme, tile)
     _check_promise(eps, delta, bound, scheme, samples)
     _check_call(q, v, eps, value_norms, backend, return_stats)
+    _check_keys(keys, scheme, eps)
+    index = index_of(q, k, keys, state)
     if backend == "triton" or backend == "auto" and eps is None and _kernel_fits(q, samples, scheme, tile):
-        return _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, samples=samples, scheme=scheme, tile=tile,
-                       scale=scale)
+        return _on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, keys=keys, index=index, samples=samples,
+                       scheme=scheme, tile=tile, scale=scale)
     bounds, seeds = visible_range(q, k, **masks), stream_seeds(q, new_seed(seed))[..., None]
     visible, certificate = _visible(q, bounds), None
-    if eps is None: out, read, budget = _sampled(q, k, v, bounds, seeds, samples, scheme, tile, scale)
+    if eps is None:
+        out, read, budget = _sampled(q, k if index is None else index.keys(), v, bounds, seeds, samples, scheme, tile,
+                                     scale, k if keys == "rescored" else None)
     else:
         norms = _lengths(to_device_of(v, q)) if value_norms is None else value_norms
         norms = norms.detach().repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
@@ -369,7 +389,8 @@ def santa_decode(
         read, budget = (torch.where(whole, visible, x) for x in (read, certificate.samples))
     out = out.to(q.dtype)
     if not return_stats: return out
-    return out, Stats(visible, read, 0 if eps is None else 4 * k.shape[2], read / visible, budget, certificate)
+    stats = Stats(visible, read, 0 if eps is None else 4 * k.shape[2], read / visible, budget, certificate)
+    return out, bytes_read(stats, keys, q.shape[3])
 
 # %% ../nbs/10_santa.ipynb #bbdbed65
 def _probabilities(q, k, v, scale, kv_start, kv_len):
@@ -656,13 +677,19 @@ class Santa(Method):
     eps: float | None = None    # relative error to promise, in (0, 1)
     delta: float | None = None  # chance of a larger error
     bound: str = "clt"          # "clt" or "bernstein"
-    scores_all: ClassVar[bool] = True
+    keys: str = "exact"         # what is scored: "exact", "int8" or "rescored", as in `santa_decode`
     random: ClassVar[bool] = True
 
     def __post_init__(self):
         object.__setattr__(self, "scheme", _scheme(self.scheme, self.eps))
         _check_sampler(self.samples, self.scheme, self.tile)
         _check_promise(self.eps, self.delta, self.bound, self.scheme, self.samples)
+        _check_keys(self.keys, self.scheme, self.eps)
+
+    @property
+    def scores_all(self) -> bool:
+        "Unless an index is scored."
+        return self.keys == "exact"
 
     @property
     def waits(self) -> bool:
@@ -670,11 +697,17 @@ class Santa(Method):
         return self.eps is not None
 
     def new_state(self):
-        "`ValueNorms` with eps."
+        "`ValueNorms` with eps, `Int8Keys` for other keys than exact ones."
+        if self.keys != "exact": return Int8Keys()
         return None if self.eps is None else ValueNorms()
 
+    def index_bytes(self, head_dim):
+        "Of `Int8Keys`, where there are some."
+        return 0 if self.keys == "exact" else head_dim + 4
+
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
-        "`select_santa` with these settings. ValueError with eps, which needs the values."
+        "`select_santa` with these settings. ValueError with eps, which needs the values, and without exact keys."
+        if self.keys != "exact": raise ValueError(f"keys must be 'exact' to select, got {self.keys!r}")
         if self.eps is not None:
             raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")
         return select_santa(q, k, samples=self.samples, scheme=self.scheme, tile=self.tile, seed=seed, causal=causal,
@@ -682,12 +715,13 @@ class Santa(Method):
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
                backend="auto", state=None):
-        "`santa_decode` with these settings; a `state` holds the value norms of exactly the keys `k`."
+        "`santa_decode` with these settings; a `state` holds what `new_state` says of exactly the keys `k`."
+        own = {x: getattr(self, x) for x in ("samples", "scheme", "tile", "eps", "delta", "bound", "keys")}
+        own |= dict(seed=seed, causal=causal, scale=scale, backend=backend, kv_start=kv_start, kv_len=kv_len)
+        if self.keys != "exact": return santa_decode(q, k, v, state=state, return_stats=return_stats, **own)
         if state is not None and not isinstance(state, ValueNorms):
             raise TypeError(f"state must be ValueNorms or None, got {type(state).__name__}")
         if state is not None and len(state) != k.shape[2]:
             raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
-        settings = {x: getattr(self, x) for x in ("samples", "scheme", "tile", "eps", "delta", "bound")}
         norms = None if state is None else state.rows
-        return santa_decode(q, k, v, value_norms=norms, seed=seed, causal=causal, scale=scale, backend=backend,
-                            kv_start=kv_start, kv_len=kv_len, return_stats=return_stats, **settings)
+        return santa_decode(q, k, v, value_norms=norms, return_stats=return_stats, **own)

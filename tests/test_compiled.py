@@ -27,6 +27,7 @@ from test_sparsify import IDS, MASK, PADDED, ids_of
 
 SMALL = dict(sinks=2, window=8, clusters=4)
 METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), Santa(samples=32),
+           Santa(samples=32, keys="int8"), Santa(samples=32, keys="rescored"),
            Quest(budget=12, page=4), Adamas(budget=12),
            DoubleSparsity(budget=12, channels=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
            VAttention(sinks=2, window=4, topk=4, base=4),

@@ -41,6 +41,7 @@ from sparse_nb.kernels import vattention as steps
 from sparse_nb.kernels.santa import SCHEMES, decode
 from sparse_nb.records.recorder import run_record
 from sparse_nb.santa import from_first_visible, largest_remainder, santa_decode, select_santa
+from sparse_nb.santa_keys import Int8Keys
 
 ALARM = 1e-8
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -690,7 +691,8 @@ if INTERPRETED:
         ("sketch_walk_launches", {"sketch_walk": 12}, 0.01),
         ("sketch_walk_tiles", {"choice": 18, "step": 4, "rule": 2, "lists": 1}, 0.01),
         ("santa_steps", {"step": 4, "bernoulli": 7, "append": 2}, 10),
-        ("host", {"copy": 1, "rows": 6}, 0), ("decode", {"santa_systematic": 1}, 10)])
+        ("host", {"copy": 1, "rows": 6}, 0),
+        ("decode", {"santa_systematic": 1, "santa_int8": 1, "santa_rescored": 1}, 10)])
     def test_records_run_in_their_quick_form(name, rows, most, tmp_path):
         said = []
         made = json.loads(run_record(name, tmp_path, quick=True, say=said.append).read_text())
@@ -1128,3 +1130,172 @@ def test_vattention_in_a_graph():
         replay, out = captured(lambda: method.decode(p.q, p.k, p.v, seed=seed))
         replay()
         assert torch.equal(out, method.decode(p.q, p.k, p.v, seed=seed))
+
+
+# SANTA with keys of eight bits
+
+def with_bytes(p, room=0):
+    "Keys whose first channel makes their index coarse, the index, with `room` behind it, and what it stands for."
+    k = p.k.clone()
+    k[..., 0] += 20
+    state = Int8Keys()
+    state.append(k, p.v)
+    if room:
+        state.fix(k.shape[2] + room)
+        state.free(k.shape[2], k)
+    return p._replace(k=k), state, p._replace(k=state.keys())
+
+
+def by_bytes(p, state, samples, rescore, scheme="systematic", **settings):
+    "Output and drawn keys of the launches, at seed 3."
+    return poisoned(lambda: kernels.launch(p.q, p.k, p.v, samples, scheme, 32, 3, None, p.start, p.stop, True,
+                                           codes=state.rows, units=state.unit, rescore=rescore, **settings))
+
+
+def reweighted_mean(p, scored, index):
+    "Mean of the drawn values [B, H, 1, D], weighted by the quotients of the true weights and those of the index."
+    (first, end), i = visible_range(p.q, p.k, **p.masks), index.long()
+    k, guess = (x.double().masked_fill(~shown(p)[..., None], 0) for x in (p.k, scored.k))
+    exact, by = (masked_scores(p.q.double(), x, 0, first, end, None).gather(-1, i) for x in (k, guess))
+    row, group = torch.arange(len(p.q), device=DEVICE).view(-1, 1, 1), torch.arange(p.q.shape[1], device=DEVICE)
+    values = p.v[row, (group // (p.q.shape[1] // p.k.shape[1])).view(-1, 1), i[:, :, 0]].double()
+    weight = (exact - by).softmax(-1)
+    assert not p.masks["kv_len"] is None or weight.max() > 1.05 / i.shape[-1]  # the index is coarse enough to be seen
+    return weight @ values
+
+
+def shown(p):
+    "Which keys are visible [B, 1, N]."
+    first, end = visible_range(p.q, p.k, **p.masks)
+    i = torch.arange(p.k.shape[2], device=DEVICE)
+    return (i >= first) & (i < end)
+
+
+@kernel
+@pytest.mark.parametrize("rescore", [False, True])
+@pytest.mark.parametrize("scheme, settings", [("systematic", {}), ("systematic", dict(sub=8)),
+                                              ("stratified", dict(BS=8)), ("iid", {}), ("proportional", {})], ids=str)
+@pytest.mark.parametrize("dtype, D, R, layout, room", sizes(
+    [(BF16, 128, 4, "plain", 0), (FP32, 80, 3, "plain", 9), (FP16, 64, 1, "every second", 0)],
+    [(BF16, 24, 2, "by position", 9), (FP32, 16, 3, "plain", 0)]), ids=str)
+def test_scores_of_bytes(dtype, D, R, layout, room, scheme, settings, rescore):
+    p = problem(2, 1, R, sizes(1000, 150), D, dtype, layout=layout, ragged=True)
+    (p, state, scored), samples = with_bytes(p, room), sizes(128, 20)
+    out, index = by_bytes(p, state, samples, rescore, scheme, **settings)
+    plain = out if not rescore else by_bytes(p, state, samples, False, scheme, **settings)[0]
+    audit(scored, plain, index, samples=samples, scheme=scheme, tile=32, seed=3)
+    if not rescore: return
+    assert torch.equal(index, by_bytes(p, state, samples, False, scheme, **settings)[1])
+    # the mass that a draw used was stashed in half precision
+    assert_close(out, reweighted_mean(p, scored, index), rtol=2e-5 if dtype == FP32 else
+                 torch.finfo(dtype).eps + 2e-3)
+
+
+@kernel
+def test_weights_far_apart_do_not_overflow():
+    p, state, scored = with_bytes(problem(1, 1, 2, 60, 16, FP32))
+    p = p._replace(k=p.k * 40)  # not the keys of the index: quotients of the weights are beyond float32
+    for settings in (dict(BS=32), dict(BS=4)):
+        out, index = by_bytes(p, state, 32, True, **settings)
+        assert_close(out, reweighted_mean(p, scored, index), rtol=1e-3)
+
+
+@kernel
+@pytest.mark.parametrize("keys", ["int8", "rescored"])
+@pytest.mark.parametrize("how", ["nan", "+inf"])
+def test_spoilt_keys_show_through_their_bytes(how, keys):
+    p = problem(2, 2, 1, sizes(1000, 40), 16, FP32)
+    whole, bad = (decode(x.q, x.k, x.v, samples=8, seed=1, codes=state.rows, units=state.unit,
+                         rescore=keys == "rescored")
+                  for x in (spoilt(p, 0, 0, "nothing")._replace(k=p.k), spoilt(p, 1, 0, how))
+                  for state in (with_bytes_of(x),))
+    assert bad[1, 0].isnan().all() and torch.equal(bad[0], whole[0]) and torch.equal(bad[1, 1], whole[1, 1])
+
+
+def with_bytes_of(p):
+    state = Int8Keys()
+    state.append(p.k, p.v)
+    return state
+
+
+@kernel
+@pytest.mark.parametrize("keys", ["int8", "rescored"])
+def test_public_call_with_keys_of_eight_bits(keys):
+    p, state, _ = with_bytes(problem(2, 1, 3, sizes(1000, 60), 16, FP32, ragged=True))
+    kept = dict(samples=24, seed=3, keys=keys, return_stats=True, **p.masks)
+    found = [santa_decode(*p[:3], state=x, backend=y, **kept) for x, y in ((state, "triton"), (None, "triton"),
+                                                                         (state, "torch"))]
+    for out, stats in found[:2]:
+        for name in ("keys_scored", "values_read", "index_bytes", "budget"):
+            a, b = (getattr(x, name) for x in (stats, found[2][1]))
+            assert (a - b).abs().max() <= 2 * (name in ("values_read", "keys_scored"))
+        assert torch.equal(out, found[0][0])
+    assert_close(found[0][0], found[2][0], rtol=0.3)
+    assert (found[0][1].keys_scored == (found[0][1].values_read if keys == "rescored" else 0)).all()
+    assert torch.equal(found[0][1].index_bytes, shown(p).sum(-1)[..., None].expand(2, 3, 1) * 20)
+
+
+@kernel
+@pytest.mark.parametrize("keys", ["int8", "rescored"])
+def test_keys_of_eight_bits_compile_into_one_graph(keys):
+    p, state, _ = with_bytes(problem(2, 1, 4, sizes(1000, 40), 16, BF16, ragged=True))
+    def step(q, k, v, seed, start, stop):
+        return 2 * santa_decode(q, k, v, samples=16, seed=seed, kv_start=start, kv_len=stop, backend="triton",
+                                keys=keys, state=state)
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=sizes("inductor", "eager"))
+    seed = torch.tensor(3, device=DEVICE)
+    assert torch.equal(compiled(*p[:3], seed, p.start, p.stop), step(*p[:3], seed, p.start, p.stop))
+    arguments = (*p[:3], 8, "systematic", 128, None, 7, None, None, None, None, state.rows, state.unit,
+                 keys == "rescored")
+    torch.library.opcheck(torch.ops.sparse_nb.santa_decode, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("keys", ["int8", "rescored"])
+def test_keys_of_eight_bits_in_a_graph_and_in_host_memory(keys):
+    p, state, scored = with_bytes(problem(2, 2, 4, 1000, 64, BF16))
+    seed, stop = torch.tensor(0, device=DEVICE), torch.tensor([1000, 900], dtype=torch.int32, device=DEVICE)
+    how = dict(samples=64, seed=seed, kv_len=stop, codes=state.rows, units=state.unit, rescore=keys == "rescored")
+    call = lambda: decode(p.q, p.k, p.v, **how)
+    replay, out = captured(call)
+    for step in range(3):
+        seed.fill_(2**40 * step + step)
+        stop.copy_(torch.tensor([1000 - 300 * step, 11 + step], dtype=torch.int32))
+        out.fill_(math.nan)
+        replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, call()) and torch.equal(out, decode(p.q, pinned(p.k), pinned(p.v), **how))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("N, sub", [(131072, 1), (1048576, 8)])
+def test_many_keys_of_eight_bits(N, sub):
+    p, state, scored = with_bytes(problem(1, 2, 4, N, 128, BF16))
+    assert kernels.launch_settings(p.q, p.k, 128)["sub"] == sub
+    plain, index = by_bytes(p, state, 128, False)
+    audit(scored, plain, index, samples=128, seed=3)
+    assert_close(by_bytes(p, state, 128, True)[0], reweighted_mean(p, scored, index), rtol=1e-2)
+
+
+BYTES = dict(codes=torch.zeros(1, 1, 30, 64, dtype=torch.int8), units=torch.zeros(1, 1, 30))
+
+@pytest.mark.parametrize("change, error, message", [
+    (dict(units=None), ValueError, "codes and units must be given together, got one of them"),
+    (dict(codes=None), ValueError, "codes and units must be given together, got one of them"),
+    (dict(codes=None, units=None, rescore=True), ValueError, "rescore must be False without codes, got True"),
+    (dict(scheme="flash"), ValueError, "codes must be None for scheme='flash', got a tensor"),
+    (dict(estimate=good["q"]), ValueError, "codes must be None with an estimate, got a tensor"),
+    (dict(codes=BYTES["codes"].float()), ValueError,
+     "codes must be torch.int8 [1, 1, 30, 64] on the device of q, cpu, got torch.float32 [1, 1, 30, 64] on cpu"),
+    (dict(codes=BYTES["codes"][:, :, :29]), ValueError,
+     "codes must be torch.int8 [1, 1, 30, 64] on the device of q, cpu, got torch.int8 [1, 1, 29, 64] on cpu"),
+    (dict(units=BYTES["units"].half()), ValueError,
+     "units must be torch.float32 [1, 1, 30] on the device of q, cpu, got torch.float16 [1, 1, 30] on cpu"),
+    (dict(units=BYTES["units"].to("meta")), ValueError,
+     "units must be torch.float32 [1, 1, 30] on the device of q, cpu, got torch.float32 [1, 1, 30] on meta"),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_bytes(change, error, message):
+    with pytest.raises(error, match=re.escape(message)): decode(**(good | BYTES | change))

@@ -19,6 +19,8 @@ from sparse_nb.attention import (Exact, Method, Selection, TopK, Uniform, assert
 from sparse_nb.santa import (CLT_SAMPLES, PILOT_SHARE, SCHEMES, _average, _draw, Certificate, Santa, ValueNorms,
                              bernoulli_decode, bernoulli_scores, draw_selected, sample_values, santa_decode,
                              select_santa, unique_keys, variance_trace, variance_trace_replicates)
+from sparse_nb.compose import Then
+from sparse_nb.santa_keys import Int8Keys, int8_error, quantise
 
 ALARM = 1e-8
 q, k, v = (torch.randn(2, heads, n, 8, generator=torch.Generator().manual_seed(i))
@@ -810,3 +812,136 @@ def test_unknown_settings_are_refused():
         Method.from_json('{"method": "Santa", "sample": 3}')
     with pytest.raises(ValueError, match="scheme must be one of"):
         Method.from_json('{"method": "Santa", "scheme": "exact"}')
+
+
+# keys of eight bits
+
+def index_of(k, v=None):
+    state = Int8Keys()
+    state.append(k, k if v is None else v)
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gaussian", "huge", "tiny", "zero", "one channel"])
+def test_an_index_is_off_by_half_a_unit(kind, dtype):
+    x = torch.randn(2, 3, 50, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    limits = torch.finfo(dtype)
+    x = dict(gaussian=x, huge=(x / x.abs().max()) * limits.max * 0.99, tiny=x * limits.tiny, zero=0 * x)[
+        kind] if kind != "one channel" else x + 1000 * (torch.arange(8) == 5)
+    x = x.to(dtype)
+    codes, unit = quantise(x)
+    assert codes.dtype == torch.int8 and unit.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (codes >= -127).all() and codes.shape == x.shape and unit.shape == x.shape[:3]
+    off = (codes * unit[..., None].double() - x.double()).abs()
+    assert (off <= unit[..., None].double() * 0.5001 + (1e-43 if kind == "tiny" else 0)).all()
+    assert (codes.abs().amax(-1) == 127).all() or kind == "zero"
+
+
+@pytest.mark.parametrize("keys", ["int8", "rescored"])
+@pytest.mark.parametrize("scheme", SCHEMES[:4])
+def test_an_index_of_the_cache_gives_what_a_new_one_gives(scheme, keys):
+    method = Santa(samples=16, scheme=scheme, tile=8, keys=keys)
+    assert Method.from_json(method.to_json()) == method and not method.scores_all and method.index_bytes(8) == 12
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        a, b, c = (x.to(dtype) for x in (q, k, v))
+        state = method.new_state()
+        for begin, end in ((0, 17), (17, 18), (18, 40)): state.append(b[:, :, begin:end], c[:, :, begin:end])
+        for rows, length in ((torch.arange(2), 40), (torch.tensor([1, 1, 0]), 33)):
+            state.pick_rows(rows); state.crop(length)
+            a, b, c = a[rows], b[rows, :, :length], c[rows, :, :length]
+            (x, first), (y, second) = (method.decode(a, b, c, seed=3, causal=True, state=s, return_stats=True)
+                                       for s in (None, state))
+            assert x.dtype == dtype and same(x, y) and same(first.values_read, second.values_read)
+            assert same(first.keys_scored, first.values_read if keys == "rescored" else 0 * first.values_read)
+            assert same(first.index_bytes, (torch.arange(3) + length - 2).expand(len(a), 6, 3) * 12)
+            assert same(first.budget, torch.full_like(first.budget, 16))
+
+
+def test_an_index_of_fixed_length_grows_in_place_and_on():
+    state, whole = index_of(k[:, :, :20]), index_of(k)
+    state.fix(30)
+    held = [x.data_ptr() for x in state.buffers()]
+    for n in range(20, 30): state.put(k, v, torch.tensor([n]))
+    assert len(state) == 30 and held == [x.data_ptr() for x in state.buffers()] and len(held) == 2
+    with pytest.raises(ValueError, match="state must be freed"): state.append(k[:, :, 30:], v[:, :, 30:])
+    state.free(29, k)
+    state.append(k[:, :, 29:], v[:, :, 29:])
+    assert same(state.rows, whole.rows) and same(state.unit, whole.unit) and state.settings() == whole.settings() == {}
+    state.reset()
+    assert len(state) == 0 and not state.buffers()
+
+
+@pytest.mark.parametrize("keys", ["int8", "rescored"])
+def test_hidden_keys_may_hold_anything(keys):
+    spoilt = [x.clone() for x in (k, v)]
+    for x in spoilt:
+        for b in range(2): x[b, :, :start[b]] = x[b, :, stop[b]:] = nan
+    kept = dict(samples=16, seed=2, keys=keys, kv_start=start, kv_len=stop)
+    assert same(santa_decode(q, *spoilt, **kept), santa_decode(q, k, v, **kept))
+
+
+@pytest.mark.parametrize("scheme", ["iid", "stratified", "systematic"])
+def test_drawn_keys_scored_again_are_right_on_average_and_those_of_the_index_are_not(scheme):
+    "Means of 4,000 outputs of 64 draws, from a coarse index: a channel with a constant."
+    loud, many = k[:1].clone(), q[:1, :1, :1].expand(-1, -1, 4000, -1)
+    loud[..., 0] += 60
+    keys, values = loud[:, :1].double(), v[:1, :1].double()
+    truth = attention(many[:, :, :1].double(), keys, values)[0, 0, 0]
+    far = {}
+    for name in ("int8", "rescored"):
+        out = santa_decode(many.double(), keys, values, samples=64, scheme=scheme, seed=1, keys=name)[0, 0]
+        far[name] = (out.mean(0) - truth) / (out.std(0) / 4000**0.5), (out.mean(0) - truth).norm() / truth.norm()
+    # the quotient of two means has a bias of order 1 / S, below a hundredth here; that of the index has none to lose
+    assert far["int8"][0].abs().max() > stats.norm.isf(ALARM) and far["rescored"][1] < min(0.01, far["int8"][1] / 5)
+
+
+def test_the_theorem_of_eight_bits():
+    for scale in (None, 1.0):
+        for factor in (0.1, 1, 30):
+            found = int8_error(factor * q, k, causal=True, scale=scale, kv_start=start)
+            assert found.distance.shape == (2, 6, 3) and (found.range <= found.allowed).all()
+            assert (found.distance <= torch.tanh(found.range / 2) + 1e-12).all() and (found.distance > 0).all()
+    weights, moved = (attention_weights(q.double(), x.double()) for x in (k, index_of(k).keys()))
+    assert_close(int8_error(q, k).distance, (weights - moved).abs().sum(-1) / 2, 1e-9)
+
+
+@pytest.mark.parametrize("keys", ["int8", "rescored"])
+def test_a_gradient_reaches_the_drawn_values_alone(keys):
+    a, b, c = (x.clone().requires_grad_() for x in (q, k, v))
+    santa_decode(a, b, c, samples=8, seed=0, keys=keys).sum().backward()
+    assert a.grad is None and b.grad is None and c.grad.any()
+
+
+INDEX = index_of(k, v)
+BAD_KEYS = [
+    (lambda: decode(keys="fp8"), ValueError, "keys must be one of exact, int8, rescored, got 'fp8'"),
+    (lambda: decode(keys=8), TypeError, "keys must be a string, got int"),
+    (lambda: decode(keys="int8", eps=0.1, delta=0.1), ValueError,
+     "keys must be 'exact' when eps is given, got 'int8'"),
+    (lambda: decode(keys="rescored", scheme="flash"), ValueError,
+     "scheme must be one of iid, stratified, systematic, proportional for keys='rescored', got 'flash'"),
+    (lambda: decode(state=INDEX), ValueError, "state must be None with keys='exact', got Int8Keys"),
+    (lambda: decode(keys="int8", state=ValueNorms()), TypeError, "state must be Int8Keys or None, got ValueNorms"),
+    (lambda: decode(keys="int8", state=INDEX.rows), TypeError, "state must be Int8Keys or None, got Tensor"),
+    (lambda: decode(keys="int8", state=Int8Keys()), ValueError, "state must hold as many keys as k, 40, got 0"),
+    (lambda: decode(keys="int8", state=index_of(k[:, :, :39])), ValueError,
+     "state must hold as many keys as k, 40, got 39"),
+    (lambda: decode(keys="int8", state=index_of(k[:1])), ValueError, "state must be for [B, G] = [2, 2], got [1, 2]"),
+    (lambda: santa_decode(q, k * nan, v, keys="int8"), ValueError, "must be finite, got NaN"),
+    (lambda: santa_decode(q, k * math.inf, v, keys="rescored"), ValueError, "must be finite, got NaN"),
+    (lambda: Santa(keys="half"), ValueError, "keys must be one of exact, int8, rescored, got 'half'"),
+    (lambda: Santa(keys="int8", scheme="flash"), ValueError, "for keys='int8', got 'flash'"),
+    (lambda: Santa(keys="int8", eps=0.1, delta=0.1), ValueError, "keys must be 'exact' when eps is given"),
+    (lambda: Santa(keys="int8").select(q, k), ValueError, "keys must be 'exact' to select, got 'int8'"),
+    (lambda: Then(values=Santa(keys="int8")), ValueError, "values.keys must be one of exact, got 'int8'"),
+    (lambda: int8_error(q, k * nan), ValueError, "must be finite, got NaN"),
+    (lambda: int8_error(q, k[:1]), ValueError, "k must have the batch size of q, 2, got 1"),
+    (lambda: int8_error(q, k, scale=-1.0), ValueError, "scale must be positive and finite, got -1.0"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", BAD_KEYS, ids=[f"{i}" for i in range(len(BAD_KEYS))])
+def test_bad_keys_of_eight_bits(call, error, message):
+    with pytest.raises(error) as found: call()
+    assert message in str(found.value) and type(found.value) is error

@@ -34,8 +34,9 @@ def _exponentials(s, DTYPE: tl.constexpr, SUB: tl.constexpr):
 
 # %% ../../kernels/santa.ipynb #bd16da5c
 @triton.jit
-def _score_kernel(q_ptr, k_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, start_ptr, len_ptr, scale,
-                  q_b, q_h, q_d, k_b, k_g, k_n, k_d, N, T, C, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, start_ptr, len_ptr, scale,
+                  q_b, q_h, q_d, k_b, k_g, k_n, k_d, unit_b, unit_g, unit_n, N, T, C,
+                  G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
                   SUB: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                   STAGES: tl.constexpr, PDL: tl.constexpr):
     if PDL: gdc_launch_dependents()
@@ -56,7 +57,11 @@ def _score_kernel(q_ptr, k_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, start_ptr, len
         m_n = o_i < n
         m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
         b_k = tl.load(p_k + o_i.to(tl.int64)[:, None] * k_n, mask=m_k, other=0.)                     # [BN, BD]
+        if unit_ptr is not None: b_k = b_k.to(tl.float32).to(b_q.dtype)  # whole numbers up to 127: none is rounded
         b_s = _scores(b_q, b_k, scale)                                   # [BR, BN]  s = q k / sqrt(D) log2(e)
+        if unit_ptr is not None:
+            p_unit = unit_ptr + i_b * unit_b + i_g * unit_g + (first + o_i).to(tl.int64) * unit_n
+            b_s *= tl.load(p_unit, mask=m_n, other=0.)[None, :]
         b_s = tl.where(m_n[None, :], b_s, -float("inf"))
         m, u, l = _exponentials(b_s, u_ptr.dtype.element_ty, SUB)        # u = e^(s - m), l = sum u
         p_u = u_ptr + i_h[:, None] * (T * (BN // SUB)) + t * (BN // SUB) + tl.arange(0, BN // SUB)[None, :]
@@ -103,24 +108,64 @@ def _find_in_row(u, thr, BN: tl.constexpr):
     i = tl.where(i < BN, i, tl.max(tl.where(u > 0, o_n, 0), 1))
     return i, tl.maximum(thr - tl.sum(tl.where(o_n == i[:, None], cum - u, 0.), 1), 0.)
 
+# %% ../../kernels/santa.ipynb #e491b387
+@triton.jit
+def _at(u, i, BN: tl.constexpr):
+    "Number i of each row of u [BS, BN]"
+    return tl.sum(tl.where(tl.arange(0, BN)[None, :] == i[:, None], u, 0.), 1)
+
+@triton.jit
+def _in_sum(b_q, p_k, k_n, k_d, unit_ptr, unit_at, unit_n, row, thr, m, first, n, scale,
+            D: tl.constexpr, SUB: tl.constexpr, BD: tl.constexpr):
+    "Key of each threshold among SUB keys from number row on, which are scored again, and its mass e^(s - m)"
+    o_i, o_d = row[:, None] + tl.arange(0, SUB)[None, :], tl.arange(0, BD)
+    at, m_k = (first + o_i).to(tl.int64), o_i < n
+    p_k = p_k + at[:, :, None] * k_n + o_d[None, None, :] * k_d
+    b_k = tl.load(p_k, mask=m_k[:, :, None] & (o_d < D)[None, None, :], other=0.)            # [BS, SUB, BD]
+    b_s = tl.sum(b_k.to(tl.float32) * b_q[None, None, :], 2) * scale                         # [BS, SUB]
+    if unit_ptr is not None: b_s *= tl.load(unit_ptr + unit_at + at * unit_n, mask=m_k, other=0.)
+    u = tl.where(m_k, tl.exp2(b_s - m[:, None]), 0.)
+    i, thr = _find_in_row(u, thr, SUB)
+    return row + i, _at(u, i, SUB)
+
+@triton.jit
+def _from_logarithms(s, mask):
+    "The largest of s, and 2^(s - that), zero where masked"
+    s = tl.where(mask, s, -float("inf"))
+    top = tl.max(s, 0)
+    return top, tl.exp2(s - tl.where(top == -float("inf"), 0., top))
+
+@triton.jit
+def _joined(part_ptr, mass_ptr, begin, P, BP: tl.constexpr, BD: tl.constexpr, MASS: tl.constexpr):
+    "Sum of the parts [BD] of a head in their order, or, where they have masses, their sum over that of the masses"
+    o_p, o_d = tl.arange(0, BP), tl.arange(0, BD)
+    m_p = o_p < P
+    p_part = part_ptr + (begin + o_p)[:, None] * BD + o_d[None, :]
+    parts = tl.load(p_part, mask=m_p[:, None], other=0., cache_modifier=".cg")
+    if MASS:
+        p_mass = mass_ptr + (begin + o_p) * 2
+        top, factor = _from_logarithms(tl.load(p_mass, mask=m_p, other=0., cache_modifier=".cg"), m_p)
+        total = tl.sum(factor * tl.load(p_mass + 1, mask=m_p, other=0., cache_modifier=".cg"), 0)
+        acc = tl.sum(parts * factor[:, None], 0) / total
+    else: acc = tl.sum(parts, 0)
+    return acc
+
 # %% ../../kernels/santa.ipynb #e491b388
 @triton.jit(do_not_specialize=["seed"])
-def _gather_kernel(q_ptr, k_ptr, v_ptr, u_ptr, m_ptr, l_ptr, tile_ptr, thr_ptr, arrived_ptr, part_ptr, out_ptr,
-                   index_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
-                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, out_b, out_h, out_d, N, T, S, P,
-                   SCHEME: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SUB: tl.constexpr,
-                   BS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
-                   SEEDS: tl.constexpr, PDL: tl.constexpr):
+def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, tile_ptr, thr_ptr, arrived_ptr,
+                   part_ptr, mass_ptr, out_ptr, index_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
+                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, code_b, code_g, code_n, code_d,
+                   unit_b, unit_g, unit_n, out_b, out_h, out_d, N, T, S, P, SCHEME: tl.constexpr, G: tl.constexpr,
+                   R: tl.constexpr, D: tl.constexpr, SUB: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+                   BN: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SEEDS: tl.constexpr, MASS: tl.constexpr,
+                   PDL: tl.constexpr):
     bh, i_p = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = bh // (G * R), bh % (G * R)
-    i_bh = bh.to(tl.int64)
+    i_b, i_h, i_bh = bh // (G * R), bh % (G * R), bh.to(tl.int64)
     if seed_ptr is not None: seed = tl.load(seed_ptr).to(tl.int64)
-    own = stream(seed_ptr, seed, i_b, i_h, G * R, SEEDS)
     o_s, o_d = i_p * BS + tl.arange(0, BS), tl.arange(0, BD)
-    x = tl.rand(own, o_s * 0 if SCHEME == "systematic" else o_s)
+    x = tl.rand(stream(seed_ptr, seed, i_b, i_h, G * R, SEEDS), o_s * 0 if SCHEME == "systematic" else o_s)
     first, n = visible(start_ptr, len_ptr, i_b, N)
-    tiles = tl.cdiv(n, BN)
-    m_s = o_s < S
+    tiles, m_s = tl.cdiv(n, BN), o_s < S
     if PDL: gdc_wait()
     w, M = _tile_masses(m_ptr + i_bh * T, l_ptr + i_bh * T, tiles, BT)
     Z = tl.sum(w, 0)
@@ -132,37 +177,40 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, u_ptr, m_ptr, l_ptr, tile_ptr, thr_ptr, 
         thr = (x if SCHEME == "iid" else (o_s.to(tl.float32) + x) / S) * Z
         t, thr = _find_tile(w, cum, thr, BS, BT)
         thr = thr * tl.exp2(M - tl.load(m_ptr + i_bh * T + t))                # from units of e^M to those of the tile
-    o_u = tl.arange(0, BN // SUB)
-    p_u = u_ptr + i_bh * (T * (BN // SUB)) + t[:, None] * (BN // SUB) + o_u[None, :]
+    p_u = u_ptr + i_bh * (T * (BN // SUB)) + t[:, None] * (BN // SUB) + tl.arange(0, BN // SUB)[None, :]
     u = tl.load(p_u).to(tl.float32)                                           # [BS, BN / SUB]
     i, thr = _find_in_row(u, thr, BN // SUB)
     row = t * BN + i * SUB
-    if SUB > 1:                                                               # score the keys of the sum again
-        o_k = row[:, None] + tl.arange(0, SUB)[None, :]
-        p_k = k_ptr + i_b.to(tl.int64) * k_b + (i_h // R).to(tl.int64) * k_g
-        p_k = p_k + (first + o_k).to(tl.int64)[:, :, None] * k_n + o_d[None, None, :] * k_d
-        b_k = tl.load(p_k, mask=(o_k < n)[:, :, None] & (o_d < D)[None, None, :], other=0.)  # [BS, SUB, BD]
-        b_q = tl.load(q_ptr + i_b.to(tl.int64) * q_b + i_h * q_h + o_d * q_d, mask=o_d < D, other=0.)
-        b_s = tl.sum(b_k.to(tl.float32) * b_q.to(tl.float32)[None, None, :], 2) * scale      # [BS, SUB]
+    i_b, i_g = i_b.to(tl.int64), (i_h // R).to(tl.int64)
+    p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
+    if MASS or SUB > 1:
+        b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d * q_d, mask=o_d < D, other=0.).to(tl.float32)
         m = tl.load(m_ptr + i_bh * T + t)
-        row += _find_in_row(tl.where(o_k < n, tl.exp2(b_s - m[:, None]), 0.), thr, SUB)[0]
+    if SUB == 1: mass = _at(u, i, BN)
+    elif code_ptr is None: row, mass = _in_sum(b_q, p_k, k_n, k_d, None, 0, 0, row, thr, m, first, n, scale, D, SUB, BD)
+    else: row, mass = _in_sum(b_q, code_ptr + i_b * code_b + i_g * code_g, code_n, code_d, unit_ptr,
+                              i_b * unit_b + i_g * unit_g, unit_n, row, thr, m, first, n, scale, D, SUB, BD)
     row = tl.minimum(row + first, N - 1)
     if index_ptr is not None: tl.store(index_ptr + i_bh * S + o_s, row, mask=m_s)
-    p_v = v_ptr + i_b.to(tl.int64) * v_b + (i_h // R).to(tl.int64) * v_g
-    p_v = p_v + row.to(tl.int64)[:, None] * v_n + o_d[None, :] * v_d
-    b_v = tl.load(p_v, mask=m_s[:, None] & (o_d < D)[None, :], other=0.)      # [BS, BD]
-    acc = tl.sum(b_v.to(tl.float32), 0)                                       # sum of the rows: no multiplication
+    row, m_v = row.to(tl.int64)[:, None], m_s[:, None] & (o_d < D)[None, :]
+    b_v = tl.load(p_v + row * v_n + o_d[None, :] * v_d, mask=m_v, other=0.).to(tl.float32)   # [BS, BD]
     share = tl.where(Z > 0, 1. / S, float("nan"))
-    p_out = out_ptr + i_b.to(tl.int64) * out_b + i_h * out_h + o_d * out_d
+    if MASS:                                                                  # w = e^s over the mass of the draw
+        b_k = tl.load(p_k + row * k_n + o_d[None, :] * k_d, mask=m_v, other=0.).to(tl.float32)
+        top, w = _from_logarithms(tl.sum(b_k * b_q[None, :], 1) * scale - m - tl.log2(mass), m_s)
+        acc, total, share = tl.sum(w[:, None] * b_v, 0), tl.sum(w, 0), share * S
+        if BP == 1: share /= total
+    else: acc = tl.sum(b_v, 0)                                                # sum of the rows: no multiplication
+    p_out = out_ptr + i_b * out_b + i_h * out_h + o_d * out_d
     if BP == 1: tl.store(p_out, (acc * share).to(out_ptr.dtype.element_ty), mask=o_d < D)
     else:
         tl.store(part_ptr + (i_bh * P + i_p) * BD + o_d, acc)
+        if MASS: tl.store(mass_ptr + (i_bh * P + i_p) * 2, top)
+        if MASS: tl.store(mass_ptr + (i_bh * P + i_p) * 2 + 1, total)
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + bh, 1, sem="acq_rel") == P - 1:        # the last one adds the parts, in order
-            o_p = tl.arange(0, BP)
-            p_part = part_ptr + (i_bh * P + o_p)[:, None] * BD + o_d[None, :]
-            parts = tl.load(p_part, mask=(o_p < P)[:, None], other=0., cache_modifier=".cg")
-            tl.store(p_out, (tl.sum(parts, 0) * share).to(out_ptr.dtype.element_ty), mask=o_d < D)
+            acc = _joined(part_ptr, mass_ptr, i_bh * P, P, BP, BD, MASS)
+            tl.store(p_out, (acc * share).to(out_ptr.dtype.element_ty), mask=o_d < D)
 
 # %% ../../kernels/santa.ipynb #f0062103
 @triton.jit(do_not_specialize=["seed"])
@@ -324,7 +372,7 @@ def launch_settings(
 # %% ../../kernels/santa.ipynb #ca6c37f9
 SCHEMES = "iid", "stratified", "systematic", "proportional", "flash"
 
-def _check(q, samples, scheme, tile, seed, estimate):
+def _check(q, k, samples, scheme, tile, seed, estimate, codes, units, rescore):
     "What the kernels add to the checks of `sparse_nb.santa.santa_decode`."
     if scheme not in SCHEMES: raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
     if samples > 2**16: raise ValueError(f"samples must be at most {2**16}, got {samples}")
@@ -339,6 +387,15 @@ def _check(q, samples, scheme, tile, seed, estimate):
         want, got = (torch.float32, list(q.shape), q.device), (estimate.dtype, list(estimate.shape), estimate.device)
         if want != got: raise ValueError(f"estimate must be {want[0]} {want[1]} on the device of q, {want[2]}, got "
                                          f"{got[0]} {got[1]} on {got[2]}")
+    if (codes is None) != (units is None): raise ValueError("codes and units must be given together, got one of them")
+    if codes is None and rescore: raise ValueError("rescore must be False without codes, got True")
+    if codes is not None:
+        if scheme == "flash": raise ValueError("codes must be None for scheme='flash', got a tensor")
+        if estimate is not None: raise ValueError("codes must be None with an estimate, got a tensor")
+        for name, x, dtype, axes in (("codes", codes, torch.int8, 4), ("units", units, torch.float32, 3)):
+            want, got = (dtype, list(k.shape[:axes]), q.device), (x.dtype, list(x.shape), x.device)
+            if want != got: raise ValueError(f"{name} must be {want[0]} {want[1]} on the device of q, {want[2]}, got "
+                                             f"{got[0]} {got[1]} on {got[2]}")
     if error := refusal(q): raise error
 
 # %% ../../kernels/santa.ipynb #70a87d1c
@@ -360,14 +417,15 @@ def _sizes(q, v, samples, scheme, tile, settings):
     s["wide"] = max(1, s["BT"] // 1024)  # warps that hold the masses of all tiles without spilling
     return s
 
-def _stash_scores(q, k, estimate, s, made, u, m, l, arrived, kv_start, kv_len, scale):
-    "Launch the score pass, or the pass over the features of an estimate of q"
+def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv_len, scale):
+    "Launch the score pass over keys or codes with their units, or the pass over the features of an estimate of q"
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     R = H // G
     if estimate is None:
         relaunch(made, "scores", _score_kernel, (B * G, s["chunks"], 1),
-                 q, k, u, m, l, arrived, kv_start, kv_len, scale,
-                 q.stride(0), q.stride(1), q.stride(3), *k.stride(), N, s["T"], s["chunks"], G, R, D,
+                 q, k, units, u, m, l, arrived, kv_start, kv_len, scale,
+                 q.stride(0), q.stride(1), q.stride(3), *k.stride(), *((0,) * 3 if units is None else units.stride()),
+                 N, s["T"], s["chunks"], G, R, D,
                  s["sub"], s["BR"], s["BN"], s["BD"], s["stages"], s["overlap"],
                  num_warps=s["warps"], num_stages=s["stages"])
         return
@@ -400,14 +458,15 @@ def _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_len, m, 
 def launch(
     q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_len, # as for `decode`, which checks them
     return_index=False, estimate=None,                             # likewise
+    codes=None, units=None, rescore=False,                         # likewise
     **settings,                                                    # in place of those of `launch_settings`
 ) -> tuple:                                                        # output, and key numbers or None
     "Launch the kernels of a scheme."
     kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, _, D), (G, N) = q.shape, v.shape[1:3]
     if estimate is not None: settings["sub"] = 1
-    pointers = layout_of(q, k, v, kv_start, kv_len, seed if isinstance(seed, torch.Tensor) else None)
-    key = q.device, pointers, samples, scheme, tile, return_index, estimate is None, *settings.items()
+    pointers = layout_of(q, k, v, kv_start, kv_len, seed if isinstance(seed, torch.Tensor) else None, codes, units)
+    key = q.device, pointers, samples, scheme, tile, return_index, estimate is None, rescore, *settings.items()
     s, made = _plans.get(key, lambda: _sizes(q, v, samples, scheme, tile, settings))
     T, P, BN, SUB, wide, R = s["T"], s["P"], s["BN"], s["sub"], s["wide"], H // G
     new = functools.partial(torch.empty, device=q.device)
@@ -421,7 +480,7 @@ def launch(
         return out, index
     u = new(B * H, T * BN // SUB, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
     arrived = new(B * H, dtype=torch.int32)
-    _stash_scores(q, k, estimate, s, made, u, m, l, arrived, kv_start, kv_len, scale)
+    _stash_scores(q, k if codes is None else codes, units, estimate, s, made, u, m, l, arrived, kv_start, kv_len, scale)
     tiles = starts = None
     if scheme == "proportional":
         tiles, starts = new(B * H, samples, dtype=torch.int32), new(B * H, samples, dtype=torch.float32)
@@ -429,11 +488,13 @@ def launch(
             m, l, tiles, starts, kv_start, kv_len, seed_ptr, seed, N, T, samples, G, R,
             BT=s["BT"], BN=BN, SEEDS=SEEDS, num_warps=max(4, 2 * wide))
     part = new(B * H, P, s["BD"], dtype=torch.float32) if P > 1 else None
+    mass = new(B * H, P, 2, dtype=torch.float32) if P > 1 and rescore else None
     PDL = s["overlap"] and scheme != "proportional"
     relaunch(made, "draws" if seed < 2**31 else "draws, long seed", _gather_kernel, (B * H, P, 1),
-             q, k, v, u, m, l, tiles, starts, arrived, part, out, index, kv_start, kv_len, seed_ptr, seed, scale,
-             q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), H * D, D, 1,
-             N, T, samples, P, scheme, G, R, D, SUB, s["BS"], s["BT"], BN, s["BD"], s["BP"], SEEDS, PDL,
+             q, k, v, codes, units, u, m, l, tiles, starts, arrived, part, mass, out, index, kv_start, kv_len, seed_ptr,
+             seed, scale, q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
+             *((0,) * 7 if codes is None else (*codes.stride(), *units.stride())), H * D, D, 1,
+             N, T, samples, P, scheme, G, R, D, SUB, s["BS"], s["BT"], BN, s["BD"], s["BP"], SEEDS, rescore, PDL,
              num_warps=max(s["gather_warps"], wide), **(dict(launch_pdl=True) if PDL else {}))
     return out, index
 
@@ -441,13 +502,16 @@ def launch(
 @torch.library.custom_op("sparse_nb::santa_decode", mutates_args=())
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, samples: int, scheme: str, tile: int,
         seed: torch.Tensor | None, number: int, scale: float | None,
-        kv_start: torch.Tensor | None, kv_len: torch.Tensor | None, estimate: torch.Tensor | None) -> torch.Tensor:
+        kv_start: torch.Tensor | None, kv_len: torch.Tensor | None, estimate: torch.Tensor | None,
+        codes: torch.Tensor | None = None, units: torch.Tensor | None = None, rescore: bool = False) -> torch.Tensor:
     seed = number if seed is None else seed
     with torch.cuda.device_of(q):
-        return launch(q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_len, estimate=estimate)[0]
+        return launch(q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_len, estimate=estimate,
+                      codes=codes, units=units, rescore=rescore)[0]
 
 @_op.register_fake
-def _(q, k, v, samples, scheme, tile, seed, number, scale, kv_start, kv_len, estimate):
+def _(q, k, v, samples, scheme, tile, seed, number, scale, kv_start, kv_len, estimate, codes=None, units=None,
+      rescore=False):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 # %% ../../kernels/santa.ipynb #e2787977
@@ -464,6 +528,9 @@ def decode(
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     estimate: torch.Tensor | None = None, # float32 [B, H, 1, D], takes the place of q in the scores; not for flash
+    codes: torch.Tensor | None = None,    # int8 [B, G, N, D], scored in place of k, see `Int8Keys`; not for flash
+    units: torch.Tensor | None = None,    # float32 [B, G, N]: a key is about its unit times its codes
+    rescore: bool = False,                # score the drawn keys again, from k, and weigh their values by the quotient?
     return_index: bool = False,           # also return the keys that were drawn? Not under torch.compile
 ):                                        # [B, H, 1, D] in the dtype of q, or a pair of that and key numbers
     """The kernels behind `sparse_nb.santa.santa_decode`, which checks the tensors.
@@ -472,18 +539,18 @@ def decode(
     whole group are not read. Key numbers are [B, H, 1, L], int32, -1 in unused slots. A head whose scores are all -inf,
     or hold NaN or +inf, gives NaN. Raises TypeError or ValueError for what has no kernel: dtype, size, device, setting.
     """
-    _check(q, samples, scheme, tile, seed, estimate)
-    rest = scale, kv_start, kv_len
+    _check(q, k, samples, scheme, tile, seed, estimate, codes, units, rescore)
+    rest, stored = (scale, kv_start, kv_len), (estimate, codes, units, rescore)
     if torch.compiler.is_compiling() and not return_index:
         pair = (seed, 0) if isinstance(seed, torch.Tensor) else (None, seed)
-        return _op(q, k, v, samples, scheme, tile, *pair, *rest, estimate)
+        return _op(q, k, v, samples, scheme, tile, *pair, *rest, *stored)
     with torch.cuda.device_of(q):
-        out, index = launch(q, k, v, samples, scheme, tile, seed, *rest, return_index, estimate)
+        out, index = launch(q, k, v, samples, scheme, tile, seed, *rest, return_index, *stored)
     return (out, index) if return_index else out
 
 # %% ../../kernels/santa.ipynb #817ee3dc
 _TYPES = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16") | dict(u_ptr="fp16") \
-    | dict.fromkeys(("arrived_ptr", "feature_ptr", "count_ptr", "tile_ptr", "index_ptr"), "i32") \
+    | dict.fromkeys(("arrived_ptr", "feature_ptr", "count_ptr", "tile_ptr", "index_ptr"), "i32") | dict(code_ptr="i8") \
     | dict.fromkeys(("start_ptr", "len_ptr", "seed_ptr"), "i64")
 
 def _variants(n, capability):
@@ -492,17 +559,21 @@ def _variants(n, capability):
     s = launch_settings(q, k, 128)
     tiles = lambda size: max(32, triton.next_power_of_2(triton.cdiv(n, size)))
     wide, slots = max(1, tiles(s["BN"]) // 1024), {"tile_ptr", "thr_ptr"}
-    optional, gather_warps = slots | {"start_ptr", "len_ptr", "seed_ptr", "index_ptr"}, max(s["gather_warps"], wide)
+    exact = {"code_ptr", "unit_ptr", "mass_ptr"}
+    slots, gather_warps = slots | exact, max(s["gather_warps"], wide)
+    optional = slots | {"start_ptr", "len_ptr", "seed_ptr", "index_ptr"}
     base = dict(G=8, R=4, D=128, BR=16, BD=128, SUB=s["sub"], BN=s["BN"], BS=s["BS"], BT=tiles(s["BN"]),
                 BP=triton.next_power_of_2(triton.cdiv(128, s["BS"])), STAGES=s["stages"], SEEDS=False,
-                PDL=capability >= 90, SCHEME="systematic")
+                PDL=capability >= 90, SCHEME="systematic", MASS=False, code_d=1, unit_n=1)
     tiled = base | dict(BN=128, BT=tiles(128), PDL=False)
     proportional, features = tiled | dict(SCHEME="proportional"), base | dict(SUB=1, BR=4, BF=8)
     return (
         ("scores", _score_kernel, base, optional, s["warps"]),
+        ("scores, int8", _score_kernel, base, optional - exact, s["warps"]),
         ("gather", _gather_kernel, base, optional, gather_warps),
+        ("gather, int8, rescored", _gather_kernel, base | dict(MASS=True), optional - exact, gather_warps),
         ("gather, ragged batch, device seed, index", _gather_kernel, base, slots, gather_warps),
-        ("gather, proportional", _gather_kernel, proportional, optional - slots, gather_warps),
+        ("gather, proportional", _gather_kernel, proportional, optional - {"tile_ptr", "thr_ptr"}, gather_warps),
         ("budgets, proportional", _budget_kernel, tiled, (), max(4, 2 * wide)),
         ("flash", _flash_kernel, tiled | dict(DTYPE=tl.float16, BS=16), (), 2),
         ("merge, flash", _merge_kernel, tiled | dict(BP=64, BW=32), (), max(4, wide)),
@@ -522,6 +593,7 @@ def resource_usage(
             if used in seen: continue  # the same code as for fewer keys
             seen.add(used)
             types = _TYPES | (dict(q_ptr="fp32") if kernel is _feature_kernel else {})
+            if name == "scores, int8": types["k_ptr"] = "i8"
             counted = compiled_usage(kernel, constants | dict.fromkeys(absent), types, capability, warps)
             rows.append(dict(capability=capability, kernel=name, n=n, warps=warps) | counted)
     return rows

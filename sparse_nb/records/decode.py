@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -23,22 +24,27 @@ from ..bench import (
 from ..plots import SERIES, palette
 from .recorder import machine, need_gpu, read_record, record_path, recorded, write_record
 from ..rivals import DENSE, Contender, build_flashinfer
-from ..santa import santa_decode
+from ..santa import Santa, santa_decode
 
 # %% ../../kernels/records/decode.ipynb #810eea8b
 def contenders(
-    samples: int = 128, # of the systematic and the proportional scheme; flash draws 16 times as many
+    samples: int = 128, # of all but flash, which draws 16 times as many; keys of eight bits are drawn systematically
 ) -> dict:              # name -> Contender
     "What `sparse-nb bench decode` measures, rivals first."
-    def santa(scheme, samples, moved):
-        def decode(case, backend):
-            return santa_decode(case.q, case.k, case.v, samples=samples, scheme=scheme, backend=backend, seed=case.seed)
-        return Contender(build=lambda case: {"triton": lambda: decode(case, "triton")},
-                         bytes=lambda **sizes: moved(samples=samples, **sizes),
-                         samples=samples, reference=lambda case: decode(case, "torch"))
-    schemes = {"systematic": (samples, santa_bytes), "proportional": (samples, santa_bytes),
-               "flash": (16 * samples, flash_bytes)}
-    return DENSE | {f"santa_{scheme}": santa(scheme, *how) for scheme, how in schemes.items()}
+    def santa(samples, moved=santa_bytes, **settings):
+        def decode(case, backend, state=None):
+            return santa_decode(case.q, case.k, case.v, samples=samples, backend=backend, seed=case.seed, state=state,
+                                **settings)
+        def build(case):
+            state = Santa(samples, **settings).new_state()
+            if state is not None: state.append(case.k, case.v)  # the cache has it from the steps before
+            return {"triton": lambda: decode(case, "triton", state)}
+        return Contender(build=build, bytes=lambda **sizes: moved(samples=samples, **sizes), samples=samples,
+                         reference=lambda case: decode(case, "torch"))
+    found = {scheme: santa(samples, scheme=scheme) for scheme in ("systematic", "proportional")}
+    found["flash"] = santa(16 * samples, flash_bytes, scheme="flash")
+    found |= {keys: santa(samples, partial(santa_bytes, keys=keys), keys=keys) for keys in ("int8", "rescored")}
+    return DENSE | {f"santa_{name}": contender for name, contender in found.items()}
 
 # %% ../../kernels/records/decode.ipynb #02c84e0b
 FIELDS = ("method", "variant", "n", "B", "H", "G", "D", "dtype", "samples", "mode", "median_us", "q1_us", "q3_us",
@@ -283,7 +289,8 @@ def record(
         return bench_decode(out=out, quick=quick, command="sparse-nb record decode" + " --quick" * quick, say=say)
     known, protocol = contenders(samples=8), Protocol(warmup=1, runs=2, buffer_mb=1)
     case = Case(SHAPES["pocket"], 128, dtype=torch.float32, device="cpu")
-    rows = measure(case, {x: known[x] for x in ("sdpa_flash", "santa_systematic")}, protocol, say=say)
+    few = "sdpa_flash", "santa_systematic", "santa_int8", "santa_rescored"
+    rows = measure(case, {x: known[x] for x in few}, protocol, say=say)
     meta = machine("cpu") | dict(protocol=asdict(protocol), command="sparse-nb record decode --quick")
     return write_record(out, meta, rows)
 
@@ -292,6 +299,8 @@ _LOOK = { # label, colour, dashes, marker
     "santa_systematic": ("SANTA systematic", palette("schemes")["systematic"], "-", "o"),
     "santa_proportional": ("SANTA proportional", palette("schemes")["proportional"], "--", "s"),
     "santa_flash": ("SANTA flash", palette("schemes")["flash"], "-.", "D"),
+    "santa_int8": ("SANTA, int8 keys", SERIES[1], "-", "p"),
+    "santa_rescored": ("SANTA, int8 keys rescored", SERIES[2], "--", "h"),
     "flashinfer": ("FlashInfer", palette("contenders")["flashinfer"], "-", "v"),
     "flashinfer_tc": ("FlashInfer, tensor cores", palette("contenders")["flashinfer_tc"], "--", "^"),
     "sdpa_flash": ("SDPA flash", palette("contenders")["sdpa_flash"], "-", "P"),
