@@ -257,7 +257,7 @@ class Setting(NamedTuple):
         return Grid(self.model, [task], [self.length], {}, prompts=prompts, seed=seed, chat=False)
 
 POCKET = Setting("pocket", "frequent_words:ratio=3", "multivalue", mean=6, steps=80, train=64)
-WITNESS = Setting("witness", "multikey:keys=2", "kv", mean=4, steps=120, train=320, each=32, least=16)
+WITNESS = Setting("witness", "multikey:keys=2", "needle", mean=4, steps=120, train=320, each=32, least=16)
 
 def layer_traces(
     worker: Worker,
