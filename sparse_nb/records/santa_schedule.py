@@ -96,10 +96,6 @@ def batches(
             found.append(Batch(seeds[i:i + each], some, prompt, cache))
     return found
 
-# %% ../../kernels/records/santa_schedule.ipynb #22c24d36
-#| export
-
-
 # %% ../../kernels/records/santa_schedule.ipynb #aa5c502f
 def sampled_values(
     q: torch.Tensor,      # queries of each schedule [s, b, H, T, D]
