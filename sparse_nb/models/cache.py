@@ -91,10 +91,11 @@ class StatefulDynamicLayer(_Growing, DynamicLayer): "A growing layer with a stat
 class StatefulStaticLayer(StatefulLayer, StaticLayer):
     """A layer of a fixed size with a state, which gets that size, too, once it has heard a prompt.
 
-    From then on `buffers` holds all its tensors, at addresses that a captured graph may keep.
+    From then on no tensor of the state moves, and `heard` names it to a captured graph.
     """
-    buffers = ()
-    living = weakref.WeakSet() # layers with a fixed state
+    heard, turns = None, False              # how many keys a fixed state knows [1]; does it hear of any before RoPE?
+    places = {}                             # where tensors lie -> `heard` of the layers that had theirs there
+    living = weakref.WeakValueDictionary()  # address of `heard` -> layer with a fixed state
 
     def hear(self, keys, values, new=0, fix=True, **heard):
         "As `StatefulLayer.hear`; `fix`: may the state be fixed?"
@@ -103,12 +104,12 @@ class StatefulStaticLayer(StatefulLayer, StaticLayer):
             known = self.known()
             if new == 1 and known == length - 1: return self.put(keys, values, self.heard.clone(), **heard)
             self.state.free(known, keys)
+            self.heard = None
         super().hear(keys, values, new, **heard)
         if not (fix and length and self.state.fixes): return
         self.state.fix(self.max_cache_len)
         if self.state.fixed: self.state.look_at(keys, values)
-        with torch.inference_mode(False): self.heard = torch.full((1,), length, device=keys.device)
-        self.note_buffers()
+        self.settle(length)
 
     def known(self):
         "As `StatefulLayer.known`; a GPU is waited for."
@@ -117,31 +118,48 @@ class StatefulStaticLayer(StatefulLayer, StaticLayer):
     def put(self, keys, values, at, **heard):
         "Tell the fixed state of one new key, number `at` [1] of `keys`, which may be longer."
         self.state.put(keys, values, at, **heard)
-        self.heard.copy_(at + 1)
+        torch.add(at, 1, out=self.heard)
 
-    def note_buffers(self):
-        "Say anew where the tensors lie."
-        self.buffers = [self.heard, *self.state.buffers()] if self.state.fixed else ()
-        for x in self.buffers: torch._dynamo.mark_static_address(x)
-        self.living.add(self)
+    @torch.inference_mode(False)
+    def settle(
+        self,
+        length, # keys that the state knows, an int or [1]
+    ):
+        "Take the `heard` that stands for the places of the state's tensors, if it is fixed."
+        self.heard = None
+        if not self.state.fixed: return
+        tensors = self.state.buffers()
+        where = tuple((x.device, x.dtype, x.shape, x.stride(), x.data_ptr()) for x in tensors)
+        if where not in self.places:  # it is never given back: a graph may know it
+            self.places[where] = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
+            torch._dynamo.mark_static_address(self.places[where])
+        self.heard, self.turns = self.places[where], bool({"k_before", "q_before"} & set(self.state.hears))
+        self.heard.copy_(torch.as_tensor(length))
+        self.living[self.heard.data_ptr()] = self
 
     def pick_rows(self, pick):
         "As `StatefulLayer.pick_rows`."
+        known = self.heard
         super().pick_rows(pick)
-        self.note_buffers()
+        self.settle(known)
 
     def reset(self):
         "As transformers has it, for the state, too."
         super().reset()
-        self.buffers = ()
+        self.heard = None
+
+    def __deepcopy__(self, memo):
+        new, known = super().__deepcopy__(memo), self.heard
+        new.settle(known)
+        return new
 
 # %% ../../nbs/73_cache.ipynb #7c0de003
 def layer_of(
-    buffers, # of a layer, or the same tensors under another name
+    heard, # of a layer, or the same tensor under another name; or None
 ) -> StatefulStaticLayer:
-    "The layer whose state lies there. ValueError where there is none."
-    for x in StatefulStaticLayer.living if buffers else ():
-        if x.buffers and x.buffers[0].data_ptr() == buffers[0].data_ptr(): return x
+    "The layer whose `heard` it is. ValueError where there is none."
+    found = None if heard is None else StatefulStaticLayer.living.get(heard.data_ptr())
+    if found is not None and found.heard is not None and found.heard.data_ptr() == heard.data_ptr(): return found
     raise ValueError("cache must keep an index of a fixed length in a compiled step, got a layer without one: its "
                      "prompt was read in another session, or its index can only grow")
 
