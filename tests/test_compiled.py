@@ -33,6 +33,8 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
            VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)),
            Then(Quest(budget=12, page=4), Santa(samples=8)),
            SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0),
+           *(SketchWalk(4, 0.4, x, dense_layers=0, **y) for x, y in (("fine4", dict(walk="softmax")), (
+               "mean", dict(walk="renormalised", heads="each")), ("mean", dict(walk="softmax", power="matrix", degree=2)))),
            Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL),
            H2O(budget=12, recent=4), SnapKV(budget=16, window=4, heads="each")]
 
