@@ -8,9 +8,9 @@ __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method',
            'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
            'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'heard_of',
            'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'note_request', 'begin_pass',
-           'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register',
-           'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override',
-           'capture']
+           'check_reached', 'Turn', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse',
+           'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured',
+           'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -646,7 +647,7 @@ def heard_of(dispatch, layer, call, newest, angles):
     turn = turn_back(dispatch, call.module, dict(position_embeddings=angles), layer.state)
     if turn is None: return heard
     if "q_before" in hears: heard["q_before"] = turn(call.query)
-    if "k_before" in hears: heard["k_before"] = turn(call.key.index_select(2, newest))
+    if "k_before" in hears: heard["k_before"] = turn if layer.state.turns else turn(call.key.index_select(2, newest))
     return heard
 
 def compiled_step(
@@ -786,6 +787,13 @@ def check_reached(dispatch, module, args, out):
     if dispatch.thread.forward.reached: return
     raise ValueError(f"model must look its attention up by name, to have it replaced, got {kind_of(module)}")
 
+class Turn(NamedTuple):
+    "Takes keys or queries of a pass back to before their rotary embedding."
+    position_embeddings: object # that they were rotated with
+    rotation: object            # of their layer, from `rotation_of`
+
+    def __call__(self, x): return unrotate(x, self.position_embeddings, self.rotation)
+
 def turn_back(dispatch, module, kwargs, state):
     "What takes queries and keys of this pass to before RoPE; None where that is not to be had and `state` spares it"
     if module not in dispatch.rotations:
@@ -794,7 +802,7 @@ def turn_back(dispatch, module, kwargs, state):
             if not state.spares: raise
             dispatch.rotations[module] = "unknown"
     if (rotation := dispatch.rotations[module]) == "unknown": return None
-    return functools.partial(unrotate, position_embeddings=kwargs["position_embeddings"], rotation=rotation)
+    return Turn(kwargs["position_embeddings"], rotation)
 
 def adopt_cache(dispatch, method, away, decodes, names, module, args, kwargs):
     "A layer with an index or in host memory is called: let its cache keep them"

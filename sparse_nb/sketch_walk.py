@@ -577,7 +577,7 @@ class Blocks(Packed):
         super().fix(capacity)
         if not self.fixed: return
         self.grown, self.followed, self.awaits = grown, False, False
-        if self.packed is None and not (self.kernels and HAS_TRITON and self.rows.is_cuda): return
+        if self.packed is None and not (self.kernels and has_kernels(self.tail[:, :, :1])): return
         with torch.inference_mode(False): self.pack_all(self.tail.shape[3], self.rows.shape[2])
         self.followed = self.kernels
 

@@ -571,6 +571,7 @@ class State(FixedLength):
     # what it wants beside k and v: "shown", "q", "scale" (of the scores), "k_before" or "q_before"
     hears: ClassVar[tuple[str, ...]] = ()
     spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
+    turns: ClassVar[bool] = False         # does `put` turn keys back by itself, given for k_before what does that?
 
     def settings(self) -> dict:
         "What tells this kind of index from another: its attributes. What follows the keys lives in slots."
