@@ -42,11 +42,11 @@ from .core.streams import fold_in
 from .crossover import crossover_keys
 from .metrics import relative_error
 from .models.cache import (
-    HostLayer, StatefulStaticLayer, fork_cache, keep_state, layer_of, offload)
+    HostLayer, StatefulStaticLayer, fork_cache, heard_one_more, keep_state, layer_of, offload)
 from .models.capturing import Captured, capture, check_ids
 from .models.override import (
     attention_configs, attention_override, check_evaluates, check_replaceable, kind_of, modeling_files, own_attention)
-from .models.rotation import rotation_of, unrotate
+from .models.rotation import as_complex, rotation_of, unrotate
 from .models.view import View, prompt_view, shown_places, view_of
 
 _all_ = ["Captured", "attention_override", "capture"]
@@ -364,7 +364,8 @@ class PerThread(threading.local):
     "The forward pass that a thread is in."
     def __init__(self):
         self.forward, self.logits_kept, self.reading = ForwardPass(), 0, False
-        self.walks, self.shared = {}, None  # of a compiled step: where walks stand, and what its layers share
+        # of a compiled step: where walks stand, what its layers share, cache layers whose index has heard of a key
+        self.walks, self.shared, self.told = {}, None, []
 
 # %% ../nbs/70_hf.ipynb #a8a507fb
 def decoded_queries(
@@ -678,20 +679,25 @@ def compiled_step(
 def shared_in_graph(
     dispatch: Dispatch,
     call: Call,
-    fresh: bool, # as in `step`
+    newest,      # as in `step`
+    fresh: bool, # likewise
 ):
     """What layers that are given the same bounds, streams and angles work out once, up to the last of them.
 
-    After that nothing is held: it may lie in the memory of a graph.
+    After that nothing is held: it may lie in the memory of a graph. The last also says to the others' indexes how many
+    keys they have heard of.
     """
     thread, own = dispatch.thread, has_kernels(call.query)
     served = [i for i, m in dispatch.modules.items() if not has_window(m)
               and (at_layer(dispatch.decode, i) is not None or own and i in dispatch.exact)]
+    if call.layer == min(served, default=call.layer): thread.told = []
     if fresh or thread.shared is None: thread.shared = Step()
+    last = call.layer >= max(served, default=0)
     try:
         with thread.shared: yield
+        if last: heard_one_more(thread.told, newest)
     finally:
-        if call.layer >= max(served, default=0): thread.shared = None
+        if last: thread.shared, thread.told = None, []
 
 def decoded_in_graph(
     dispatch: Dispatch,
@@ -710,7 +716,8 @@ def decoded_in_graph(
     if keeps_state(keeper):
         kept = layer_of(heard)
         told = heard_of(dispatch, kept, call, newest, angles)
-        kept.put(k, v, newest, **told)
+        kept.state.put(k, v, newest, **told)
+        dispatch.thread.told.append(kept)
         known = dict(state=kept.state) | {x: told[x] for x in told if x == "q_before"}
     if method is None: return Exact().decode(q, k, v, **settings)
     if walks_layers(method):
@@ -748,7 +755,7 @@ def step(
     if not exact and (why := no_graph(method)):
         raise ValueError(f"decode must be a method that a graph can hold, got {method!r}: {why}")
     call = Call(module, query, key, value, None, dict(scaling=scale))
-    with shared_in_graph(dispatch, call, fresh):
+    with shared_in_graph(dispatch, call, newest, fresh):
         return decoded_in_graph(dispatch, None if exact else method, call, (start, stop, newest), seed, heard, angles)
 
 @step.register_fake
@@ -792,7 +799,10 @@ class Turn(NamedTuple):
     position_embeddings: object # that they were rotated with
     rotation: object            # of their layer, from `rotation_of`
 
-    def __call__(self, x): return unrotate(x, self.position_embeddings, self.rotation)
+    def __call__(self, x):
+        angles = self.position_embeddings
+        if not isinstance(angles, torch.Tensor): angles = once(lambda: as_complex(angles), "angles", *angles)
+        return unrotate(x, angles, self.rotation)
 
 def turn_back(dispatch, module, kwargs, state):
     "What takes queries and keys of this pass to before RoPE; None where that is not to be had and `state` spares it"

@@ -1,5 +1,6 @@
 "A step that transformers compiles: every method in one graph, with the tokens it writes otherwise."
 import sys
+from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 from sparse_nb.attention import Streaming, TopK, TopP, Uniform
@@ -16,6 +18,7 @@ from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG,
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.core.methods import CLASSES, method_class, own_arguments
+from sparse_nb import hf
 from sparse_nb.hf import no_graph, sparsify
 from sparse_nb.lsh import KDEformer, Reformer
 from sparse_nb.saap import Saap
@@ -250,3 +253,62 @@ def test_a_gpu_replays_one_graph(method):
             got = model.generate(**inputs, **settings, cache_implementation="static",
                                  compile_config=transformers.CompileConfig(fullgraph=True))
             assert torch.equal(got, want)
+
+
+# what a compiled step does on a GPU: counted here, where kernels are as good as there, but launch nothing
+
+class Launches(TorchDispatchMode):
+    "Counts operations that a GPU would have a kernel for: not views, not memory."
+    memory = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "promote_types",
+              "_unsafe_view"}
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        where = lambda xs: {x.untyped_storage().data_ptr() for x in tree_leaves(xs) if isinstance(x, torch.Tensor)}
+        aliases = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
+        if name not in self.memory and not (aliases and where(out) <= where(args)): self.found[name] += 1
+        return out.zero_() if "empty" in name else out  # what a kernel would write
+
+def launched(model, method, monkeypatch, steps=2, prompt=40):
+    """For each layer of each step what it does, as (name, times), and how many tensors the graph of the step is given.
+
+    Two sequences, the second padded, in a static cache.
+    """
+    from triton.runtime.jit import JITFunction
+    from sparse_nb.kernels import common
+    counting, found, given = [], [], []
+    def run(self, *args, **options):
+        if counting: counting[-1].found[self.__name__] += 1
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(common.INTERPRETED, "value", True)
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("sparse_nb"): continue
+        if hasattr(module, "on_cpu_eagerly"): monkeypatch.setattr(module, "on_cpu_eagerly", lambda x: False)
+        if hasattr(module, "has_kernels"): monkeypatch.setattr(module, "has_kernels", lambda q: not common.refusal(q))
+    decode = hf.decoded_in_graph
+    def decoded(*args):
+        with Launches() as mode:
+            counting.append(mode)
+            try: out = decode(*args)
+            finally: counting.pop()
+        found.append(mode.found)
+        return out
+    monkeypatch.setattr(hf, "decoded_in_graph", decoded)
+    def backend(graph, inputs):
+        given.append(len(inputs))
+        return graph
+    forget(model)
+    ids, mask = torch.randint(3, 64, (2, prompt)), (torch.arange(prompt) >= torch.tensor([[0], [5]])).long()
+    with torch.no_grad(), sparsify(model, decode=method):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=128)
+        with Launches(): model(ids, attention_mask=mask, past_key_values=cache)
+        call = torch.compile(model, backend=backend, fullgraph=True)
+        for i in range(steps):
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+            call(ids[:, :1], attention_mask=mask, past_key_values=cache, position_ids=mask.sum(1, keepdim=True) - 1)
+    layers = model.config.num_hidden_layers
+    return [found[i:i + layers] for i in range(0, len(found), layers)], given[0]
