@@ -1,7 +1,9 @@
 "A step that transformers compiles: every method in one graph, with the tokens it writes otherwise."
+import copy
+import gc
 import sys
 from collections import Counter
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +19,7 @@ from sparse_nb.attention import Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
-from sparse_nb.core.methods import CLASSES, method_class, own_arguments
+from sparse_nb.core.methods import CLASSES, Exact, method_class, own_arguments
 from sparse_nb import hf
 from sparse_nb.hf import no_graph, sparsify
 from sparse_nb.lsh import KDEformer, Reformer
@@ -228,6 +230,87 @@ def test_a_second_turn_goes_on_with_the_cache(llama):
             got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())
         assert torch.equal(got, want)
 
+class Conversation:
+    "The same tokens in a static cache, whose steps are compiled, and in one that grows."
+    def __init__(self, model, room=64):
+        self.model, self.ids = model, None
+        self.static = transformers.StaticCache(config=model.config, max_cache_len=room)
+        self.grows = transformers.DynamicCache(config=model.config)
+
+    def goes_on(self, ids):
+        self.ids = ids if self.ids is None else torch.cat([self.ids, ids], 1)
+        step = torch.compile(self.model, backend="eager", fullgraph=True) if ids.shape[1] == 1 else self.model
+        given = dict(attention_mask=torch.ones_like(self.ids), logits_to_keep=1)
+        with torch.no_grad():
+            got = step(ids, past_key_values=self.static, **given).logits
+            want = self.model(ids, past_key_values=self.grows, **given).logits
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+    def copied(self):
+        other = copy.copy(self)
+        other.static, other.grows = copy.deepcopy((self.static, self.grows))
+        return other
+
+    def reordered(self, rows):
+        for cache in (self.static, self.grows): cache.reorder_cache(rows)
+        self.ids = self.ids[rows]
+
+INDEXED = [Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4), Saap(budget=8, **SMALL),
+           H2O(budget=12, recent=4), SketchWalk(4, 0.4, dense_layers=0),
+           SketchWalk(4, 0.4, walk="softmax", dense_layers=0), DoubleSparsity(budget=12, channels=4)]
+
+@pytest.fixture
+def places(monkeypatch):
+    """What CUDA graphs rest on: of an index they are given one tensor, and where that lies as it lay once, all others do.
+
+    For each address of the first where the others lay, whichever cache they were of.
+    """
+    seen, find = {}, hf.layer_of
+    def found(heard):
+        layer = find(heard)
+        where = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in layer.state.buffers()]
+        assert seen.setdefault(heard.data_ptr(), where) == where
+        assert all(x.data_ptr() != heard.data_ptr() for x in layer.state.buffers())
+        return layer
+    monkeypatch.setattr(hf, "layer_of", found)
+    return seen
+
+@pytest.mark.parametrize("method", INDEXED, ids=lambda m: repr(m)[:40])
+def test_graphs_tell_caches_apart(llama, method, places):
+    "Two in turn, a third in the memory of one that is gone, one that is used anew, copies, and beams."
+    forget(llama)
+    g = torch.Generator().manual_seed(0)
+    some = lambda n: torch.randint(3, 64, (2, n), generator=g)
+    def steps(*talks, n=2):
+        for _ in range(n):
+            for talk in talks: talk.goes_on(some(1))
+    with sparsify(llama, decode=method, seed=3):
+        one, two = Conversation(llama), Conversation(llama)
+        for talk, length in ((one, 20), (two, 33)): talk.goes_on(some(length))
+        steps(one, two)
+        known = len(places)
+        for length in (20, 33, 17, 20):
+            del one
+            gc.collect()
+            one = Conversation(llama)
+            one.goes_on(some(length))
+            steps(two, one)
+        wide = Conversation(llama, 80)
+        wide.goes_on(some(30))
+        steps(one, wide, two)
+        one.static.reset()
+        one.ids, one.grows = None, transformers.DynamicCache(config=llama.config)
+        one.goes_on(some(25))
+        steps(one, two)
+        other = one.copied()
+        steps(other, one, two)
+        del one
+        other.reordered(torch.tensor([1, 0]))
+        steps(other, two)
+        other.goes_on(some(5))  # a second turn
+        steps(other)
+    assert known == 4 and len(places) >= 8  # two layers each; malloc may give back the places that were
+
 FREE = dict.fromkeys(("clusters", "kmeans", "iterations", "seed", "before_rope"))  # the partition says it
 ON_A_GPU = [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64), Quest(budget=64),
             Adamas(budget=64), DoubleSparsity(budget=64), HashAttention(budget=64), MagicPIG(bits=4, tables=16),
@@ -274,7 +357,7 @@ class Launches(TorchDispatchMode):
         return out.zero_() if "empty" in name else out  # what a kernel would write
 
 def launched(model, method, monkeypatch, steps=2, prompt=40):
-    """For each layer of each step what it does, as (name, times), and how many tensors the graph of the step is given.
+    """For each step what each layer does, name by name, and how many tensors the graph of a step is given.
 
     Two sequences, the second padded, in a static cache.
     """
@@ -289,15 +372,16 @@ def launched(model, method, monkeypatch, steps=2, prompt=40):
         if not name.startswith("sparse_nb"): continue
         if hasattr(module, "on_cpu_eagerly"): monkeypatch.setattr(module, "on_cpu_eagerly", lambda x: False)
         if hasattr(module, "has_kernels"): monkeypatch.setattr(module, "has_kernels", lambda q: not common.refusal(q))
-    decode = hf.decoded_in_graph
-    def decoded(*args):
+    shared = hf.shared_in_graph
+    @contextmanager
+    def counted(*args):  # around all that the operation of a layer does
         with Launches() as mode:
             counting.append(mode)
-            try: out = decode(*args)
+            try:
+                with shared(*args): yield
             finally: counting.pop()
         found.append(mode.found)
-        return out
-    monkeypatch.setattr(hf, "decoded_in_graph", decoded)
+    monkeypatch.setattr(hf, "shared_in_graph", counted)
     def backend(graph, inputs):
         given.append(len(inputs))
         return graph
@@ -312,3 +396,29 @@ def launched(model, method, monkeypatch, steps=2, prompt=40):
             call(ids[:, :1], attention_mask=mask, past_key_values=cache, position_ids=mask.sum(1, keepdim=True) - 1)
     layers = model.config.num_hidden_layers
     return [found[i:i + layers] for i in range(0, len(found), layers)], given[0]
+
+@pytest.fixture(scope="module")
+def bfloat():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=256, num_hidden_layers=3)  # heads of 64 numbers
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL_MODEL | sizes)).eval().bfloat16()
+
+SAAP = dict(sinks=2, window=8, clusters=4)
+GIVEN = 43 # tensors: weights, keys and values, what the step is asked
+EACH_LAYER = [  # what the first layer of a step does, what the others do; the last says how many keys were heard: 2 more
+    (Exact(), 2, 2), (Streaming(sinks=4, window=16), 16, 2), (TopK(budget=16), 20, 9), (Santa(samples=16), 2, 2),
+    (VAttention(sinks=4, window=4, topk=4, base=16), 69, 64), (Saap(budget=8, **SAAP), 5, 5),
+    (Saap(probes=1, tail="drop", before_rope=False, **SAAP), 5, 5), (Saap(budget=8, router="centroid", **SAAP), 14, 11),
+    (SketchWalk(32, 0.4, dense_layers=0), 6, 6), (SketchWalk(32, 0.4, heads="each", dense_layers=0), 7, 7),
+    (SketchWalk(32, 0.4, "mean", dense_layers=0), 6, 6), (SnapKV(budget=16, window=4), 17, 17)]
+
+@pytest.mark.parametrize("method, first, others", EACH_LAYER, ids=lambda x: repr(x)[:50])
+def test_what_a_layer_of_a_compiled_step_does(bfloat, method, first, others, monkeypatch):
+    "No more than this many launches, from the first step on, which a graph may be captured at."
+    pytest.importorskip("triton")
+    steps, given = launched(bfloat, method, monkeypatch)
+    keeps = hf.keeps_state(method)
+    for step in steps:
+        assert [x.total() for x in step] == [first, others, others + 2 * keeps], step
+    assert given == GIVEN + 3 * keeps  # of all that an index is made of one tensor a layer
+
