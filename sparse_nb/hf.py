@@ -6,11 +6,11 @@
 __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method', 'by_layer', 'keeps_state', 'walks_layers',
            'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call', 'ForwardPass',
            'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
-           'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'heard_of',
+           'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'Turn', 'heard_of',
            'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'note_request', 'begin_pass',
-           'check_reached', 'Turn', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse',
-           'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured',
-           'attention_override', 'capture']
+           'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register',
+           'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override',
+           'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -639,6 +639,16 @@ def no_graph(
     if getattr(method, "waits", False): return f"{type(method).__name__} waits for the GPU in every step"
     return next((why for m in inner if (why := no_graph(m))), None)
 
+class Turn(NamedTuple):
+    "Takes keys or queries of a pass back to before their rotary embedding."
+    position_embeddings: object # that they were rotated with
+    rotation: object            # of their layer, from `rotation_of`
+
+    def __call__(self, x):
+        angles = self.position_embeddings
+        if not isinstance(angles, torch.Tensor): angles = once(lambda: as_complex(angles), "angles", *angles)
+        return unrotate(x, angles, self.rotation)
+
 def heard_of(dispatch, layer, call, newest, angles):
     "What the state of a cache layer hears of the key number `newest` [1] of a compiled step, and the query before RoPE"
     hears, heard = layer.state.hears, {}
@@ -675,6 +685,7 @@ def compiled_step(
                call.layer, call.options.get("scaling"), exact, fresh)
     return out.transpose(1, 2)
 
+# %% ../nbs/70_hf.ipynb #25328bc7
 @contextmanager
 def shared_in_graph(
     dispatch: Dispatch,
@@ -726,7 +737,6 @@ def decoded_in_graph(
         known["step"] = walks.setdefault(walk_of(method), method.new_step())
         if call.layer == max(along): walks.clear()
     return method.decode(q, k, v, seed=seed, **settings, **known)
-
 
 # %% ../nbs/70_hf.ipynb #c0de5703
 @torch.library.custom_op("sparse_nb::step", mutates_args=())
@@ -793,16 +803,6 @@ def check_reached(dispatch, module, args, out):
     "The first attention layer has run: its attention must have been ours"
     if dispatch.thread.forward.reached: return
     raise ValueError(f"model must look its attention up by name, to have it replaced, got {kind_of(module)}")
-
-class Turn(NamedTuple):
-    "Takes keys or queries of a pass back to before their rotary embedding."
-    position_embeddings: object # that they were rotated with
-    rotation: object            # of their layer, from `rotation_of`
-
-    def __call__(self, x):
-        angles = self.position_embeddings
-        if not isinstance(angles, torch.Tensor): angles = once(lambda: as_complex(angles), "angles", *angles)
-        return unrotate(x, angles, self.rotation)
 
 def turn_back(dispatch, module, kwargs, state):
     "What takes queries and keys of this pass to before RoPE; None where that is not to be had and `state` spares it"

@@ -7,7 +7,7 @@ __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'EVERY', 'TAILS', 'ROUTERS'
            'cluster_sums', 'sums_of_nearest', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows',
            'moments_of', 'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition',
            'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Summed', 'Kept', 'listed', 'put_by_kernel',
-           'far_sums', 'Partition', 'rank_clusters', 'keys_to_read', 'newest_of_each', 'guessed_shares',
+           'put_key', 'far_sums', 'Partition', 'rank_clusters', 'keys_to_read', 'newest_of_each', 'guessed_shares',
            'keys_for_mass', 'tail_state', 'far_of', 'used_slots', 'near_scores', 'Partitioned', 'Routed', 'Saap',
            'saap_decode']
 
@@ -459,6 +459,15 @@ def put_by_kernel(state, k, at, k_before):
             alone=alone)
     return True
 
+def put_key(state, k, at, k_before):
+    "What `Partition.put` does to the clusters, and to the keys of sequences that have no far key yet"
+    if has_kernels(k[:, :, :1]) and put_by_kernel(state, k, at, k_before): return
+    new = k.index_select(2, at)
+    if callable(k_before): k_before = k_before(new) if state.before else None
+    x = state.wanted(new, k_before)
+    state.rows.index_copy_(2, at, nearest_cluster(x, state.fit, state.kmeans)[..., None].to(state.rows.dtype))
+    if state.held is not None: state.held.index_copy_(2, at, x)
+
 def far_sums(state, k, v, first, last):
     "Sums over keys number first to last - 1 of each sequence [B], from all clusters."
     i, ids = torch.arange(k.shape[2], device=k.device), state.rows[..., 0]
@@ -515,11 +524,7 @@ class Partition(Summed):
     def put(self, k, v, at, k_before=None, q_before=None, shown=None):
         "As `State.put`: the key gets its cluster. `k_before` may be what turns keys back, `hf.Turn`."
         self.older, self.late = False, self.late + 1
-        if has_kernels(k[:, :, :1]) and put_by_kernel(self, k, at, k_before): return
-        if callable(k_before): k_before = k_before(k.index_select(2, at)) if self.before else None
-        x = self.wanted(k.index_select(2, at), k_before)
-        self.rows.index_copy_(2, at, nearest_cluster(x, self.fit, self.kmeans)[..., None].to(self.rows.dtype))
-        if self.held is not None: self.held.index_copy_(2, at, x)
+        put_key(self, k, at, k_before)
 
     def free(self, length, k):
         "As `State.free`."

@@ -8,8 +8,8 @@ __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'PIECES', 'HEADS', 'POOLS', 'POW
            'walked', 'next_step', 'list_sizes', 'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means',
            'guessed_shares', 'true_shares', 'drawn_shares', 'Queries', 'Asked', 'shares_of_blocks', 'earlier_shares',
            'prompt_lists', 'Query', 'query_blocks', 'own_rows', 'query_shares', 'true_query_shares', 'query_lists',
-           'keys_of', 'Packed', 'Blocks', 'packed_index', 'ByKernels', 'SketchWalk', 'without_kernel', 'bytes_a_key',
-           'by_kernel', 'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'served',
+           'keys_of', 'Packed', 'Blocks', 'packed_index', 'ByKernels', 'SketchWalk', 'bytes_a_key', 'by_kernel',
+           'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'without_kernel', 'served',
            'by_kernels', 'keys_read', 'decoded', 'sketch_walk_prefill', 'sketch_walk_decode']
 
 # %% ../nbs/50_sketch_walk.ipynb #85d6c96d
@@ -352,6 +352,7 @@ class Queries(BlockState):
         "As `BlockState.buffers`."
         return [*super().buffers(), self.ring]
 
+# %% ../nbs/50_sketch_walk.ipynb #d99fcd34
 class Asked(BlockState):
     "An index, and the mean query of each block: `asked`, whose rows are [B, H, M, 1, D + 2]."
     hears: ClassVar[tuple[str, ...]] = ("shown", "q")
@@ -403,6 +404,7 @@ class Asked(BlockState):
         super().reset()
         self.asked.reset()
 
+# %% ../nbs/50_sketch_walk.ipynb #73819c5f
 def shares_of_blocks(
     s,                    # a `SketchWalk`
     asked: torch.Tensor,  # mean queries of the blocks [B, H, M, D]
@@ -415,7 +417,6 @@ def shares_of_blocks(
     if s.walk != "unmasked": z = z.masked_fill(i > i[:, None], -math.inf)
     return over_heads(s, shares(s, z), groups)
 
-# %% ../nbs/50_sketch_walk.ipynb #73819c5f
 def earlier_shares(s, q, k, a, index, state, part, scale):
     "The shares of all blocks of a prompt [B, P, M, M]: of its own rows `a`, or with earlier keys from the `state`."
     if q.shape[2] == k.shape[2]: return a
@@ -701,13 +702,6 @@ class SketchWalk(ByKernels):
         return select_keys(self, q, k, masks, seed, scale, state, step)
 
 # %% ../nbs/50_sketch_walk.ipynb #c57584af
-def without_kernel(s):
-    "Why no kernel answers single queries with the settings of `s`, whatever they are; None if one may."
-    for name, allowed in dict(walk=[None], index=[*FINE, "mean"], heads=["group", "each"], pool=["mean"]).items():
-        if (got := getattr(s, name)) not in allowed and not (name == "pool" and s.heads == "each"):
-            wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {', '.join(allowed)}"
-            return ValueError(f"{name} must be {wanted} for backend='triton', got {got!r}")
-
 def bytes_a_key(s, head_dim):
     "What `SketchWalk.index_bytes` gives."
     whole, asked = 1 << (head_dim - 1).bit_length(), 0 if s.walk is None else 2 * head_dim / s.block
@@ -795,6 +789,13 @@ def select_keys(s, q, k, masks, seed, scale, state, step):
 
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade03
 AHEAD = 64  # blocks that a packed index has room for beside those it holds
+
+def without_kernel(s):
+    "Why no kernel answers single queries with the settings of `s`, whatever they are; None if one may."
+    for name, allowed in dict(walk=[None], index=[*FINE, "mean"], heads=["group", "each"], pool=["mean"]).items():
+        if (got := getattr(s, name)) not in allowed and not (name == "pool" and s.heads == "each"):
+            wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {', '.join(allowed)}"
+            return ValueError(f"{name} must be {wanted} for backend='triton', got {got!r}")
 
 def served(s, q, k, v, backend):
     "Do the kernels take this step? Raise TypeError or ValueError where they are asked for and cannot."

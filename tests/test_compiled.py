@@ -38,8 +38,9 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
            VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)),
            Then(Quest(budget=12, page=4), Santa(samples=8)),
            SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0),
-           *(SketchWalk(4, 0.4, x, dense_layers=0, **y) for x, y in (("fine4", dict(walk="softmax")), (
-               "mean", dict(walk="renormalised", heads="each")), ("mean", dict(walk="softmax", power="matrix", degree=2)))),
+           *(SketchWalk(4, 0.4, dense_layers=0, **x) for x in (
+               dict(walk="softmax"), dict(index="mean", walk="renormalised", heads="each"),
+               dict(index="mean", walk="softmax", power="matrix", degree=2))),
            Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL),
            H2O(budget=12, recent=4), SnapKV(budget=16, window=4, heads="each")]
 
@@ -261,9 +262,9 @@ INDEXED = [Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=
 
 @pytest.fixture
 def places(monkeypatch):
-    """What CUDA graphs rest on: of an index they are given one tensor, and where that lies as it lay once, all others do.
+    """What CUDA graphs rest on: they are given one tensor of an index, and where it lies as it lay once, all others do.
 
-    For each address of the first where the others lay, whichever cache they were of.
+    For each address of that one where the others lay, whichever cache they were of.
     """
     seen, find = {}, hf.layer_of
     def found(heard):
@@ -405,7 +406,7 @@ def bfloat():
 
 SAAP = dict(sinks=2, window=8, clusters=4)
 GIVEN = 43 # tensors: weights, keys and values, what the step is asked
-EACH_LAYER = [  # what the first layer of a step does, what the others do; the last says how many keys were heard: 2 more
+EACH_LAYER = [  # what the first layer of a step does, and what the others do; the last tells all indexes, by 2 more
     (Exact(), 2, 2), (Streaming(sinks=4, window=16), 16, 2), (TopK(budget=16), 20, 9), (Santa(samples=16), 2, 2),
     (VAttention(sinks=4, window=4, topk=4, base=16), 69, 64), (Saap(budget=8, **SAAP), 5, 5),
     (Saap(probes=1, tail="drop", before_rope=False, **SAAP), 5, 5), (Saap(budget=8, router="centroid", **SAAP), 14, 11),
