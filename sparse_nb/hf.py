@@ -364,8 +364,8 @@ class PerThread(threading.local):
     "The forward pass that a thread is in."
     def __init__(self):
         self.forward, self.logits_kept, self.reading = ForwardPass(), 0, False
-        # of a compiled step: where walks stand, what its layers share, cache layers whose index has heard of a key
-        self.walks, self.shared, self.told = {}, None, []
+        # of a compiled step: where walks stand, what its layers share, by layer the caches whose index got its key
+        self.walks, self.shared, self.told = {}, None, {}
 
 # %% ../nbs/70_hf.ipynb #a8a507fb
 def decoded_queries(
@@ -701,14 +701,14 @@ def shared_in_graph(
     thread, own = dispatch.thread, has_kernels(call.query)
     served = [i for i, m in dispatch.modules.items() if not has_window(m)
               and (at_layer(dispatch.decode, i) is not None or own and i in dispatch.exact)]
-    if call.layer == min(served, default=call.layer): thread.told = []
+    if call.layer <= max(thread.told, default=-1): thread.told = {}  # of a pass that did not come to its end
     if fresh or thread.shared is None: thread.shared = Step()
     last = call.layer >= max(served, default=0)
     try:
         with thread.shared: yield
-        if last: heard_one_more(thread.told, newest)
+        if last: heard_one_more([*thread.told.values()], newest)
     finally:
-        if last: thread.shared, thread.told = None, []
+        if last: thread.shared, thread.told = None, {}
 
 def decoded_in_graph(
     dispatch: Dispatch,
@@ -728,7 +728,7 @@ def decoded_in_graph(
         kept = layer_of(heard)
         told = heard_of(dispatch, kept, call, newest, angles)
         kept.state.put(k, v, newest, **told)
-        dispatch.thread.told.append(kept)
+        dispatch.thread.told[call.layer] = kept
         known = dict(state=kept.state) | {x: told[x] for x in told if x == "q_before"}
     if method is None: return Exact().decode(q, k, v, **settings)
     if walks_layers(method):
