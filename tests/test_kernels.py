@@ -690,7 +690,7 @@ if INTERPRETED:
         ("saap_launches", {"saap": 5, "index": 4, "prefill": 1, "copy": 1}, 0.01),
         ("sketch_walk_launches", {"sketch_walk": 12}, 0.01),
         ("sketch_walk_tiles", {"choice": 18, "step": 4, "rule": 2, "lists": 1}, 0.01),
-        ("santa_steps", {"step": 4, "bernoulli": 7, "append": 2}, 10),
+        ("santa_steps", {"step": 4, "bernoulli": 7, "append": 2, "index": 1}, 10),
         ("host", {"copy": 1, "rows": 6}, 0),
         ("decode", {"santa_systematic": 1, "santa_int8": 1, "santa_rescored": 1}, 10)])
     def test_records_run_in_their_quick_form(name, rows, most, tmp_path):
