@@ -308,8 +308,10 @@ def true_shares(s, q, k, prompt, start, scale, near=None):
     for m, x in enumerate(q.split(size, 2)):
         place = torch.arange(x.shape[2], device=q.device) + N - q.shape[2] + m * size
         first = start[:, None, None].expand(-1, 1, len(place))
-        z = masked_scores(x, k, 0, first, torch.maximum(place + 1, first), scale)
-        if near is not None: z = z.masked_fill(~listed[:, :, m, None].repeat_interleave(size, -1)[..., :N], -math.inf)
+        end = N - q.shape[2] + m * size + x.shape[2]
+        seen = first.clamp(max=end), torch.maximum(place + 1, first).clamp(max=end)
+        z = masked_scores(x, k[:, :, :end], 0, *seen, scale)
+        if near is not None: z = z.masked_fill(~listed[:, :, m, None].repeat_interleave(size, -1)[..., :end], -math.inf)
         p = in_blocks(z.softmax(-1).nan_to_num(0).mT, prompt.shown.shape[2], size).sum(3).mT  # [B, H, r, M]
         rows = (place >= start[:, None]).sum(-1).clamp(min=1).view(-1, 1, 1)
         found.append(p.amax(2) if s.pool == "max" else p.sum(2) / rows)

@@ -188,12 +188,10 @@ PROMPT_RULES = { # name -> settings of `SketchWalk`
 PROMPT_RULES |= {f"{name}, 3 at least": x | MORE for name, x in PROMPT_RULES.items()}
 PROMPT_RULES |= {
     "fine16 max refined, 3 at least": dict(index="fine16", refine=2, pool="max", **MORE),
-    "oracle max, 3 at least": dict(index="oracle", pool="max", **MORE),
-    "oracle each, 3 at least": dict(index="oracle", heads="each", **MORE)}
+    "oracle max, 3 at least": dict(index="oracle", pool="max", **MORE)}
 MIXED = { # name -> queries averaged, index of the scores, of what they are divided by; None: every key
     "4 rows averaged": (4, None, None), "16 rows averaged": (16, None, None), "keys of fine4": (1, "fine4", "fine4"),
-    "keys of fine16": (1, "fine16", "fine16"), "divided by fine16's": (1, None, "fine16"),
-    "fine16 divided by exact": (1, "fine16", None)}
+    "keys of fine16": (1, "fine16", "fine16"), "fine16 divided by exact": (1, "fine16", None)}
 
 def row_scores(
     q: torch.Tensor,    # queries of a prompt [1, H, N, D]
@@ -234,12 +232,13 @@ def mixed_lists(
 def prompt_losses(
     grid: Grid,     # of one task and length; what it reads with is not asked
     worker: Worker, # of the grid's model
+    few: int,       # prompts that `MIXED` are asked, the first ones
 ) -> list: # of dicts: task, seed, rule, blocks (of a list, mean), right, nll
     "Answers to prompts that lists have read; the answer's own tokens attend exactly. Rule None is exact attention."
     model, rows = worker.model, []
     for (_, n, _), (seeds, tokens) in sized_alike(grid, worker.tokenizer, worker.chat).items():
         for seed, ids in zip(seeds, tokens.split(1)):
-            for name in (None, *PROMPT_RULES, *MIXED):
+            for name in (None, *PROMPT_RULES, *(MIXED if seed < grid.seed + few else ())):
                 sizes = []
                 def attend(module, query, key, value, mask, scaling=None, **_):
                     if name is None or module.layer_idx < 2:
@@ -290,9 +289,9 @@ def record_prompts(
     say=print,            # hears when it is done
 ) -> Path: # the file
     "Answers of every rule for prompts, three facts on the pocket model."
-    length, prompts = (700, 1) if quick else (2048, 32)
+    length, prompts, few = (700, 1, 1) if quick else (2048, 24, 12)
     grid = Grid("pocket", ["multivalue"], [length], {}, prompts=prompts)
     worker = Worker(grid)
-    rows = prompt_losses(grid, worker)
+    rows = prompt_losses(grid, worker, few)
     say(f"{len(rows)} rows")
     return write_record(Path(out), machine("cpu") | dict(weights=weights_id(worker.model), length=length), rows)
