@@ -199,7 +199,7 @@ def row_scores(
     rows: int,          # queries that are averaged first
     index: str | None,  # one of `INDEXES`; None: every key
     scale: float,       # factor on the dot products
-) -> torch.Tensor:      # [1, H, R, 64 / rows, M], the log-weights of blocks; -inf where none is seen or no query is there
+) -> torch.Tensor:      # [1, H, R, 64 / rows, M], log-weights; -inf for what is not seen, and where no query is
     "What means of queries give to blocks."
     s, N = SketchWalk(index=index or "oracle"), q.shape[2]
     prompt = prompt_blocks(s, q, k, torch.zeros(1, dtype=torch.int64))
