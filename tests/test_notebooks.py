@@ -28,7 +28,8 @@ BIN = Path(sys.executable).parent
 test_nb.__test__ = False  # nbdev's, no test of ours
 
 # the notebooks that take longest, which start first
-LONGEST = ["30_delta.ipynb", "22_audit.ipynb", "51_sketch_walk_measured.ipynb", "95_cli.ipynb", "62_patterns.ipynb",
+LONGEST = ["62_patterns.ipynb", "30_delta.ipynb", "95_cli.ipynb", "22_audit.ipynb", "51_sketch_walk_measured.ipynb",
+           "saap_heads.ipynb", "saap.ipynb", "vattention_witness.ipynb",
            "23_vattention_measured.ipynb", "20_vattention.ipynb", "12_santa_promise.ipynb", "10_santa.ipynb",
            "11_santa_measured.ipynb", "01_metrics.ipynb", "60_baselines.ipynb", "santa_pocket.ipynb",
            "72_evaluate.ipynb", "santa.ipynb", "70_hf.ipynb", "pocket_model.ipynb", "hash_networks.ipynb",
