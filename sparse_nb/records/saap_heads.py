@@ -247,7 +247,7 @@ def size_rows(task, length, seed, fits):
         q, k, v = x.seen(QUERIES - 1)
         want = attention(q, k, v, scale=x.scale)
         mass = attention_weights(q, k, scale=x.scale)[0, :, 0][:, far_mask(k.shape[2])].sum(-1)
-        for clusters in SIZES:
+        for clusters in dict.fromkeys(size for _, size in fits):
             state = Partition(clusters, "spherical", 0, 0, True, fits[other_kind(task), clusters][x.layer])
             state.append(x.k, x.v, k_before=x.k_before)
             method = Saap(probes=clusters // 32, router="centroid", tail="drop", sinks=SINKS, window=WINDOW)
@@ -409,16 +409,18 @@ def record(
     if not quick: files |= {kind: str(make_partition("pocket", kind, say=say)) for kind in KINDS}
     kinds = [other_kind(task) for task in tasks] if quick else [*KINDS]
     lengths = {600: (600,), 601: (600,)} if quick else {n: (n,) for n in TRAINED}
-    sizes = {(kind, c): fit for c in SIZES for kind, fit in centroids_for(
+    sizes = {(kind, c): fit for c in SIZES[:2 if quick else None] for kind, fit in centroids_for(
         tokenizer, model, kinds, (length if quick else 2048,), each, clusters=c).items()}
+    fits = cache(lambda texts, rope: centroids_for(tokenizer, model, kinds, texts, each, before_rope=not rope))
     trained = {(kind, n, rope): fit for n, texts in zip(TRAINED, lengths.values()) for rope in (True, False)
-               for kind, fit in centroids_for(tokenizer, model, kinds, texts, each, before_rope=not rope).items()}
+               for kind, fit in fits(texts, rope).items()}
     roped = {kind: trained[kind, TRAINED[1], True] for kind in kinds}
     say("centroids made")
     rows, began = [], time.monotonic()
+    rules = [x for x in RULES if not (quick and x.startswith("seen, "))]  # of one partition they are others again
     for task in tasks:
         for seed in range(prompts):
-            found = [row | dict(figure="rules") for row in rules_row(task, length, seed, files)]
+            found = [row | dict(figure="rules") for row in rules_row(task, length, seed, files, rules)]
             found += figure_rows(task, length, seed, files, roped) + size_rows(task, length, seed, sizes)
             for n in (length,) if quick else TRAINED: found += length_rows(task, n, seed, trained)
             rows += [dict(task=task, seed=seed) | row for row in found]
