@@ -5,10 +5,12 @@ import math
 
 
 def patch():
-    "Patch the interpreter that Python has imported."
+    "Patch the interpreter that Python has imported, if it is of a version whose inside is known."
+    import triton
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
+    if not triton.__version__.startswith("3.7."): return
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # what it finds needs `debug` to be told
     interpreter._get_np_dtype = dtype_by_name(interpreter._get_np_dtype)
     interpreter._patch_attr = give_semantic(interpreter)
