@@ -737,7 +737,7 @@ if not INTERPRETED:
     def test_the_gather_kernels_do_not_spill(capability, kind, D, LR):
         base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1)
         types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
-        for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16,
+        for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, count_ptr=None,
             BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)),
             (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
             used = compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")},
@@ -1299,3 +1299,110 @@ BYTES = dict(codes=torch.zeros(1, 1, 30, 64, dtype=torch.int8), units=torch.zero
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_bytes(change, error, message):
     with pytest.raises(error, match=re.escape(message)): decode(**(good | BYTES | change))
+
+
+# slots that are not looked at
+def counted_lists(p, S, kind, counts):
+    "Lists whose heads use the first `counts` slots: with garbage in the others, the counts, and without the garbage."
+    index, weight, whole = lists(p, S, kind)
+    weight[..., 0] = 1
+    count = torch.tensor(counts, device=DEVICE).expand(p.q.shape[:2])[..., None]
+    unused = torch.arange(S, device=DEVICE) >= count[..., None]
+    own = dict(head=p.q.shape[1], group=p.k.shape[1], all=1)[kind]
+    garbage = index[:, :own].masked_fill(unused.unflatten(1, (own, -1)).all(2), 10**9).expand(index.shape)
+    return (garbage, weight.masked_fill(unused, math.nan)), count, (whole, weight.masked_fill(unused, 0))
+
+
+def attend_first(p, garbage, count): return gather.attend(p.q, p.k, p.v, *garbage, count=count)
+
+
+@kernel
+@pytest.mark.parametrize("kind", ["head", "group", "all"])
+@pytest.mark.parametrize("dtype, rtol", [(BF16, 6e-3), (FP32, 2e-6)], ids=str)
+def test_slots_behind_the_count_count_for_nothing(dtype, rtol, kind):
+    for B, S in sizes(((2, 3000), (1, 40000)), ((2, 100), (1, 230))):
+        p = problem(B, 2, 2, 300, 64, dtype)
+        for counts in ([S, S // 3, 33, 1], [2, 1, 1, 32], [S] * 4):
+            garbage, count, clean = counted_lists(p, S, kind, counts)
+            assert_close(poisoned(lambda: attend_first(p, garbage, count)), true_output(p, *clean), rtol=rtol)
+        assert_close(attend_first(p, garbage, 10 * count), gather.attend(p.q, p.k, p.v, *garbage), rtol=1e-7)
+        garbage, count, (whole, weight) = counted_lists(p, S, kind, [5, 0, 40, 0])
+        got = poisoned(lambda: attend_first(p, garbage, count.int()))
+        assert got[:, 1::2].isnan().all()
+        want = true_output(p, whole, torch.where(count[..., None] > 0, weight, 1.0))
+        assert_close(got[:, ::2], want[:, ::2], rtol=rtol)
+        assert poisoned(lambda: attend_first(p, garbage, 0 * count)).isnan().all()
+
+
+class Loads:
+    "Which numbers of some tensors the kernels load in the interpreter, by program of the grid."
+    def __init__(self, patch, **tensors):
+        from triton.runtime import interpreter
+        self.tensors, self.seen, load = tensors, {}, interpreter.InterpreterBuilder.create_masked_load
+        def note(builder, ptrs, mask, *rest):
+            at = ptrs.data[mask.data.astype(bool)].astype("int64")
+            for name, x in self.tensors.items():
+                place = (at - x.data_ptr()) // x.element_size()
+                place = place[(place >= 0) & (place < x.numel())]
+                self.seen.setdefault((name, tuple(builder.grid_idx)), set()).update(place.tolist())
+            return load(builder, ptrs, mask, *rest)
+        patch.setattr(interpreter.InterpreterBuilder, "create_masked_load", note)
+
+    def of(self, name):
+        "Places of the numbers of one tensor that any program loads."
+        return set().union(*(places for (of, _), places in self.seen.items() if of == name))
+
+    def most(self, name):
+        "As many as one program loads at most."
+        return max(len(places) for (of, _), places in self.seen.items() if of == name)
+
+
+@kernel
+@pytest.mark.skipif(not INTERPRETED, reason="looks on in the interpreter")
+@pytest.mark.parametrize("kind", ["head", "group"])
+def test_slots_behind_the_count_are_not_read(monkeypatch, kind):
+    S, N, D = 480, 300, 16
+    p = problem(1, 2, 2, N, D, FP32)
+    for counts, given in (([70, 0, 33, 5], True), ([S] * 4, False)):
+        (index, weight), count, _ = counted_lists(p, S, kind, counts)
+        with monkeypatch.context() as patch:
+            loads = Loads(patch, k=p.k, v=p.v, index=index, weight=weight)
+            gather.attend(p.q, p.k, p.v, index, weight, count=count if given else None)
+        ends = counts if kind == "head" else [max(counts[:2]), max(counts[2:])]
+        slots = {(i, s) for i, end in enumerate(ends) for s in range(end)}
+        assert loads.of("index") == {i * S + s for i, s in slots}
+        assert loads.of("weight") == {h * S + s for h, end in enumerate(counts) for s in range(end)}
+        rows = {i * 2 // len(ends) * N + int(index[0, i, 0, s]) for i, s in slots}
+        for name in ("k", "v"): assert loads.of(name) == {row * D + d for row in rows for d in range(D)}
+        parts = 8 // len(ends)  # of a list
+        assert loads.most("index") == 32 * math.ceil(max(ends) / parts / 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_counts_in_a_graph_and_in_the_compiler():
+    p, S = problem(2, 2, 2, 3000, 128, BF16), 2000
+    (index, weight), count, _ = counted_lists(p, S, "group", [S, 9, 0, 700])
+    count = count.contiguous()
+    call = lambda: gather.attend(p.q, p.k, p.v, index, weight, count=count)
+    replay, out = captured(call)
+    for counts in ([1, 2, 3, 4], [S, S, 500, 33]):
+        more, now, clean = counted_lists(p, S, "group", counts)
+        for x, y in zip((index, weight, count), (*more, now)): x.copy_(y)
+        out.fill_(math.nan)
+        replay()
+        assert torch.equal(out, call())
+        assert_close(out, true_output(p, *clean), rtol=6e-3)
+    assert torch.equal(torch.compile(lambda q, i, w, n: gather.attend(q * 1, p.k, p.v, i, w, count=n),
+                                     fullgraph=True)(p.q, index, weight, count), out)
+
+
+if not INTERPRETED:
+    @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("fp32", 256, 4)])
+    @pytest.mark.parametrize("capability", [80, 90, 100])
+    def test_the_gather_of_counted_slots_does_not_spill(capability, kind, D, LR):
+        constants = dict(D=D, BD=D, PDL=capability >= 90, i_s=1, w_s=1, LR=LR, BR=16, STAGES=gather._STAGES,
+                         BN=gather._slots(D, 4 if kind == "fp32" else 2))
+        types = dict(index_ptr="i64", count_ptr="i64") | {f"{x}_ptr": kind for x in ("q", "k", "v")}
+        used = compiled_usage(gather._gather_kernel, constants, types, capability, gather._WARPS)
+        assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, used

@@ -28,6 +28,15 @@ def _check_index(index, n):
     if on_cpu_eagerly(index) and index.max() >= n:
         raise ValueError(f"index must be below the number of keys, {n}, got {int(index.max())}")
 
+def _check_slots(count, index):
+    "Raise TypeError or ValueError unless `count` can say how many slots of `index` are used."
+    if not isinstance(count, torch.Tensor): raise TypeError(f"count must be a torch.Tensor, got {type(count).__name__}")
+    if count.dtype != torch.int64: raise TypeError(f"count must be int64, got {count.dtype}")
+    if count.shape != index.shape[:3]:
+        raise ValueError(f"count must have shape [B, H, Q] = {list(index.shape[:3])}, got {list(count.shape)}")
+    if count.device != index.device:
+        raise ValueError(f"count must be on the device of index, {index.device}, got {count.device}")
+
 @dataclass(frozen=True, eq=False)
 class Selection:
     """Which keys each query reads, and their weights: 1 / p for a key included with probability p, 0 for an unused
@@ -37,6 +46,7 @@ class Selection:
     """
     index: torch.Tensor  # key numbers [B, H, Q, S], int64
     weight: torch.Tensor # weights [B, H, Q, S], floating, finite, >= 0
+    count: torch.Tensor | None = None # slots from here on are unused, and kernels do not read them [B, H, Q], int64
 
     def __post_init__(self):
         index, weight = self.index, self.weight
@@ -51,10 +61,13 @@ class Selection:
             raise ValueError(f"weight must have the shape of index, {list(index.shape)}, got {list(weight.shape)}")
         if weight.device != index.device:
             raise ValueError(f"weight must be on the device of index, {index.device}, got {weight.device}")
+        if self.count is not None: _check_slots(self.count, index)
         if not on_cpu_eagerly(index): return
         if index.min() < 0: raise ValueError(f"index must not be negative, got {int(index.min())}")
         if not (weight.min() >= 0 and weight.max() < math.inf):
             raise ValueError("weight must be finite and not negative")
+        if self.count is not None and (weight * (torch.arange(index.shape[3]) >= self.count[..., None])).any():
+            raise ValueError("weight must be 0 from slot number count on")
 
     @property
     def budget(self) -> torch.Tensor:
@@ -189,7 +202,7 @@ def weighted_attention(
     if _by_kernels(backend, q, k, v, getattr(selection, "weight", None)):
         from sparse_nb.kernels.gather import attend
         _check_selection(q, k, v, selection, scale)
-        return attend(q, k, v, selection.index, selection.weight, scale=scale)
+        return attend(q, k, v, selection.index, selection.weight, scale=scale, count=selection.count)
     return weighted_state(q, k, v, selection, scale=scale).output().to(q.dtype)
 
 # %% ../../nbs/06_selection.ipynb #4d0be923
@@ -239,11 +252,13 @@ def make_selection(
     used: torch.Tensor,  # which slots are used, likewise
     first: torch.Tensor, # first visible key [B, 1, Q]: unused slots point at it
     weight=1.0,          # weights of the used slots, likewise
+    count=None,          # of `Selection`, int64, broadcasts to [B, H, Q]: all slots from here on are unused
 ) -> Selection:
     "A selection for `q` from slots that broadcast; unused ones weigh nothing."
     shape = *q.shape[:3], index.shape[-1]
     weight = torch.where(used, weight, 0.0).to(promote(q[:0]).dtype)
-    return Selection(torch.where(used, index, first[..., None]).expand(shape), weight.expand(shape))
+    return Selection(torch.where(used, index, first[..., None]).expand(shape), weight.expand(shape),
+                     None if count is None else count.expand(shape[:3]))
 
 class FirstSlots(NamedTuple):
     "The slots of a list of keys, heaviest first, of which each query uses the first few."

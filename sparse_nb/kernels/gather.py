@@ -17,8 +17,8 @@ from .common import LOG2E, Plans, device_limits, dot, layout_of, refusal, relaun
 
 # %% ../../kernels/gather.ipynb #76ed6d39
 @triton.jit
-def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, m_ptr, l_ptr, o_ptr, scale,
-                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, i_b, i_l_, i_s, w_b, w_h, w_s,
+def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, count_ptr, m_ptr, l_ptr, o_ptr, scale,
+                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, i_b, i_l_, i_s, w_b, w_h, w_s, n_b, n_h,
                    N, S, L, P, C, R, LR: tl.constexpr, D: tl.constexpr,
                    BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     if PDL: gdc_launch_dependents()
@@ -35,11 +35,17 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, m_ptr, l_ptr, o_p
     p_k = k_ptr + i_b_ * k_b + i_g * k_g + o_d[None, :] * k_d
     p_v = v_ptr + i_b_ * v_b + i_g * v_g + o_d[None, :] * v_d
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
+    if count_ptr is not None:
+        b_n = tl.minimum(tl.load(count_ptr + i_b_ * n_b + i_h_ * n_h, mask=m_r, other=0), S).to(tl.int32)  # [BR]
+        S = tl.max(b_n, 0)                                                               # slots that any head uses,
+        P = tl.cdiv(tl.cdiv(S, C), BN) * BN                                              # and those of a part
     for begin in tl.range(i_c * P, tl.minimum((i_c + 1) * P, S), BN, num_stages=STAGES):
         o_s = (begin + o_n).to(tl.int64)
         m_s = o_s < tl.minimum((i_c + 1) * P, S)
+        m_w = m_r[:, None] & m_s[None, :]
+        if count_ptr is not None: m_w &= o_s[None, :] < b_n[:, None]
         row = tl.load(p_i + o_s * i_s, mask=m_s, other=0).to(tl.int64)
-        b_w = tl.load(p_w + o_s[None, :] * w_s, mask=m_r[:, None] & m_s[None, :], other=0.).to(tl.float32)  # [BR, BN]
+        b_w = tl.load(p_w + o_s[None, :] * w_s, mask=m_w, other=0.).to(tl.float32)       # [BR, BN]
         there = m_s & (row >= 0) & (row < N)
         m_k = there[:, None] & m_d[None, :]
         b_k = tl.load(p_k + row[:, None] * k_n, mask=m_k, other=0.)                      # [BN, BD]
@@ -82,7 +88,7 @@ def _slots(BD, itemsize): return max(16, min(_BLOCK, 2**13 // (BD * itemsize)))
 
 _plans = Plans()
 
-def _sizes(q, k, v, index, weight):
+def _sizes(q, k, v, index, weight, count):
     "Shapes of the workspaces, grids, and numbers and constants for both kernels"
     (B, H, _, D), (G, N), S = q.shape, k.shape[1:3], index.shape[3]
     L = G if index.shape[1] == H and H > G and index.stride(1) == 0 else index.shape[1]  # G: one list for all heads
@@ -93,15 +99,16 @@ def _sizes(q, k, v, index, weight):
     P = triton.cdiv(triton.cdiv(S, parts), BN) * BN                                     # slots of a part
     C, BW = triton.cdiv(S, P), min(BD, 32)
     BR, BC = max(16, triton.next_power_of_2(LR)), triton.next_power_of_2(C)
-    strides = [x.stride(i) for x in (index, weight) for i in (0, 1, 3)]
+    strides = [*(x.stride(i) for x in (index, weight) for i in (0, 1, 3)),
+               *((0, 0) if count is None else count.stride()[:2])]
     gather = (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), *strides,
               N, S, L, P, C, H // G, LR, D, BR, BN, BD, _STAGES, PDL)
     merge = H * D, D, 1, H, C, D, BC, BW, PDL
     return (B * H, C), (B * L, C, 1), gather, (B * H, triton.cdiv(D, BW), 1), merge, PDL
 
-def _run(q, k, v, index, weight, scale):
+def _run(q, k, v, index, weight, count, scale):
     "Launch both kernels"
-    tensors = q, k, v, index, weight
+    tensors = q, k, v, index, weight, count
     s, made = _plans.get((q.device, layout_of(*tensors)), lambda: _sizes(*tensors))
     parts, programs, gather, programs_merge, merge, PDL = s
     D, new = q.shape[3], functools.partial(torch.empty, dtype=torch.float32, device=q.device)
@@ -115,11 +122,11 @@ def _run(q, k, v, index, weight, scale):
 # %% ../../kernels/gather.ipynb #0feffe52
 @torch.library.custom_op("sparse_nb::attend", mutates_args=())
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, weight: torch.Tensor,
-        scale: float | None) -> torch.Tensor:
-    with torch.cuda.device_of(q): return _run(q, k, v, index, weight, scale)
+        count: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    with torch.cuda.device_of(q): return _run(q, k, v, index, weight, count, scale)
 
 @_op.register_fake
-def _(q, k, v, index, weight, scale): return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def _(q, k, v, index, weight, count, scale): return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 def attend(
     q: torch.Tensor,            # queries [B, H, 1, D] on a GPU, D <= 256
@@ -129,6 +136,7 @@ def attend(
     weight: torch.Tensor,       # their weights [B, H, 1, S]; 0 in unused slots
     *,
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
+    count: torch.Tensor | None = None, # slots of each head that are looked at [B, H, 1], integers; None: all
 ) -> torch.Tensor:              # [B, H, 1, D] in the dtype of q
     """Attention over weighted keys (vAttention Eq. 3).
 
@@ -140,5 +148,5 @@ def attend(
     if index.shape[1] not in (q.shape[1], k.shape[1]):
         raise ValueError(f"index must have a list for each of {q.shape[1]} query heads or {k.shape[1]} groups, "
                          f"got {index.shape[1]}")
-    if torch.compiler.is_compiling(): return _op(q, k, v, index, weight, scale)
-    with torch.cuda.device_of(q): return _run(q, k, v, index, weight, scale)
+    if torch.compiler.is_compiling(): return _op(q, k, v, index, weight, count, scale)
+    with torch.cuda.device_of(q): return _run(q, k, v, index, weight, count, scale)
