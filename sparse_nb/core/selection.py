@@ -266,6 +266,7 @@ class FirstSlots(NamedTuple):
     used: torch.Tensor   # which of them each query uses [B, 1, Q, S]
     weight: torch.Tensor # 1 there and else 0 [B, H, Q, S]
     first: torch.Tensor  # first visible key [B, 1, Q]: unused slots point at it
+    ends: torch.Tensor   # where the used slots of each query end [B, H, Q], int64
 
     def filled(
         self,
@@ -273,7 +274,8 @@ class FirstSlots(NamedTuple):
         whole: bool = False, # is every slot known to be used?
     ) -> Selection:
         "The selection of these keys."
-        return Selection(index if whole else torch.where(self.used, index, self.first[..., None]), self.weight)
+        if whole: return Selection(index, self.weight)
+        return Selection(torch.where(self.used, index, self.first[..., None]), self.weight, self.ends)
 
 def first_slots(
     q: torch.Tensor,     # queries [B, H, Q, D]
@@ -287,7 +289,7 @@ def first_slots(
         count, slots = budget_counts(budget, end - first, k.shape[2])
         used = torch.arange(slots, device=q.device) < count[..., None]
         weight = torch.where(used, 1.0, 0.0).to(promote(q[:0]).dtype)
-        return FirstSlots(slots, used, weight.expand(*q.shape[:3], slots), first)
+        return FirstSlots(slots, used, weight.expand(*q.shape[:3], slots), first, count.expand(q.shape[:3]))
     return once(make, "first slots", type(budget), budget, q.shape[:3], k.shape[2], q.dtype, first, end)
 
 # %% ../../nbs/06_selection.ipynb #feb0940e
@@ -357,7 +359,8 @@ def select_topp(
     before = scores.double().softmax(-1).cumsum(-1)[..., :-1]  # mass of the heavier keys, for all keys but the first
     count = torch.minimum(1 + (before < mass).sum(-1), end - first)
     slots = int(count.max())
-    return make_selection(q, index[..., :slots], torch.arange(slots, device=q.device) < count[..., None], first)
+    return make_selection(q, index[..., :slots], torch.arange(slots, device=q.device) < count[..., None], first,
+                          count=count)
 
 # %% ../../nbs/06_selection.ipynb #48573c6f
 def select_uniform(
@@ -389,4 +392,4 @@ def select_uniform(
         index.append(first_[:, None] + ticket.topk(slots, largest=False).indices)
     weight = ((end - first).double() / count)[..., None]
     used = torch.arange(slots, device=q.device) < count[..., None]
-    return make_selection(q, torch.cat(index).view(*q.shape[:3], slots), used, first, weight)
+    return make_selection(q, torch.cat(index).view(*q.shape[:3], slots), used, first, weight, count)
