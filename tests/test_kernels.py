@@ -1313,7 +1313,7 @@ def counted_lists(p, S, kind, counts):
     return (garbage, weight.masked_fill(unused, math.nan)), count, (whole, weight.masked_fill(unused, 0))
 
 
-def attend_first(p, garbage, count): return gather.attend(p.q, p.k, p.v, *garbage, count=count)
+def attend_first(p, garbage, count): return gather.attend(p.q, p.k, p.v, *garbage, count)
 
 
 @kernel
@@ -1367,7 +1367,7 @@ def test_slots_behind_the_count_are_not_read(monkeypatch, kind):
         (index, weight), count, _ = counted_lists(p, S, kind, counts)
         with monkeypatch.context() as patch:
             loads = Loads(patch, k=p.k, v=p.v, index=index, weight=weight)
-            gather.attend(p.q, p.k, p.v, index, weight, count=count if given else None)
+            gather.attend(p.q, p.k, p.v, index, weight, count if given else None)
         ends = counts if kind == "head" else [max(counts[:2]), max(counts[2:])]
         slots = {(i, s) for i, end in enumerate(ends) for s in range(end)}
         assert loads.of("index") == {i * S + s for i, s in slots}
@@ -1384,7 +1384,7 @@ def test_counts_in_a_graph_and_in_the_compiler():
     p, S = problem(2, 2, 2, 3000, 128, BF16), 2000
     (index, weight), count, _ = counted_lists(p, S, "group", [S, 9, 0, 700])
     count = count.contiguous()
-    call = lambda: gather.attend(p.q, p.k, p.v, index, weight, count=count)
+    call = lambda: gather.attend(p.q, p.k, p.v, index, weight, count)
     replay, out = captured(call)
     for counts in ([1, 2, 3, 4], [S, S, 500, 33]):
         more, now, clean = counted_lists(p, S, "group", counts)
@@ -1393,7 +1393,7 @@ def test_counts_in_a_graph_and_in_the_compiler():
         replay()
         assert torch.equal(out, call())
         assert_close(out, true_output(p, *clean), rtol=6e-3)
-    assert torch.equal(torch.compile(lambda q, i, w, n: gather.attend(q * 1, p.k, p.v, i, w, count=n),
+    assert torch.equal(torch.compile(lambda q, i, w, n: gather.attend(q * 1, p.k, p.v, i, w, n),
                                      fullgraph=True)(p.q, index, weight, count), out)
 
 

@@ -202,7 +202,7 @@ def weighted_attention(
     if _by_kernels(backend, q, k, v, getattr(selection, "weight", None)):
         from sparse_nb.kernels.gather import attend
         _check_selection(q, k, v, selection, scale)
-        return attend(q, k, v, selection.index, selection.weight, scale=scale, count=selection.count)
+        return attend(q, k, v, selection.index, selection.weight, selection.count, scale=scale)
     return weighted_state(q, k, v, selection, scale=scale).output().to(q.dtype)
 
 # %% ../../nbs/06_selection.ipynb #4d0be923

@@ -134,9 +134,9 @@ def attend(
     v: torch.Tensor,            # values [B, G, N, D], likewise
     index: torch.Tensor,        # key numbers [B, H, 1, S], integers; [B, G, 1, S]: heads of a group share a list
     weight: torch.Tensor,       # their weights [B, H, 1, S]; 0 in unused slots
+    count: torch.Tensor | None = None, # slots of each head that are read, the first [B, H, 1], integers; None: all
     *,
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
-    count: torch.Tensor | None = None, # slots of each head that are looked at [B, H, 1], integers; None: all
 ) -> torch.Tensor:              # [B, H, 1, D] in the dtype of q
     """Attention over weighted keys (vAttention Eq. 3).
 
