@@ -706,11 +706,11 @@ if not INTERPRETED:
         from sparse_nb.kernels.common import compiled_usage
         types = dict.fromkeys(("mark_ptr", "between_ptr", "higher_ptr", "many_ptr", "base_ptr", "code_ptr", "ask_ptr"),
                               "i32") | dict.fromkeys(("start_ptr", "len_ptr", "begin_ptr", "budget", "index_ptr",
-                                                      "fit_ptr"), "i64") | dict(q_ptr=kind, cut="fp32")
+                                                      "fit_ptr", "count_ptr"), "i64") | dict(q_ptr=kind, cut="fp32")
         of_row = dict(box=kind, box_row=kind, channel="i16", channel_row="i16", collide="u8").get(name, "i32")
         types |= dict(row_ptr=of_row, at_ptr="i64", k_ptr=kind)
         if name in ("equal", "distance"): types |= dict(score_ptr="i32")
-        if name in ("collide", "taken", "weigh"): types |= dict(taken_ptr="u8", count_ptr="i64")
+        if name in ("collide", "taken", "weigh"): types |= dict(taken_ptr="u8")
         if name == "weigh": types |= dict(fit_ptr="fp32")
         known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, LR=4, LP=4) | own
         if known["U"] == 1: known |= dict(begin_ptr=None)

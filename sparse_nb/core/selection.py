@@ -22,7 +22,7 @@ from .exact import (
     SoftmaxState, attention, attention_scores, exponentials, no_autocast, promote, visible_range)
 from .streams import TICKETS, new_seed, stream_seeds, tickets
 
-# %% ../../nbs/06_selection.ipynb #9cf07207
+# %% ../../nbs/06_selection.ipynb #c0c0a7e3
 def _check_index(index, n):
     "Raise ValueError when a key number reaches beyond n keys (looked at on the CPU only)."
     if on_cpu_eagerly(index) and index.max() >= n:
@@ -37,6 +37,7 @@ def _check_slots(count, index):
     if count.device != index.device:
         raise ValueError(f"count must be on the device of index, {index.device}, got {count.device}")
 
+# %% ../../nbs/06_selection.ipynb #9cf07207
 @dataclass(frozen=True, eq=False)
 class Selection:
     """Which keys each query reads, and their weights: 1 / p for a key included with probability p, 0 for an unused
