@@ -6,10 +6,11 @@
 __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method', 'by_layer', 'keeps_state', 'walks_layers',
            'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call', 'ForwardPass',
            'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
-           'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'heard_of',
-           'compiled_step', 'step', 'note_request', 'begin_pass', 'check_reached', 'turn_back', 'adopt_cache',
-           'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
-           'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
+           'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'Turn', 'heard_of',
+           'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'note_request', 'begin_pass',
+           'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register',
+           'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override',
+           'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -25,6 +26,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -40,11 +42,11 @@ from .core.streams import fold_in
 from .crossover import crossover_keys
 from .metrics import relative_error
 from .models.cache import (
-    HostLayer, StatefulStaticLayer, fork_cache, keep_state, layer_of, offload)
+    HostLayer, StatefulStaticLayer, fork_cache, heard_one_more, keep_state, layer_of, offload)
 from .models.capturing import Captured, capture, check_ids
 from .models.override import (
     attention_configs, attention_override, check_evaluates, check_replaceable, kind_of, modeling_files, own_attention)
-from .models.rotation import rotation_of, unrotate
+from .models.rotation import as_complex, rotation_of, unrotate
 from .models.view import View, prompt_view, shown_places, view_of
 
 _all_ = ["Captured", "attention_override", "capture"]
@@ -339,7 +341,7 @@ class ForwardPass:
         self.has_context = has_context # did the cache hold keys?
         self.reached = False           # has a layer called the attention function?
         self.kept, self.walks, self.same, self.shared, self.step = {}, {}, None, {}, Step()
-        self.seen = None               # of a compiled step: the mask, and what a query sees by it
+        self.seen = None               # of a compiled step: the mask, what a query sees by it, and the newest key
 
     def per_step(self, what, call, fleeting, make):
         "`make()`, or what it gave for an earlier layer of the pass: layers share their mask."
@@ -360,7 +362,10 @@ class ForwardPass:
 
 class PerThread(threading.local):
     "The forward pass that a thread is in."
-    def __init__(self): self.forward, self.logits_kept, self.reading, self.walks = ForwardPass(), 0, False, {}
+    def __init__(self):
+        self.forward, self.logits_kept, self.reading = ForwardPass(), 0, False
+        # of a compiled step: where walks stand, what its layers share, by layer the caches whose index got its key
+        self.walks, self.shared, self.told = {}, None, {}
 
 # %% ../nbs/70_hf.ipynb #a8a507fb
 def decoded_queries(
@@ -634,8 +639,18 @@ def no_graph(
     if getattr(method, "waits", False): return f"{type(method).__name__} waits for the GPU in every step"
     return next((why for m in inner if (why := no_graph(m))), None)
 
-def heard_of(dispatch, layer, call, angles):
-    "What the state of a cache layer hears of the one new key of a compiled step, and the query from before RoPE"
+class Turn(NamedTuple):
+    "Takes keys or queries of a pass back to before their rotary embedding."
+    position_embeddings: object # that they were rotated with
+    rotation: object            # of their layer, from `rotation_of`
+
+    def __call__(self, x):
+        angles = self.position_embeddings
+        if not isinstance(angles, torch.Tensor): angles = once(lambda: as_complex(angles), "angles", *angles)
+        return unrotate(x, angles, self.rotation)
+
+def heard_of(dispatch, layer, call, newest, angles):
+    "What the state of a cache layer hears of the key number `newest` [1] of a compiled step, and the query before RoPE"
     hears, heard = layer.state.hears, {}
     if "q" in hears: heard["q"] = call.query
     if "scale" in hears: heard["scale"] = call.options["scaling"]
@@ -643,7 +658,7 @@ def heard_of(dispatch, layer, call, angles):
     turn = turn_back(dispatch, call.module, dict(position_embeddings=angles), layer.state)
     if turn is None: return heard
     if "q_before" in hears: heard["q_before"] = turn(call.query)
-    if "k_before" in hears: heard["k_before"] = turn(call.key)
+    if "k_before" in hears: heard["k_before"] = turn if layer.state.turns else turn(call.key.index_select(2, newest))
     return heard
 
 def compiled_step(
@@ -657,15 +672,71 @@ def compiled_step(
     if not exact and method is None: return None
     refuse_losses(call)
     forward = dispatch.thread.forward
-    if forward.seen is None or forward.seen[0] is not call.mask:
-        forward.seen = call.mask, *look_at_each(dispatch, call, 0)[0]
-    _, view, streams = forward.seen
+    if fresh := forward.seen is None or forward.seen[0] is not call.mask:
+        view, streams = look_at_each(dispatch, call, 0)[0]
+        forward.seen = call.mask, view, streams, view.stop.amax(0, keepdim=True) - 1  # a row may hide the newest key
+    _, view, streams, newest = forward.seen
     kept, seed = forward.kept.pop(call.layer, None), None if streams is None else streams[call.layer]
-    state, angles = ([], []) if kept is None or not kept.decodes else (list(kept.layer.buffers), list(kept.angles))
+    heard, angles = None, []
+    if kept is not None and kept.decodes:
+        heard, angles = kept.layer.heard, list(kept.angles) if kept.layer.turns else []
     if call.layer == max(dispatch.modules): forward.seen = None  # what outlives the step is copied out of the graph
-    out = step(call.query, call.key, call.value, view.start, view.stop, seed, state, angles, dispatch.number,
-               call.layer, call.options.get("scaling"), exact)
+    out = step(call.query, call.key, call.value, view.start, view.stop, newest, seed, heard, angles, dispatch.number,
+               call.layer, call.options.get("scaling"), exact, fresh)
     return out.transpose(1, 2)
+
+# %% ../nbs/70_hf.ipynb #25328bc7
+@contextmanager
+def shared_in_graph(
+    dispatch: Dispatch,
+    call: Call,
+    newest,      # as in `step`
+    fresh: bool, # likewise
+):
+    """What layers that are given the same bounds, streams and angles work out once, up to the last of them.
+
+    After that nothing is held: it may lie in the memory of a graph. The last also says to the others' indexes how many
+    keys they have heard of.
+    """
+    thread, own = dispatch.thread, has_kernels(call.query)
+    served = [i for i, m in dispatch.modules.items() if not has_window(m)
+              and (at_layer(dispatch.decode, i) is not None or own and i in dispatch.exact)]
+    if call.layer <= max(thread.told, default=-1): thread.told = {}  # of a pass that did not come to its end
+    if fresh or thread.shared is None: thread.shared = Step()
+    last = call.layer >= max(served, default=0)
+    try:
+        with thread.shared: yield
+        if last: heard_one_more([*thread.told.values()], newest)
+    finally:
+        if last: thread.shared, thread.told = None, {}
+
+def decoded_in_graph(
+    dispatch: Dispatch,
+    method,           # that decodes; None: all keys are read
+    call: Call,       # of one query
+    bounds,           # first visible key and end of the visible ones [B], number of the newest [1]
+    seed,             # as in `step`, like the next two
+    heard,
+    angles,
+) -> torch.Tensor:    # [B, H, 1, D]
+    "What `step` gives: the layer's index gets its key, and the method answers."
+    start, stop, newest = bounds
+    q, k, v, keeper = call.query, call.key, call.value, at_layer(dispatch.decode, call.layer)
+    settings, walks = dict(scale=call.options["scaling"], kv_start=start, kv_len=stop), dispatch.thread.walks
+    known = {}
+    if keeps_state(keeper):
+        kept = layer_of(heard)
+        told = heard_of(dispatch, kept, call, newest, angles)
+        kept.state.put(k, v, newest, **told)
+        dispatch.thread.told[call.layer] = kept
+        known = dict(state=kept.state) | {x: told[x] for x in told if x == "q_before"}
+    if method is None: return Exact().decode(q, k, v, **settings)
+    if walks_layers(method):
+        along = [i for i in dispatch.modules if walks_layers(at_layer(dispatch.decode, i))]
+        if call.layer == min(along): walks.clear()
+        known["step"] = walks.setdefault(walk_of(method), method.new_step())
+        if call.layer == max(along): walks.clear()
+    return method.decode(q, k, v, seed=seed, **settings, **known)
 
 # %% ../nbs/70_hf.ipynb #c0de5703
 @torch.library.custom_op("sparse_nb::step", mutates_args=())
@@ -675,13 +746,15 @@ def step(
     value: torch.Tensor,         # [B, G, N, D]
     start: torch.Tensor,         # first visible key [B]
     stop: torch.Tensor,          # end of the visible keys [B]
+    newest: torch.Tensor,        # number of the newest key [1]
     seed: torch.Tensor | None,   # streams [B, H]
-    state: list[torch.Tensor],   # `buffers` of the cache layer; they are written, by nobody else in the graph
-    angles: list[torch.Tensor],  # cosines and sines of this step's rotation
+    heard: torch.Tensor | None,  # of the cache layer; with its state it is written, by nobody else in the graph
+    angles: list[torch.Tensor],  # cosines and sines of this step's rotation, for states that hear of keys before it
     number: int,                 # of the dispatch
     layer: int,
     scale: float | None,
     exact: bool,                 # decode exactly, whatever the method?
+    fresh: bool,                 # is the layer the first of this step that is given this `start` and `stop`?
 ) -> torch.Tensor:               # [B, H, 1, D]
     "A layer's method decodes a query of a compiled step."
     dispatch = _dispatches[number]
@@ -691,25 +764,12 @@ def step(
                          "that grows, or generate(disable_compile=True)")
     if not exact and (why := no_graph(method)):
         raise ValueError(f"decode must be a method that a graph can hold, got {method!r}: {why}")
-    settings, walks = dict(seed=seed, scale=scale, kv_start=start, kv_len=stop), dispatch.thread.walks
-    if keeps_state(method):
-        kept, call = layer_of(state), Call(module, query, key, value, None, dict(scaling=scale))
-        at = stop.amax(0, keepdim=True) - 1  # a row may hide it
-        newest = replace(call, key=key.index_select(2, at))
-        heard = heard_of(dispatch, kept, newest, angles)
-        kept.put(key, value, at, **heard)
-        settings["state"] = kept.state
-        if "q_before" in heard: settings["q_before"] = heard["q_before"]
-    if exact: return Exact().decode(query, key, value, scale=scale, kv_start=start, kv_len=stop)
-    if walks_layers(method):
-        along = [i for i in dispatch.modules if walks_layers(at_layer(dispatch.decode, i))]
-        if layer == min(along): walks.clear()
-        settings["step"] = walks.setdefault(walk_of(method), method.new_step())
-        if layer == max(along): walks.clear()
-    return method.decode(query, key, value, **settings)
+    call = Call(module, query, key, value, None, dict(scaling=scale))
+    with shared_in_graph(dispatch, call, newest, fresh):
+        return decoded_in_graph(dispatch, None if exact else method, call, (start, stop, newest), seed, heard, angles)
 
 @step.register_fake
-def _(query, key, value, start, stop, seed, state, angles, number, layer, scale, exact):
+def _(query, key, value, start, stop, newest, seed, heard, angles, number, layer, scale, exact, fresh):
     return torch.empty_like(query)
 
 # %% ../nbs/70_hf.ipynb #0e572974
@@ -752,7 +812,7 @@ def turn_back(dispatch, module, kwargs, state):
             if not state.spares: raise
             dispatch.rotations[module] = "unknown"
     if (rotation := dispatch.rotations[module]) == "unknown": return None
-    return functools.partial(unrotate, position_embeddings=kwargs["position_embeddings"], rotation=rotation)
+    return Turn(kwargs["position_embeddings"], rotation)
 
 def adopt_cache(dispatch, method, away, decodes, names, module, args, kwargs):
     "A layer with an index or in host memory is called: let its cache keep them"

@@ -6,9 +6,10 @@
 __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'EVERY', 'TAILS', 'ROUTERS', 'RANKS', 'BUDGET', 'CONTEXT', 'nearest_cluster',
            'cluster_sums', 'sums_of_nearest', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows',
            'moments_of', 'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition',
-           'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Summed', 'Kept', 'listed', 'far_sums',
-           'Partition', 'rank_clusters', 'keys_to_read', 'newest_of_each', 'guessed_shares', 'keys_for_mass',
-           'tail_state', 'far_of', 'used_slots', 'near_scores', 'Partitioned', 'Routed', 'Saap', 'saap_decode']
+           'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Summed', 'Kept', 'listed', 'put_by_kernel',
+           'put_key', 'far_sums', 'Partition', 'rank_clusters', 'keys_to_read', 'newest_of_each', 'guessed_shares',
+           'keys_for_mass', 'tail_state', 'far_of', 'used_slots', 'near_scores', 'Partitioned', 'Routed', 'Saap',
+           'saap_decode']
 
 # %% ../nbs/40_saap.ipynb #3c143375
 import math
@@ -443,6 +444,30 @@ def listed(state, k, v, begin, last):
     index = build_index(k, v, state.rows[:, :, :k.shape[2], 0], begin, last, state.clusters)
     return Kept(index._replace(order=with_room(index.order, len(state))), len(state), state.ends)
 
+def put_by_kernel(state, k, at, k_before):
+    "Give key number `at` its cluster by one launch. False for a rotation that no kernel undoes."
+    from sparse_nb.kernels.saap import Turn, put_key
+    kinds, turn, alone = dict(halves=True, neighbours=False), None, False
+    if callable(k_before) and state.before:
+        angles, r = k_before.position_embeddings, k_before.rotation
+        if isinstance(angles, torch.Tensor) or r.kind != "none" and r.kind not in kinds: return False
+        if r.kind != "none": turn = Turn(*angles, r.start, r.width, r.step, r.sign, kinds[r.kind])
+    elif not callable(k_before):
+        x = state.wanted(k, k_before)
+        k, alone = x, x is not k
+    put_key(k, at, state.fit, state.rows[..., 0], plain=state.kmeans == "plain", turn=turn, held=state.held,
+            alone=alone)
+    return True
+
+def put_key(state, k, at, k_before):
+    "What `Partition.put` does to the clusters, and to the keys of sequences that have no far key yet"
+    if has_kernels(k[:, :, :1]) and put_by_kernel(state, k, at, k_before): return
+    new = k.index_select(2, at)
+    if callable(k_before): k_before = k_before(new) if state.before else None
+    x = state.wanted(new, k_before)
+    state.rows.index_copy_(2, at, nearest_cluster(x, state.fit, state.kmeans)[..., None].to(state.rows.dtype))
+    if state.held is not None: state.held.index_copy_(2, at, x)
+
 def far_sums(state, k, v, first, last):
     "Sums over keys number first to last - 1 of each sequence [B], from all clusters."
     i, ids = torch.arange(k.shape[2], device=k.device), state.rows[..., 0]
@@ -454,6 +479,7 @@ def far_sums(state, k, v, first, last):
 # %% ../nbs/40_saap.ipynb #a51c0de7
 class Partition(Summed):
     "Clusters and their sums, which can be of a fixed length once they are told the method's sinks and window."
+    turns: ClassVar[bool] = True
     __slots__ = "ends", "late", "older"  # late: keys put since lists were made; older: may queries come from before?
 
     def __init__(self, *args, ends: tuple = (1, 255), **settings):
@@ -496,11 +522,9 @@ class Partition(Summed):
         if kept is not None: self.kept = kept._replace(index=kept.index.pick(rows))
 
     def put(self, k, v, at, k_before=None, q_before=None, shown=None):
-        "As `State.put`: the key gets its cluster."
-        x = self.wanted(k.index_select(2, at), k_before)
-        self.rows.index_copy_(2, at, nearest_cluster(x, self.fit, self.kmeans)[..., None].to(self.rows.dtype))
-        if self.held is not None: self.held.index_copy_(2, at, x)
+        "As `State.put`: the key gets its cluster. `k_before` may be what turns keys back, `hf.Turn`."
         self.older, self.late = False, self.late + 1
+        put_key(self, k, at, k_before)
 
     def free(self, length, k):
         "As `State.free`."
@@ -759,13 +783,15 @@ def lists_of(s, k, v, state, far, masked):
     not in a graph.
     """
     from sparse_nb.kernels.saap import build_index
-    (begin, last, end), old, n = far, state.kept, k.shape[2]
+    old, n = state.kept, k.shape[2]
     fits = old is not None and old.ends == (s.sinks, s.window) and 0 <= n - old.keys < EVERY
     if fits and masked and (state.older or not state.fixed):
+        begin, last, _ = far()
         late = last - old.index.built
         fits = bool(((old.index.since == begin) & (late >= 0) & (late < EVERY)).all())
     if fits and state.late >= EVERY: fits = k.is_cuda and torch.cuda.is_current_stream_capturing()
     if not fits:
+        begin, last, end = far()
         if not state.fixed: state.place(begin, last, end)
         again = old.index if state.fixed and old is not None else None
         index = build_index(k, v, state.rows[..., 0], begin, last, state.clusters, again)
@@ -776,7 +802,7 @@ def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_before):
     "`run` for one query on a GPU."
     from sparse_nb.kernels import saap as kernels
     first, end = visible_range(q, k, **masks)
-    repeats, far = q.shape[1] // k.shape[1], far_of(s, state, first, end, 0)
+    repeats, far = q.shape[1] // k.shape[1], lambda: far_of(s, state, first, end, 0)
     index = lists_of(s, k, v, state, far, any(masks[x] is not None for x in ("kv_start", "kv_len")))
     given = {}
     if s.tail == "fitted": given["factor"] = learnt(state, "factor", q.device)["factor"]

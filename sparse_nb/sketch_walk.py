@@ -6,11 +6,11 @@
 __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'PIECES', 'HEADS', 'POOLS', 'POWERS', 'AT_ONCE', 'AHEAD', 'signed_hadamard',
            'basis_on', 'Summary', 'joined_rows', 'block_scores', 'check_settings', 'shares', 'over_heads', 'averaged',
            'walked', 'next_step', 'list_sizes', 'heaviest_blocks', 'Prompt', 'prompt_blocks', 'in_blocks', 'row_means',
-           'guessed_shares', 'true_shares', 'drawn_shares', 'Asked', 'shares_of_blocks', 'earlier_shares',
+           'guessed_shares', 'true_shares', 'drawn_shares', 'Queries', 'Asked', 'shares_of_blocks', 'earlier_shares',
            'prompt_lists', 'Query', 'query_blocks', 'own_rows', 'query_shares', 'true_query_shares', 'query_lists',
            'keys_of', 'Packed', 'Blocks', 'packed_index', 'ByKernels', 'SketchWalk', 'bytes_a_key', 'by_kernel',
-           'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'served', 'by_kernels',
-           'keys_read', 'decoded', 'sketch_walk_prefill', 'sketch_walk_decode']
+           'pattern_of', 'read_prompt', 'prompt_pattern', 'state_of', 'select_keys', 'without_kernel', 'served',
+           'by_kernels', 'keys_read', 'decoded', 'sketch_walk_prefill', 'sketch_walk_decode']
 
 # %% ../nbs/50_sketch_walk.ipynb #85d6c96d
 import math
@@ -312,15 +312,55 @@ def drawn_shares(s, q, groups, own, blocks, seed):
     return philox(seeds[..., None], torch.arange(blocks, device=q.device))
 
 # %% ../nbs/50_sketch_walk.ipynb #cdebd5dc
+class Queries(BlockState):
+    "The mean query of each block. Where its length is fixed the last queries lie in a ring, for no cache has them."
+    __slots__ = "ring",  # query number i in row i modulo the rows [B, H, KEPT + size, D]
+
+    def __init__(self, size, merge):
+        super().__init__(size, Summary("mean", size), merge)
+        self.ring = None
+
+    def knows(self):
+        "Are the last queries known, as many as are kept? Not behind a cut."
+        return self.tail is not None and self.tail.shape[2] == min(self.count, self.KEPT + self.size)
+
+    def fix(self, capacity):
+        "As `BlockState.fix`."
+        last, held = self.count, self.tail.shape[2]
+        super().fix(capacity)
+        if not self.fixed: return
+        with torch.inference_mode(False): self.ring = self.tail.new_zeros(*self.tail.shape[:2], self.KEPT + self.size,
+                                                                          self.tail.shape[3])
+        self.ring[:, :, torch.arange(last - held, last, device=self.ring.device) % self.ring.shape[2]] = self.tail
+
+    def put(self, q, _, at):
+        "As `BlockState.put`, of the query number `at` [B, H, 1, D] alone."
+        self.ring.index_copy_(2, at % self.ring.shape[2], q)
+        super().put(self.ring, self.ring, at)
+
+    def where(self, ring, i):
+        "As `BlockState.where`, in the ring."
+        return i % ring.shape[2]
+
+    def free(self, length, k):
+        "As `BlockState.free`."
+        super().free(length, k)
+        last = torch.arange(length - self.tail.shape[2], length, device=self.ring.device) % self.ring.shape[2]
+        self.tail, self.ring = self.ring[:, :, last], None
+
+    def buffers(self):
+        "As `BlockState.buffers`."
+        return [*super().buffers(), self.ring]
+
+# %% ../nbs/50_sketch_walk.ipynb #d99fcd34
 class Asked(BlockState):
     "An index, and the mean query of each block: `asked`, whose rows are [B, H, M, 1, D + 2]."
     hears: ClassVar[tuple[str, ...]] = ("shown", "q")
-    fixes: ClassVar[bool] = False
     __slots__ = "asked",
 
     def __init__(self, size, reduce, merge):
         super().__init__(size, reduce, merge)
-        self.asked = BlockState(size, Summary("mean", size), merge)
+        self.asked = Queries(size, merge)
 
     def extend(self, k, v, shown=None, q=None):
         "As `BlockState.extend`. ValueError for keys without their queries."
@@ -329,6 +369,25 @@ class Asked(BlockState):
                              "the session, or has lost them")
         super().extend(k, v, shown=shown)
         if q is not None: self.asked.append(q, q, shown=shown)
+
+    def fix(self, capacity):
+        "As `BlockState.fix`; nothing happens where queries were taken back a moment ago."
+        if self.asked.knows(): super().fix(capacity)
+        if self.fixed: self.asked.fix(capacity)
+
+    def put(self, k, v, at, shown=None, q=None):
+        "As `BlockState.put`, of a key and its query."
+        super().put(k, v, at)
+        self.asked.put(q, q, at)
+
+    def free(self, length, k):
+        "As `BlockState.free`."
+        super().free(length, k)
+        self.asked.free(length, k)
+
+    def buffers(self):
+        "As `BlockState.buffers`."
+        return super().buffers() + self.asked.buffers()
 
     def pick_rows(self, rows):
         "As `State.pick_rows`."
@@ -345,6 +404,7 @@ class Asked(BlockState):
         super().reset()
         self.asked.reset()
 
+# %% ../nbs/50_sketch_walk.ipynb #73819c5f
 def shares_of_blocks(
     s,                    # a `SketchWalk`
     asked: torch.Tensor,  # mean queries of the blocks [B, H, M, D]
@@ -357,7 +417,6 @@ def shares_of_blocks(
     if s.walk != "unmasked": z = z.masked_fill(i > i[:, None], -math.inf)
     return over_heads(s, shares(s, z), groups)
 
-# %% ../nbs/50_sketch_walk.ipynb #73819c5f
 def earlier_shares(s, q, k, a, index, state, part, scale):
     "The shares of all blocks of a prompt [B, P, M, M]: of its own rows `a`, or with earlier keys from the `state`."
     if q.shape[2] == k.shape[2]: return a
@@ -502,21 +561,26 @@ class Blocks(Packed):
 
     While kernels answer each key that is put, they alone write the blocks that it completes: a `put` is nothing then.
     """
-    __slots__ = "grown", "followed", "awaits"  # keys when it was fixed; do kernels write? has the last key no answer?
+    # kernels: can they answer? grown: keys when it was fixed; followed: do they write? awaits: has the last key no
+    # answer?
+    __slots__ = "kernels", "grown", "followed", "awaits"
 
-    def __init__(self, size, reduce, merge):
+    def __init__(self, size, reduce, merge, kernels=True):
         super().__init__(size, reduce, merge)
-        self.grown, self.followed, self.awaits = 0, False, False
+        self.kernels, self.grown, self.followed, self.awaits = kernels, 0, False, False
 
     def fix(self, capacity):
-        "As `BlockState.fix`; where kernels may read it, what they read lies at addresses of its own, too."
+        """As `BlockState.fix`; where kernels can read it, what they read lies at addresses of its own, too.
+
+        They are expected to from the first key on, which a graph may be captured at.
+        """
         grown = len(self)
         super().fix(capacity)
         if not self.fixed: return
         self.grown, self.followed, self.awaits = grown, False, False
-        kernels = HAS_TRITON and self.rows.is_cuda and self.reduce.index in (*FINE, "mean")
-        if self.packed is None and not kernels: return
+        if self.packed is None and not (self.kernels and has_kernels(self.tail[:, :, :1])): return
         with torch.inference_mode(False): self.pack_all(self.tail.shape[3], self.rows.shape[2])
+        self.followed = self.kernels
 
     def put(self, k, v, at, shown=None):
         "As `BlockState.put`; the same block is packed. Nothing where kernels have answered the key before."
@@ -613,7 +677,8 @@ class SketchWalk(ByKernels):
 
     def new_state(self):
         "`Blocks`, or for a walk `Asked`."
-        return (Blocks if self.walk is None else Asked)(self.block, self.summary, joined_rows)
+        if self.walk is not None: return Asked(self.block, self.summary, joined_rows)
+        return Blocks(self.block, self.summary, joined_rows, without_kernel(self) is None)
 
     def new_step(self):
         "Where the walk stands, for each part of a batch."
@@ -717,7 +782,7 @@ def select_keys(s, q, k, masks, seed, scale, state, step):
     if s.walk is not None and s.index == "oracle":
         raise ValueError("walk must be None for single queries of an oracle, which keeps no rows, got 'softmax'")
     state = state_of(s, q, k, state, masks)
-    if state.fixed: state.catch_up(k, k.shape[2] if masks["kv_len"] is None else masks["kv_len"])
+    if state.fixed and s.walk is None: state.catch_up(k, k.shape[2] if masks["kv_len"] is None else masks["kv_len"])
     with torch.no_grad(): lists, place, first, end = query_lists(s, q, k, state, step, masks, scale, seed)
     slots = max(2, math.ceil(lists.shape[-1] * s.density))
     return keys_of(lists, place, first, end, s.block, q, k, slots)
@@ -725,16 +790,20 @@ def select_keys(s, q, k, masks, seed, scale, state, step):
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade03
 AHEAD = 64  # blocks that a packed index has room for beside those it holds
 
+def without_kernel(s):
+    "Why no kernel answers single queries with the settings of `s`, whatever they are; None if one may."
+    for name, allowed in dict(walk=[None], index=[*FINE, "mean"], heads=["group", "each"], pool=["mean"]).items():
+        if (got := getattr(s, name)) not in allowed and not (name == "pool" and s.heads == "each"):
+            wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {', '.join(allowed)}"
+            return ValueError(f"{name} must be {wanted} for backend='triton', got {got!r}")
+
 def served(s, q, k, v, backend):
     "Do the kernels take this step? Raise TypeError or ValueError where they are asked for and cannot."
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if backend == "torch" or backend == "auto" and (learns or not has_kernels(q)): return False
     from sparse_nb.kernels.sketch_walk import no_kernel
-    error = no_kernel(q, k, s)
-    for name, only in dict(walk=None, pool="mean").items():
-        if (got := getattr(s, name)) != only and not (name == "pool" and s.heads == "each"):
-            error = error or ValueError(f"{name} must be {only!r} for backend='triton', got {got!r}")
+    error = no_kernel(q, k, s) or without_kernel(s)
     if learns: error = ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
     if error and backend == "triton": raise error
     return error is None

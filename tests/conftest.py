@@ -1,5 +1,6 @@
 """What all tests share: one torch thread a process, models that are loaded once, and the processor time of each
 test."""
+import gc
 import io
 import multiprocessing
 import os
@@ -111,7 +112,9 @@ if sys.platform == "linux":
                                       "transformers.models.auto", "scipy.stats", "seaborn", "nbdev.test"])
 
 
-def send_result(pipe, function, arguments): pipe.send((function(*arguments), processor_seconds()))
+def send_result(pipe, function, arguments):
+    gc.freeze()  # of what is imported, nothing is garbage
+    pipe.send((function(*arguments), processor_seconds()))
 
 
 def run_pytest(environment, *arguments):

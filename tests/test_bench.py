@@ -359,13 +359,6 @@ def test_a_quick_form_does_not_stand_among_the_results(tmp_path, monkeypatch):
         tmp_path / "y.json", quick=True) == tmp_path / "y.json")
 
 
-@pytest.mark.budget(15)
-def test_quick_forms_that_need_no_kernels(tmp_path):
-    pytest.importorskip("transformers")
-    meta, rows = read_record(generate.record(tmp_path / "x.json", quick=True, say=lambda line: None)).values()
-    assert meta["command"] == "sparse-nb record generate --quick" and {row["n"] for row in rows} == {16, 200}
-
-
 def test_the_first_token_is_timed_in_every_way(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -14,10 +14,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import test_hf
 from sparse_nb.attention import State, TopK, assert_close
+from sparse_nb.baselines import Quest
 from sparse_nb.hf import answer, capture, prefill, sparsify
-from sparse_nb.models.cache import keep_state, offload
+from sparse_nb.models.cache import keep_state, layer_of, offload
 from sparse_nb.models.rotation import (Rotation, as_complex, candidate_rotations, no_rotation, random_rotation,
                                        rotation_of, stored_keys, unrotate)
+from sparse_nb.santa import Santa
 from test_hf import IDS, SMALL, Letters, rope, whole_layers
 
 MLA = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
@@ -643,3 +645,29 @@ def test_host_memory_serves_every_mode_and_default_device():
     with pytest.raises(ValueError,
                        match="offload must be False but for keys of a CPU or a CUDA device, got keys of meta"):
         cache.update(k.to("meta"), v.to("meta"), 0)
+
+
+@pytest.mark.parametrize("method", [Santa(eps=0.3, delta=0.05), Quest(budget=4, page=4)],
+                         ids=lambda m: type(m).__name__)
+def test_what_a_graph_is_given_stands_for_where_all_of_an_index_lies(method):
+    "However caches come and go: what lies where it lay once, lies there with all else; no two that live share it."
+    g, seen, living, junk = torch.Generator().manual_seed(0), {}, [], []
+    config = transformers.LlamaConfig(num_hidden_layers=1)
+    draw = lambda n: int(torch.randint(n, (), generator=g))
+    for _ in range(400):
+        cache = StaticCache(config=config, max_cache_len=24)
+        layer, n = keep_state(cache, 0, method), 1 + draw(20)
+        cache.update(torch.randn(1, 2, n, 8, generator=g), torch.randn(1, 2, n, 8, generator=g), 0)
+        layer.hear(layer.keys[:, :, :n], layer.values[:, :, :n], n)
+        if draw(3) == 0: cache.reorder_cache(torch.tensor([0, 0]))
+        if draw(5) == 0: cache = copy.deepcopy(cache)
+        living.append(cache.layers[0])
+        junk.append(torch.empty(1 + draw(12), dtype=torch.int64))
+        for held in (living, junk):
+            if len(held) > 6: held.pop(draw(6))
+        assert len({x.heard.data_ptr() for x in living}) == len(living)
+        for x in living:
+            where = [(y.data_ptr(), y.shape, y.stride()) for y in x.state.buffers()]
+            assert layer_of(x.heard) is x and seen.setdefault(x.heard.data_ptr(), where) == where
+        assert cache.layers[0].known() == n
+    assert len(seen) < 400  # memory was given back and taken again

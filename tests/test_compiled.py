@@ -1,6 +1,9 @@
 "A step that transformers compiles: every method in one graph, with the tokens it writes otherwise."
+import copy
+import gc
 import sys
-from contextlib import ExitStack, nullcontext
+from collections import Counter
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,13 +12,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 from sparse_nb.attention import Selection, Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
-from sparse_nb.core.methods import CLASSES, method_class, own_arguments
+from sparse_nb.core.methods import CLASSES, Exact, method_class, own_arguments
+from sparse_nb import hf
 from sparse_nb.hf import no_graph, sparsify
 from sparse_nb.lsh import KDEformer, Reformer
 from sparse_nb.saap import Saap
@@ -34,6 +39,9 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
            VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)),
            Then(Quest(budget=12, page=4), Santa(samples=8)),
            SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0),
+           *(SketchWalk(4, 0.4, dense_layers=0, **x) for x in (
+               dict(walk="softmax"), dict(index="mean", walk="renormalised", heads="each"),
+               dict(index="mean", walk="softmax", power="matrix", degree=2))),
            Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL),
            H2O(budget=12, recent=4), SnapKV(budget=16, window=4, heads="each")]
 
@@ -240,6 +248,87 @@ def test_a_second_turn_goes_on_with_the_cache(llama):
             got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())
         assert torch.equal(got, want)
 
+class Conversation:
+    "The same tokens in a static cache, whose steps are compiled, and in one that grows."
+    def __init__(self, model, room=64):
+        self.model, self.ids = model, None
+        self.static = transformers.StaticCache(config=model.config, max_cache_len=room)
+        self.grows = transformers.DynamicCache(config=model.config)
+
+    def goes_on(self, ids):
+        self.ids = ids if self.ids is None else torch.cat([self.ids, ids], 1)
+        step = torch.compile(self.model, backend="eager", fullgraph=True) if ids.shape[1] == 1 else self.model
+        given = dict(attention_mask=torch.ones_like(self.ids), logits_to_keep=1)
+        with torch.no_grad():
+            got = step(ids, past_key_values=self.static, **given).logits
+            want = self.model(ids, past_key_values=self.grows, **given).logits
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+    def copied(self):
+        other = copy.copy(self)
+        other.static, other.grows = copy.deepcopy((self.static, self.grows))
+        return other
+
+    def reordered(self, rows):
+        for cache in (self.static, self.grows): cache.reorder_cache(rows)
+        self.ids = self.ids[rows]
+
+INDEXED = [Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4), Saap(budget=8, **SMALL),
+           H2O(budget=12, recent=4), SketchWalk(4, 0.4, dense_layers=0),
+           SketchWalk(4, 0.4, walk="softmax", dense_layers=0), DoubleSparsity(budget=12, channels=4)]
+
+@pytest.fixture
+def places(monkeypatch):
+    """What CUDA graphs rest on: they are given one tensor of an index, and where it lies as it lay once, all others do.
+
+    For each address of that one where the others lay, whichever cache they were of.
+    """
+    seen, find = {}, hf.layer_of
+    def found(heard):
+        layer = find(heard)
+        where = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in layer.state.buffers()]
+        assert seen.setdefault(heard.data_ptr(), where) == where
+        assert all(x.data_ptr() != heard.data_ptr() for x in layer.state.buffers())
+        return layer
+    monkeypatch.setattr(hf, "layer_of", found)
+    return seen
+
+@pytest.mark.parametrize("method", INDEXED, ids=lambda m: repr(m)[:40])
+def test_graphs_tell_caches_apart(llama, method, places):
+    "Two in turn, a third in the memory of one that is gone, one that is used anew, copies, and beams."
+    forget(llama)
+    g = torch.Generator().manual_seed(0)
+    some = lambda n: torch.randint(3, 64, (2, n), generator=g)
+    def steps(*talks, n=2):
+        for _ in range(n):
+            for talk in talks: talk.goes_on(some(1))
+    with sparsify(llama, decode=method, seed=3):
+        one, two = Conversation(llama), Conversation(llama)
+        for talk, length in ((one, 20), (two, 33)): talk.goes_on(some(length))
+        steps(one, two)
+        known = len(places)
+        for length in (20, 33, 17, 20):
+            del one
+            gc.collect()
+            one = Conversation(llama)
+            one.goes_on(some(length))
+            steps(two, one)
+        wide = Conversation(llama, 80)
+        wide.goes_on(some(30))
+        steps(one, wide, two)
+        one.static.reset()
+        one.ids, one.grows = None, transformers.DynamicCache(config=llama.config)
+        one.goes_on(some(25))
+        steps(one, two)
+        other = one.copied()
+        steps(other, one, two)
+        del one
+        other.reordered(torch.tensor([1, 0]))
+        steps(other, two)
+        other.goes_on(some(5))  # a second turn
+        steps(other)
+    assert known == 4 and len(places) >= 8  # two layers each; malloc may give back the places that were
+
 FREE = dict.fromkeys(("clusters", "kmeans", "iterations", "seed", "before_rope"))  # the partition says it
 ON_A_GPU = [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64), Quest(budget=64),
             Adamas(budget=64), DoubleSparsity(budget=64), HashAttention(budget=64), MagicPIG(bits=4, tables=16),
@@ -265,3 +354,89 @@ def test_a_gpu_replays_one_graph(method):
             got = model.generate(**inputs, **settings, cache_implementation="static",
                                  compile_config=transformers.CompileConfig(fullgraph=True))
             assert torch.equal(got, want)
+
+
+# what a compiled step does on a GPU: counted here, where kernels are as good as there, but launch nothing
+
+class Launches(TorchDispatchMode):
+    "Counts operations that a GPU would have a kernel for: not views, not memory."
+    memory = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "promote_types",
+              "_unsafe_view"}
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        where = lambda xs: {x.untyped_storage().data_ptr() for x in tree_leaves(xs) if isinstance(x, torch.Tensor)}
+        aliases = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
+        if name not in self.memory and not (aliases and where(out) <= where(args)): self.found[name] += 1
+        return out.zero_() if "empty" in name else out  # what a kernel would write
+
+def launched(model, method, monkeypatch, steps=2, prompt=40):
+    """For each step what each layer does, name by name, and how many tensors the graph of a step is given.
+
+    Two sequences, the second padded, in a static cache.
+    """
+    from triton.runtime.jit import JITFunction
+    from sparse_nb.kernels import common
+    counting, found, given = [], [], []
+    def run(self, *args, **options):
+        if counting: counting[-1].found[self.__name__] += 1
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(common.INTERPRETED, "value", True)
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("sparse_nb"): continue
+        if hasattr(module, "on_cpu_eagerly"): monkeypatch.setattr(module, "on_cpu_eagerly", lambda x: False)
+        if hasattr(module, "has_kernels"): monkeypatch.setattr(module, "has_kernels", lambda q: not common.refusal(q))
+    shared = hf.shared_in_graph
+    @contextmanager
+    def counted(*args):  # around all that the operation of a layer does
+        with Launches() as mode:
+            counting.append(mode)
+            try:
+                with shared(*args): yield
+            finally: counting.pop()
+        found.append(mode.found)
+    monkeypatch.setattr(hf, "shared_in_graph", counted)
+    def backend(graph, inputs):
+        given.append(len(inputs))
+        return graph
+    forget(model)
+    ids, mask = torch.randint(3, 64, (2, prompt)), (torch.arange(prompt) >= torch.tensor([[0], [5]])).long()
+    with torch.no_grad(), sparsify(model, decode=method):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=128)
+        with Launches(): model(ids, attention_mask=mask, past_key_values=cache)
+        call = torch.compile(model, backend=backend, fullgraph=True)
+        for i in range(steps):
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+            call(ids[:, :1], attention_mask=mask, past_key_values=cache, position_ids=mask.sum(1, keepdim=True) - 1)
+    layers = model.config.num_hidden_layers
+    return [found[i:i + layers] for i in range(0, len(found), layers)], given[0]
+
+@pytest.fixture(scope="module")
+def bfloat():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=256, num_hidden_layers=3)  # heads of 64 numbers
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL_MODEL | sizes)).eval().bfloat16()
+
+SAAP = dict(sinks=2, window=8, clusters=4)
+GIVEN = 43 # tensors: weights, keys and values, what the step is asked
+EACH_LAYER = [  # what the first layer of a step does, and what the others do; the last tells all indexes, by 2 more
+    (Exact(), 2, 2), (Streaming(sinks=4, window=16), 16, 2), (TopK(budget=16), 20, 9), (Santa(samples=16), 2, 2),
+    (VAttention(sinks=4, window=4, topk=4, base=16), 69, 64), (Saap(budget=8, **SAAP), 5, 5),
+    (Saap(probes=1, tail="drop", before_rope=False, **SAAP), 5, 5), (Saap(budget=8, router="centroid", **SAAP), 14, 11),
+    (SketchWalk(32, 0.4, dense_layers=0), 6, 6), (SketchWalk(32, 0.4, heads="each", dense_layers=0), 7, 7),
+    (SketchWalk(32, 0.4, "mean", dense_layers=0), 6, 6), (SnapKV(budget=16, window=4), 17, 17)]
+
+@pytest.mark.parametrize("method, first, others", EACH_LAYER, ids=lambda x: repr(x)[:50])
+def test_what_a_layer_of_a_compiled_step_does(bfloat, method, first, others, monkeypatch):
+    "No more than this many launches, from the first step on, which a graph may be captured at."
+    pytest.importorskip("triton")
+    steps, given = launched(bfloat, method, monkeypatch)
+    keeps = hf.keeps_state(method)
+    for step in steps:
+        assert [x.total() for x in step] == [first, others, others + 2 * keeps], step
+    assert given == GIVEN + 3 * keeps  # of all that an index is made of one tensor a layer
+

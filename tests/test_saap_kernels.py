@@ -390,6 +390,42 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
 
 
 @kernel
+@pytest.mark.parametrize("dtype, D, layout, plain, rotation, width", [
+    (FP32, 16, "plain", False, None, 0), (BF16, 64, "by position", True, ("halves", 0, 64), 64),
+    (FP16, 80, "every second", False, ("neighbours", 16, 64, 1, -1), 32),
+    (FP32, 40, "feature-major", True, ("halves", 8, 24), 24), (BF16, 48, "sliced", False, ("neighbours", 0, 24, 2), 24),
+    (BF16, 256, "plain", False, ("halves", 128, 128, 1, -1), 128)])
+def test_a_key_is_put_in_one_launch(dtype, D, layout, plain, rotation, width):
+    "Turned back, compared and written where it belongs, and nowhere else; of equal centroids the first."
+    from sparse_nb.kernels.saap import Turn, put_key
+    from sparse_nb.models.rotation import Rotation, unrotate
+    from sparse_nb.saap import nearest_cluster
+    B, G, N, C, at = 3, 2, 50, 37, 31
+    p = problem(B, G, 1, N, D, dtype, layout=layout, seed=D)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    fit = torch.randn(B, G, C, D, device=DEVICE, generator=generator)
+    fit[:, :, 30:] = fit[:, :, :7]
+    turn, wanted = None, p.k[:, :, at:at + 1]
+    if rotation is not None:
+        rotation = Rotation(*rotation)
+        angle = 6 * torch.rand(B, 1, width // rotation.step, device=DEVICE, generator=generator)
+        if rotation.step == 2: angle = angle.repeat_interleave(2, -1)
+        cos, sin = 1.3 * angle.cos().to(dtype), 1.3 * angle.sin().to(dtype)
+        cos[0, 0, 0] = sin[1, 0, 0] = 0
+        wanted = unrotate(wanted, (cos, sin), rotation)
+        turn = Turn(cos, sin, rotation.start, rotation.width, rotation.step, rotation.sign, rotation.kind == "halves")
+    number = torch.tensor([at], device=DEVICE)
+    for k, alone in ((p.k, False), (wanted, True)):
+        ids = torch.full((B, G, N, 1), -1, dtype=torch.int16, device=DEVICE)
+        held = torch.zeros(B, G, N, D, dtype=dtype, device=DEVICE)
+        put_key(k, number, fit, ids[..., 0], plain=plain, turn=None if alone else turn, held=held, alone=alone)
+        assert_close(held[:, :, at:at + 1], wanted, rtol=2e-6 if dtype == FP32 else 2 * torch.finfo(dtype).eps)
+        want = nearest_cluster(wanted.float(), fit.to(dtype).float(), "plain" if plain else "spherical")
+        assert torch.equal(ids[:, :, at:at + 1, 0].long(), want) and int(want.max()) < 30
+        assert (ids >= 0).sum() == B * G and (held != 0).any(-1).sum() == B * G
+
+
+@kernel
 def test_lists_of_a_fixed_length_stay_where_they_are():
     "Keys that are put are read as near ones, until so many are there that the lists are made anew in their places"
     from sparse_nb.saap import EVERY, Saap
@@ -505,16 +541,16 @@ if GPU:
 
 
 if not INTERPRETED:
-    def usage(name, capability, kind, D, *, tail="first_order", warps=4, registers=None, **own):
+    def usage(name, capability, kind, D, *, tail="first_order", warps=4, registers=None, fit=None, **own):
         "Registers, spills and shared memory of a kernel with the shipped tiles."
         triton = pytest.importorskip("triton")
         from sparse_nb.kernels import saap
         from sparse_nb.kernels.common import compiled_usage
         BD = max(16, triton.next_power_of_2(D))
         types = dict.fromkeys(("order_ptr", "list_ptr", "end_ptr", "base_ptr", "fact_ptr", "since_ptr", "built_ptr",
-                               "len_ptr"), "i32") | dict(start_ptr="i64", id_ptr="i16", share="i64")
+                               "len_ptr"), "i32") | dict(start_ptr="i64", id_ptr="i16", at_ptr="i64", share="i64")
         halves = "q_ptr", "ask_ptr", "k_ptr", "v_ptr", "mean_ptr", "fit_ptr", "value_ptr", "out_ptr", "w_ptr", "b_ptr"
-        types |= dict.fromkeys(halves, kind)
+        types |= dict.fromkeys((*halves, "cos_ptr", "sin_ptr", "held_ptr"), kind) | dict(fit_ptr=fit or kind)
         known = dict(LR=4, D=D, BR=16, BD=BD, PDL=capability >= 90, CUT=tail != "drop", SECOND=tail == "second_order")
         if tail != "second_order": known |= dict.fromkeys(("factor_ptr", "sum_x_ptr"))
         if tail == "drop": known |= dict.fromkeys(("sum_s_ptr", "rest_ptr", "rest_s_ptr", "rest_x_ptr", "score_ptr"))
@@ -555,6 +591,8 @@ if not INTERPRETED:
         tile = dict(BM=BM, BN=BN, STAGES=stages, shift_ptr=None)
         found = {"assign": usage("assign", capability, kind, D, warps=warps, **tile),
                  "sums": usage("sums", capability, kind, D, UNIT=False, BN=32, STAGES=3)}
+        one = dict(BM=BM, BN=BN, STAGES=stages, WHOLE=True, HALVES=True, PLAIN=False, held_ptr=None)
+        found["put"] = usage("put", capability, kind, D, warps=warps, fit="fp32", **one)
         for name, used in found.items():
             print(name, used)
             assert used["spills"] == 0 and used["shared"] <= (227 if capability == 90 else 163) * 1024, (name, used)

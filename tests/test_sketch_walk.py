@@ -769,3 +769,54 @@ def test_a_fixed_state_put_key_by_key_is_one_that_grew(settings):
     same_bits()
     for x in (grown, fixed): x.crop(222)
     same_bits()
+
+
+@pytest.mark.parametrize("settings", [dict(walk="softmax"), dict(walk="renormalised", heads="each"),
+                                      dict(walk="unmasked", index="mean", power="matrix", degree=2)], ids=str)
+def test_a_fixed_state_of_a_walk_keeps_the_queries_that_no_cache_has(settings):
+    "Bit for bit that of a walk that grew, through blocks of unequal beginnings; behind a cut it is not fixed yet."
+    g = torch.Generator().manual_seed(5)
+    k_, v_ = (torch.randn(3, 2, 170, 16, generator=g) for _ in range(2))
+    q_, start = torch.randn(3, 4, 170, 16, generator=g), torch.tensor([0, 11, 40])
+    s = SketchWalk(block=16, density=0.4, **dict(index="fine4") | settings)
+    grown, fixed = s.new_state(), s.new_state()
+    def grow(state, a, b):
+        state.append(k_[:, :, a:b], v_[:, :, a:b], q=q_[:, :, a:b], shown=torch.arange(a, b) >= start[:, None])
+    def same_bits():
+        blocks = grown.rows.shape[2]
+        for one, other in ((fixed, grown), (fixed.asked, grown.asked)):
+            assert torch.equal(one.rows[:, :, :blocks], other.rows)
+            if fixed.fixed: continue
+            for name in ("rows", "begin", "tail", "tail_shown"):
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+            assert len(one) == len(other)
+    for x in (grown, fixed): grow(x, 0, 60)
+    k, v = (torch.full((3, 2, 200, 16), math.nan) for _ in range(2))
+    k[:, :, :60], v[:, :, :60] = k_[:, :, :60], v_[:, :, :60]
+    fixed.fix(200)
+    places = [x.data_ptr() for x in fixed.buffers()]
+    assert len(places) == 5
+    for n in range(60, 170):
+        k[:, :, n], v[:, :, n] = k_[:, :, n], v_[:, :, n]
+        fixed.put(k, v, torch.tensor([n]), q=q_[:, :, n:n + 1])
+        grow(grown, n, n + 1)
+        same_bits()
+        if n % 9: continue
+        at = dict(kv_start=start, return_stats=True)
+        walks = [{}, {}]
+        for _ in range(2):  # two layers
+            want, stats = s.decode(q_[:, :, n:n + 1], k_[:, :, :n + 1], v_[:, :, :n + 1], state=grown, step=walks[0],
+                                   **at)
+            got, ours = s.decode(q_[:, :, n:n + 1], k, v, state=fixed, kv_len=torch.full((3,), n + 1), step=walks[1],
+                                 **at)
+            assert torch.equal(ours.budget, stats.budget)
+            assert_close(got, want, rtol=1e-6)
+    assert [x.data_ptr() for x in fixed.buffers()] == places
+    fixed.free(170, k)
+    same_bits()
+    for x in (grown, fixed): grow(x, 0, 30)
+    same_bits()
+    for x in (grown, fixed): x.crop(185)
+    same_bits()
+    fixed.fix(300)
+    assert not fixed.fixed and not fixed.asked.fixed and len(fixed) == 185

@@ -15,6 +15,7 @@ from sparse_nb.delta import Delta
 from sparse_nb.hf import answer, attention_override, prefill, register, sparsify
 from sparse_nb.patterns import OracleBlocks, VerticalSlash
 from sparse_nb.santa import Santa
+from sparse_nb.santa_keys import quantise
 from test_hf import FAMILIES, IDS, REFUSED, SMALL, Letters, build, whole_layers
 
 # token 0 is embedded as 0, a tie of all keys
@@ -357,6 +358,19 @@ def test_santa_with_a_promise(llama):
                     dict(prefill_chunk_size=16)):
             assert torch.equal(ids_of(llama, **way), want)
         assert torch.equal(ids_of(llama, num_beams=2), ids_of(llama, num_beams=2))
+
+@pytest.mark.parametrize("keys", ["int8", "rescored"])
+def test_santa_with_keys_of_eight_bits(llama, keys):
+    method = Santa(samples=8, keys=keys)
+    want = step_by_step(llama, method, IDS, 6)  # makes the index anew at each step
+    with sparsify(llama, decode=method):
+        for way in ({}, dict(cache_implementation="static"), dict(prompt_lookup_num_tokens=3),
+                    dict(prefill_chunk_size=16)):
+            assert torch.equal(ids_of(llama, **way), want)
+        assert torch.equal(ids_of(llama, num_beams=2), ids_of(llama, num_beams=2))
+        for layer in ids_of_cache(llama).layers:
+            codes, unit = quantise(layer.keys)
+            assert torch.equal(layer.state.rows, codes) and torch.equal(layer.state.unit, unit)
 
 def forward(model, ids=IDS, **kwargs):
     with torch.no_grad(): return model(ids, **kwargs).logits
@@ -754,7 +768,8 @@ def test_bad_calls_inside_a_session_are_named_and_leave_a_model_that_works(llama
     assert not any(m._forward_pre_hooks for m in llama.modules())
 
 @pytest.mark.parametrize("family", ["llama", "qwen2, window", "gpt-neox, partial, fused"])
-@pytest.mark.parametrize("method", [*METHODS, Santa(samples=32, eps=0.5, delta=0.1)], ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, Santa(samples=32, eps=0.5, delta=0.1),
+                                    Santa(samples=8, keys="rescored")], ids=repr)
 def test_keys_in_host_memory_change_nothing(family, method):
     model = build(family)
     def ways(**kwargs):
@@ -808,7 +823,8 @@ def test_a_session_that_is_over_keeps_no_cache(llama):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64),
-                                    Santa(samples=64), Santa(samples=32, eps=0.3, delta=0.1)], ids=repr)
+                                    Santa(samples=64), Santa(samples=32, eps=0.3, delta=0.1),
+                                    Santa(samples=64, keys="rescored")], ids=repr)
 def test_a_gpu_reads_from_pinned_host_memory(method):
     from sparse_nb import pocket, tasks
     model, tokenizer = pocket.load("cuda", dtype=torch.float32)

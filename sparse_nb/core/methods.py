@@ -571,6 +571,7 @@ class State(FixedLength):
     # what it wants beside k and v: "shown", "q", "scale" (of the scores), "k_before" or "q_before"
     hears: ClassVar[tuple[str, ...]] = ()
     spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
+    turns: ClassVar[bool] = False         # does `put` turn keys back by itself, given for k_before what does that?
 
     def settings(self) -> dict:
         "What tells this kind of index from another: its attributes. What follows the keys lives in slots."
@@ -799,10 +800,13 @@ class FixedBlocks(BlockRows):
         "As `State.put`: the block of the new key is made anew of all its keys from its first one on."
         block = (at - self.begin) // self.size
         i = (self.begin + block * self.size)[:, None] + torch.arange(self.size, device=k.device)
-        there = (i <= at)[:, None, None, :, None]
-        keys = k.gather(2, i.clamp(max=k.shape[2] - 1)[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3]))
-        new = self.reduce(keys[:, :, None], there)
+        there, at_keys = (i <= at)[:, None, None, :, None], self.where(k, i)[:, None, :, None]
+        new = self.reduce(k.gather(2, at_keys.expand(-1, k.shape[1], -1, k.shape[3]))[:, :, None], there)
         self.rows.scatter_(2, self.wide(block[:, None]).expand_as(new), new.to(self.rows.dtype))
+
+    def where(self, k, i):
+        "The rows of `k` that hold keys number `i` [B, size]; keys that are not there yet have any."
+        return i.clamp(max=k.shape[2] - 1)
 
     def buffers(self):
         "As `State.buffers`; the last keys are not kept while the length is fixed."

@@ -19,6 +19,7 @@ from ..kernels.common import device_limits
 from ..kernels.santa import launch, launch_settings
 from .recorder import Recorder
 from ..santa import bernoulli_scores, santa_decode
+from ..santa_keys import Int8Keys, quantise
 
 # %% ../../kernels/records/santa_steps.ipynb #fd7a6732
 CASES, SAMPLES, SEED = ((8192, 1), (32768, 1), (131072, 1), (524288, 1), (32768, 8)), 128, 0  # (keys, sequences)
@@ -108,6 +109,22 @@ def _measure_appends(recorder, batches, shape, n):
             recorder.measure_row(lambda: keys.index_copy_(2, at, new[:, :, None]), written, what="append",
                                  layout=layout, n=n, B=B)
 
+def _measure_index(recorder, batches, shape, n):
+    "What it takes to put one token's keys into an index of eight bits, in a cache of fixed size."
+    for B in batches:
+        cache = torch.randn(B, shape.G, n, shape.D, device=recorder.device).bfloat16()
+        at, index = torch.tensor([n - 7], device=recorder.device), Int8Keys()
+        index.append(torch.zeros_like(cache), cache)
+        index.fix(n)
+        codes, unit = quantise(cache[:, :, n - 7])
+        def step():
+            index.put(cache, cache, at)
+            return index.unit
+        def written(result):
+            if not (torch.equal(index.rows[:, :, n - 7], codes) and torch.equal(result[:, :, n - 7], unit)):
+                raise Refused("the token is not there")
+        recorder.measure_row(step, written, what="index", n=n, B=B)
+
 @torch.no_grad()
 def record(
     out,                   # file ending in .json
@@ -125,5 +142,6 @@ def record(
         if gpu: _profile(recorder, case, samples)
         if B == 1: _measure_features(recorder, case, samples)
         if gpu: torch.cuda.empty_cache()
-    _measure_appends(recorder, (1,) if quick else (1, 8, 32), shape, 32768 if gpu else 64)
+    for measure in (_measure_appends, _measure_index):
+        measure(recorder, (1,) if quick else (1, 8, 32), shape, 32768 if gpu else 64)
     return recorder.write(out, samples=samples, seed=SEED)
