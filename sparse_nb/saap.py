@@ -727,7 +727,7 @@ def step(s, q, k, v, state, first, far, scale, q_before):
     if tail:
         rest = rest_of(state, k, v, index, used & is_far[:, None].expand(kept.shape).gather(2, index), taken)
         factor = learnt(state, "factor", q.device)["factor"] if s.tail == "fitted" else None
-        out = merge_states(weighted_state(q, k, v, selection, scale=scale),
+        out = merge_states(weighted_state(q, k, v, selection, scale=scale, backend="auto"),
                            tail_state(q, rest, scale, s.tail, factor)).output().to(q.dtype)
     elif v is not None: out = weighted_attention(q, k, v, selection, scale=scale)
     return Step(selection, taken.sum(-1).repeat_interleave(repeats, 1)[..., None], out, rest)

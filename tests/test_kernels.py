@@ -29,8 +29,9 @@ from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, kernel, poisone
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from sparse_nb.attention import (Selection, masked_scores, assert_close, attention, fold_in, philox,
-                                 select_sinks_window, select_uniform, visible_range, weighted_attention)
+from sparse_nb.attention import (Selection, SoftmaxState, masked_scores, assert_close, attention, fold_in, philox,
+                                 merge_states, select_sinks_window, select_uniform, visible_range, weighted_attention,
+                                 weighted_state)
 from sparse_nb import baselines, vattention
 from sparse_nb.core import bounds
 from sparse_nb.bench import captured
@@ -729,7 +730,8 @@ if not INTERPRETED:
                                              ("fp32", 128, 4), ("fp32", 256, 4)])
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_gather_kernels_do_not_spill(capability, kind, D, LR):
-        base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1)
+        base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1,
+                    peak_ptr=None, mass_ptr=None)
         types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
         for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, count_ptr=None,
             BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)),
@@ -1372,6 +1374,22 @@ def test_slots_behind_the_count_are_not_read(monkeypatch, kind):
         assert loads.most("index") == 32 * math.ceil(max(ends) / parts / 32)
 
 
+@kernel
+@pytest.mark.parametrize("dtype, rtol", [(BF16, 6e-3), (FP32, 2e-6)], ids=str)
+def test_states_of_chosen_rows_are_joined(dtype, rtol):
+    p, S = problem(2, 2, 2, 300, 80, dtype), 230
+    (index, weight), count, (whole, clean) = counted_lists(p, S, "head", [S, 0, 40, 3])
+    state = SoftmaxState(*poisoned(lambda: gather.attend_state(p.q, p.k, p.v, index, weight, count, scale=0.3)))
+    assert all(x.dtype == torch.float32 for x in state)
+    assert state.m[:, 1].eq(-math.inf).all() and not state.l[:, 1].any() and not state.o[:, 1].any()
+    other = Selection(*lists(p, 50, "head", seed=7)[:2])
+    both = Selection(torch.cat([whole, other.index], -1), torch.cat([clean, other.weight], -1))
+    wide = p._replace(q=p.q * 0.3 * 80**0.5)
+    near = weighted_state(p.q, p.k, p.v, other, scale=0.3, backend="triton")
+    assert_close(merge_states(state, near).output(), true_output(wide, both.index, both.weight), rtol=rtol)
+    assert_close(near.output(), weighted_state(p.q, p.k, p.v, other, scale=0.3).output(), rtol=rtol)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_counts_in_a_graph_and_in_the_compiler():
@@ -1400,3 +1418,5 @@ if not INTERPRETED:
         types = dict(index_ptr="i64", count_ptr="i64") | {f"{x}_ptr": kind for x in ("q", "k", "v")}
         used = compiled_usage(gather._gather_kernel, constants, types, capability, gather._WARPS)
         assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, used
+        merge = compiled_usage(gather._merge_kernel, constants | dict(BC=512, BD=32), {}, capability, 4)
+        assert merge["spills"] == 0, merge

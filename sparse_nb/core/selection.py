@@ -144,12 +144,17 @@ def weighted_state(
     selection: Selection,       # keys of each query, and their weights
     *,
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
+    backend: str = "torch",     # as in `weighted_attention`
 ) -> SoftmaxState:              # of the selected keys
     """Attention over the selected keys, left unfinished for `merge_states`.
 
     Raises as `weighted_attention`, but allows a query without keys.
     """
+    kernels = _by_kernels(backend, q, k, v, getattr(selection, "weight", None))
     _check_selection(q, k, v, selection, scale)
+    if kernels:
+        from sparse_nb.kernels.gather import attend_state
+        return SoftmaxState(*attend_state(q, k, v, selection.index, selection.weight, selection.count, scale=scale))
     index, weight = selection.index, selection.weight
     batch, heads, _, size = q.shape
     block = max(1, COPIED_AT_ONCE // (batch * heads * index.shape[3] * size))
