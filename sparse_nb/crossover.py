@@ -33,9 +33,10 @@ class Crossover(NamedTuple):
 
 _H200 = "NVIDIA H200"
 CROSSOVERS = (
-    Crossover(_H200, "Santa", dict(scheme="systematic", eps=None), dict(samples=128), None, 4096, "decode"),
-    Crossover(_H200, "Santa", dict(scheme="proportional", eps=None, tile=128), dict(samples=128), None, 32768,
+    Crossover(_H200, "Santa", dict(scheme="systematic", eps=None, keys="exact"), dict(samples=128), None, 4096,
               "decode"),
+    Crossover(_H200, "Santa", dict(scheme="proportional", eps=None, tile=128, keys="exact"), dict(samples=128), None,
+              32768, "decode"),
     Crossover(_H200, "VAttention", dict(predictor=dict(method="HashAttention"), share=True), {}, 0.1, 131072,
               "vattention_launches"),
     Crossover(_H200, "Saap", dict(router="moments", tail="first_order", probes=None, unread=None),

@@ -680,7 +680,8 @@ def compiled_step(
     heard, angles = None, []
     if kept is not None and kept.decodes:
         heard, angles = kept.layer.heard, list(kept.angles) if kept.layer.turns else []
-    if call.layer == max(dispatch.modules): forward.seen = None  # what outlives the step is copied out of the graph
+    ends = not dispatch.modules or call.layer == max(dispatch.modules)
+    if ends: forward.seen = None  # what outlives the step is copied out of the graph
     out = step(call.query, call.key, call.value, view.start, view.stop, newest, seed, heard, angles, dispatch.number,
                call.layer, call.options.get("scaling"), exact, fresh)
     return out.transpose(1, 2)
@@ -695,8 +696,8 @@ def shared_in_graph(
 ):
     """What layers that are given the same bounds, streams and angles work out once, up to the last of them.
 
-    After that nothing is held: it may lie in the memory of a graph. The last also says to the others' indexes how many
-    keys they have heard of.
+    It must follow from these alone, for what a layer computes may lie where the one before had its own. After the last
+    nothing is held: it may lie in the memory of a graph. That layer also tells all indexes how many keys they know.
     """
     thread, own = dispatch.thread, has_kernels(call.query)
     served = [i for i, m in dispatch.modules.items() if not has_window(m)
@@ -758,14 +759,14 @@ def step(
 ) -> torch.Tensor:               # [B, H, 1, D]
     "A layer's method decodes a query of a compiled step."
     dispatch = _dispatches[number]
-    method, module = at_layer(dispatch.decode, layer), dispatch.modules[layer]
+    method, module = at_layer(dispatch.decode, layer), dispatch.modules.get(layer)
     if dispatch.observe is not None:
         raise ValueError("stats and audit must be False in a step that transformers compiles, got True; use a cache "
                          "that grows, or generate(disable_compile=True)")
     if not exact and (why := no_graph(method)):
         raise ValueError(f"decode must be a method that a graph can hold, got {method!r}: {why}")
     call = Call(module, query, key, value, None, dict(scaling=scale))
-    with shared_in_graph(dispatch, call, newest, fresh):
+    with shared_in_graph(dispatch, call, newest, fresh) if dispatch.modules else nullcontext():
         return decoded_in_graph(dispatch, None if exact else method, call, (start, stop, newest), seed, heard, angles)
 
 @step.register_fake

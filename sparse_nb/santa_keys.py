@@ -13,7 +13,7 @@ import torch
 from .core.checks import check_choice, check_inputs, check_scores
 from .core.exact import masked_scores, no_autocast, promote, to_device_of, visible_range
 from .core.methods import State, Stats, check_state, with_room
-from .core.selection import take_rows
+from .core.selection import has_kernels, take_rows
 
 # %% ../nbs/15_santa_keys.ipynb #3b9e92de
 KEYS = ("exact", "int8", "rescored")
@@ -24,7 +24,7 @@ def quantise(
 ) -> tuple:          # codes [B, G, n, D], int8, and units [B, G, n], float32 or float64
     "Whole numbers from -127 to 127 and a unit for each key; its unit times its codes is the key, but for half a unit."
     x = promote(k)
-    unit = x.abs().amax(-1) / 127
+    unit = x.abs().amax(-1) * (1 / 127)  # a GPU divides by a constant so
     codes = torch.where(unit[..., None] > 0, x / unit[..., None], 0.0)
     return codes.nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8), unit
 
@@ -72,7 +72,10 @@ class Int8Keys(State):
         self.unit = with_room(self.unit, capacity)
 
     def put(self, k, v, at):
-        "As `State.put`."
+        "As `State.put`; on a GPU by one launch."
+        if has_kernels(k[:, :, :1]) and not torch.compiler.is_compiling():
+            from sparse_nb.kernels.santa import put_codes
+            return put_codes(k, at, self.rows, self.unit)
         rows, unit = self.features(k.index_select(2, at), None)
         self.rows.index_copy_(2, at, rows)
         self.unit.index_copy_(2, at, unit)

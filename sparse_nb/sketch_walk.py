@@ -151,7 +151,10 @@ def check_settings(s):
     for name, allowed in choices.items(): check_choice(name, getattr(s, name), allowed)
     if s.block < FINE.get(s.index, 1):
         raise ValueError(f"block must be at least {FINE[s.index]} for sub-blocks of as many keys, got {s.block}")
-    for name, low in dict(sketch=1, degree=1, dense_layers=0, seed=0).items(): check_count(name, getattr(s, name), low)
+    counts = dict(sketch=1, degree=1, dense_layers=0, seed=0, refine=1, least=2)
+    for name, low in counts.items(): check_count(name, getattr(s, name), low)
+    if s.refine > 1 and (s.walk is not None or s.index == "oracle"):
+        raise ValueError(f"refine must be 1 with a walk or an oracle, got {s.refine}")
     if s.walk is None: return
     check_choice("walk", s.walk, WALKS)
     if s.pool == "max": raise ValueError("pool must be 'mean' with a walk, whose rows are shares, got 'max'")
@@ -215,19 +218,22 @@ def next_step(s, step, part, a, own, rows):
     step[part] = walked(s, at, a, own, rows)
     return step[part]
 
-def list_sizes(visible, forced, density):
-    "How many blocks the lists of rows hold [B, 1, R], of those that are visible [B, 1, R, M]."
-    count = budget_counts(float(density), visible.sum(-1), visible.shape[-1], "density")[0]
-    return torch.maximum(count, (forced & visible).sum(-1))
+def list_sizes(visible, forced, density, least=2, times=1):
+    "How many blocks the lists of rows hold [B, 1, R], of those that are visible [B, 1, R, M]: `times` what they read."
+    there = visible.sum(-1)
+    count = budget_counts(float(density), there, visible.shape[-1], "density")[0]
+    return (times * count.maximum((forced & visible).sum(-1)).maximum(there.clamp(max=least))).minimum(there)
 
 def heaviest_blocks(
     score: torch.Tensor,   # [B, P, R, M]
     visible: torch.Tensor, # [B, 1, R, M], bool
     forced: torch.Tensor,  # come before all others [B, 1, R, M], bool
     density: float,        # share of the visible ones, in (0, 1]
+    least: int = 2,        # so many at least, where they are visible
+    times: int = 1,        # as many
 ) -> torch.Tensor:         # [B, P, R, M], bool
     "As many visible blocks as the density says, rounded up, and at least the forced ones; the earlier of equal ones."
-    count = list_sizes(visible, forced, density)[..., None]
+    count = list_sizes(visible, forced, density, least, times)[..., None]
     order = score.masked_fill(~visible, -math.inf).masked_fill(forced & visible, math.inf)
     rank = order.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return (rank < count) & visible
@@ -292,17 +298,25 @@ def guessed_shares(
         found.append(over_heads(s, share.amax(3) if s.pool == "max" else share[:, :, :, 0], k.shape[1]))
     return torch.cat(found, 2), index
 
-def true_shares(s, q, k, prompt, start, scale):
-    "The shares [B, P, R, M] that heads give to blocks, mean or maximum over rows; every score is computed."
+def true_shares(s, q, k, prompt, start, scale, near=None):
+    """The shares [B, P, R, M] that heads give to blocks, mean or maximum over rows; every score is computed.
+
+    With `near` [B, P, R, M] those among the blocks of each list that it holds, and -1 for others.
+    """
     found, (N, size) = [], (k.shape[2], s.block)
+    listed = None if near is None else near.repeat_interleave(q.shape[1] // near.shape[1], 1)
     for m, x in enumerate(q.split(size, 2)):
         place = torch.arange(x.shape[2], device=q.device) + N - q.shape[2] + m * size
         first = start[:, None, None].expand(-1, 1, len(place))
-        z = masked_scores(x, k, 0, first, torch.maximum(place + 1, first), scale)
+        end = N - q.shape[2] + m * size + x.shape[2]
+        seen = first.clamp(max=end), torch.maximum(place + 1, first).clamp(max=end)
+        z = masked_scores(x, k[:, :, :end], 0, *seen, scale)
+        if near is not None: z = z.masked_fill(~listed[:, :, m, None].repeat_interleave(size, -1)[..., :end], -math.inf)
         p = in_blocks(z.softmax(-1).nan_to_num(0).mT, prompt.shown.shape[2], size).sum(3).mT  # [B, H, r, M]
         rows = (place >= start[:, None]).sum(-1).clamp(min=1).view(-1, 1, 1)
         found.append(p.amax(2) if s.pool == "max" else p.sum(2) / rows)
-    return over_heads(s, averaged(s, torch.stack(found, 2)), k.shape[1])
+    a = over_heads(s, averaged(s, torch.stack(found, 2)), k.shape[1])
+    return a if near is None else a.masked_fill(~near, -1)
 
 def drawn_shares(s, q, groups, own, blocks, seed):
     "A random number for each list, row and block, from the stream of its first head; `own` numbers the rows."
@@ -440,7 +454,10 @@ def prompt_lists(s, q, k, start, scale, seed, step=None, state=None, part=slice(
         if s.walk is not None:
             rows = earlier_shares(s, q, k, a, index, state, part, scale)
             a = next_step(s, step, number, a, prompt.own, rows)
-    return heaviest_blocks(a, prompt.visible, prompt.forced, s.density)
+        if s.refine > 1:
+            near = heaviest_blocks(a, prompt.visible, prompt.forced, s.density, s.least, s.refine)
+            a = true_shares(s, q, k, prompt, start, scale, near)
+    return heaviest_blocks(a, prompt.visible, prompt.forced, s.density, s.least)
 
 # %% ../nbs/50_sketch_walk.ipynb #450e7084
 class Query(NamedTuple):
@@ -497,7 +514,7 @@ def query_lists(s, q, k, state, step, masks, scale, seed):
         asked = state.asked.rows[:, :, :, 0, :-2]
         with no_autocast(q): rows = shares_of_blocks(s, asked, index, k.shape[1], scale)
         a = next_step(s, step, "query", a, place.own, rows.masked_fill(~place.visible[:, :, -1:], 0))
-    return heaviest_blocks(a, place.visible, place.forced, s.density), place, first, end
+    return heaviest_blocks(a, place.visible, place.forced, s.density, s.least), place, first, end
 
 def keys_of(lists, place, first, end, size, q, k, slots):
     "The `Selection` of the visible keys of listed blocks, of which there are at most `slots` on a list."
@@ -658,12 +675,13 @@ class SketchWalk(ByKernels):
     pool: str = "mean"      # heads of a list, and queries of a block: their "mean", or the "max" of their shares
     dense_layers: int = 2   # so many of the first layers of a model attend exactly
     seed: int = 0           # of the rotation
+    refine: int = 1         # of a prompt: exact scores choose among so many times the blocks that are read; 1: none do
+    least: int = 2          # blocks of a list at least, where so many are visible
 
     random = property(lambda self: self.index == "random", doc="Does it draw?")
     scores_all = property(lambda self: self.index == "oracle", doc="Is it an oracle?")
     sees_ahead = property(lambda self: self.index != "random", doc="Do later queries of a block choose with its first?")
     reads_state = property(lambda self: self.walk is not None, doc="Does a prompt in parts need the index?")
-
     def __post_init__(self): check_settings(self)
 
     @property
@@ -715,7 +733,8 @@ def by_kernel(s, q, k, backend):
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k))
     lacks = [what for what, asked in ((f"the index {s.index!r} is", s.index not in ("mean", *FINE)), (
         "a walk is", s.walk is not None), ("one list of averaged heads is", s.heads == "averaged"), (
-        "a block of fewer than 32 keys is", s.block < 32), ("a gradient is", learns)) if asked]
+        "a block of fewer than 32 keys is", s.block < 32), ("a choice by exact scores is", s.refine > 1), (
+        "a least number of blocks is", s.least > 2), ("a gradient is", learns)) if asked]
     if backend == "triton" and lacks:
         raise ValueError(f"backend must be 'torch' or 'auto' where {lacks[0]} wanted, got 'triton'")
     fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not lacks
@@ -784,7 +803,7 @@ def select_keys(s, q, k, masks, seed, scale, state, step):
     state = state_of(s, q, k, state, masks)
     if state.fixed and s.walk is None: state.catch_up(k, k.shape[2] if masks["kv_len"] is None else masks["kv_len"])
     with torch.no_grad(): lists, place, first, end = query_lists(s, q, k, state, step, masks, scale, seed)
-    slots = max(2, math.ceil(lists.shape[-1] * s.density))
+    slots = max(s.least, math.ceil(lists.shape[-1] * s.density))
     return keys_of(lists, place, first, end, s.block, q, k, slots)
 
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade03
@@ -792,7 +811,8 @@ AHEAD = 64  # blocks that a packed index has room for beside those it holds
 
 def without_kernel(s):
     "Why no kernel answers single queries with the settings of `s`, whatever they are; None if one may."
-    for name, allowed in dict(walk=[None], index=[*FINE, "mean"], heads=["group", "each"], pool=["mean"]).items():
+    only = dict(walk=[None], index=[*FINE, "mean"], heads=["group", "each"], pool=["mean"], least=[2])
+    for name, allowed in only.items():
         if (got := getattr(s, name)) not in allowed and not (name == "pool" and s.heads == "each"):
             wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {', '.join(allowed)}"
             return ValueError(f"{name} must be {wanted} for backend='triton', got {got!r}")
@@ -820,7 +840,7 @@ def keys_read(s, q, k, state, masks):
     "How many keys each head reads [B, H, Q]: what is left out are whole blocks."
     first, end = visible_range(q, k, **masks)
     place = query_blocks(s, state.begin, first, end, state.rows.shape[2])
-    left = place.visible.sum(-1) - list_sizes(place.visible, place.forced, s.density)
+    left = place.visible.sum(-1) - list_sizes(place.visible, place.forced, s.density, s.least)
     return (end - first - left * s.block).expand(-1, q.shape[1], -1)
 
 def decoded(s, q, k, v, masks, seed, scale, return_stats, state, step, backend="auto"):
@@ -855,6 +875,8 @@ def sketch_walk_prefill(
     heads: str = "group",                 # who shares a list: "group", "each", "all" or "averaged"
     pool: str = "mean",                   # heads of a list, and queries of a block: "mean" or "max" of their shares
     rotation: int = 0,                    # seed of the rotation
+    refine: int = 1,                      # exact scores choose among so many times the blocks read; 1: none do
+    least: int = 2,                       # blocks of a list at least, where so many are visible
     step: dict | None = None,             # of the walk: {} in the first layer, and the same dict in those above it
     state = None,                         # of a walk over a prompt in parts: the index of all N keys and their queries
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
@@ -867,7 +889,7 @@ def sketch_walk_prefill(
     A block's choice knows all its queries, so a row may see what up to `block` - 1 later tokens have chosen. Raises as
     `check_inputs`, and TypeError or ValueError for settings that can never work and a walk that lacks queries.
     """
-    s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation)
+    s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation, refine, least)
     return read_prompt(s, q, k, v, seed, scale, kv_start, step, state, backend)
 
 # %% ../nbs/50_sketch_walk.ipynb #845e1b62

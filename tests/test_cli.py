@@ -378,10 +378,14 @@ def by_hand(pocket, prompt, cut=None, *, prefill=None, decode=None, seed=0, dens
     ("topk:budget=1.0", "TopK(budget=1.0)"), ("topp:mass=1", "TopP(mass=1.0)"),
     (" uniform : samples = 2e-1 ", "Uniform(samples=0.2)"),
     ("streaming:window=.5,sinks=0", "Streaming(sinks=0, window=0.5)"),
-    ("santa:samples=64,scheme=flash", "Santa(samples=64, scheme='flash', tile=128, eps=None, delta=None, bound='clt')"),
+    ("santa:samples=64,scheme=flash",
+     "Santa(samples=64, scheme='flash', tile=128, eps=None, delta=None, bound='clt', keys='exact')"),
+    ("santa:samples=64,keys=int8",
+     "Santa(samples=64, scheme='systematic', tile=128, eps=None, delta=None, bound='clt', keys='int8')"),
     ("Santa:eps=0.1,delta=5e-2,bound=bernstein,scheme=iid",
-     "Santa(samples=128, scheme='iid', tile=128, eps=0.1, delta=0.05, bound='bernstein')"),
-    ("santa:eps=None", "Santa(samples=128, scheme='systematic', tile=128, eps=None, delta=None, bound='clt')")])
+     "Santa(samples=128, scheme='iid', tile=128, eps=0.1, delta=0.05, bound='bernstein', keys='exact')"),
+    ("santa:eps=None",
+     "Santa(samples=128, scheme='systematic', tile=128, eps=None, delta=None, bound='clt', keys='exact')")])
 def test_methods_are_read_from_text(text, want): assert repr(method_from("--decode", text)) == want
 
 

@@ -293,6 +293,7 @@ def places(monkeypatch):
     monkeypatch.setattr(hf, "layer_of", found)
     return seen
 
+@pytest.mark.budget(20)
 @pytest.mark.parametrize("method", INDEXED, ids=lambda m: repr(m)[:40])
 def test_graphs_tell_caches_apart(llama, method, places):
     "Two in turn, a third in the memory of one that is gone, one that is used anew, copies, and beams."
@@ -328,6 +329,14 @@ def test_graphs_tell_caches_apart(llama, method, places):
         other.goes_on(some(5))  # a second turn
         steps(other)
     assert known == 4 and len(places) >= 8  # two layers each; malloc may give back the places that were
+
+@pytest.mark.parametrize("method", [TopK(budget=0.3), Santa(samples=32)], ids=lambda m: type(m).__name__)
+def test_a_method_by_its_name_in_a_compiled_step(llama, method):
+    forget(llama)
+    with sparsify(llama, decode=method, seed=3): want = ids_of(llama)
+    llama.set_attn_implementation(hf.register("by its name", method, seed=3))
+    try: assert torch.equal(ids_of(llama), want) and torch.equal(compiled(llama), want)
+    finally: llama.set_attn_implementation("sdpa")
 
 FREE = dict.fromkeys(("clusters", "kmeans", "iterations", "seed", "before_rope"))  # the partition says it
 ON_A_GPU = [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64), Quest(budget=64),
@@ -427,6 +436,7 @@ EACH_LAYER = [  # what the first layer of a step does, and what the others do; t
     (Exact(), 2, 2), (Streaming(sinks=4, window=16), 16, 2), (TopK(budget=16), 20, 9), (Santa(samples=16), 2, 2),
     (VAttention(sinks=4, window=4, topk=4, base=16), 69, 64), (Saap(budget=8, **SAAP), 5, 5),
     (Saap(probes=1, tail="drop", before_rope=False, **SAAP), 5, 5), (Saap(budget=8, router="centroid", **SAAP), 14, 11),
+    (Santa(samples=16, keys="int8"), 3, 3), (Santa(samples=16, keys="rescored"), 3, 3),
     (SketchWalk(32, 0.4, dense_layers=0), 6, 6), (SketchWalk(32, 0.4, heads="each", dense_layers=0), 7, 7),
     (SketchWalk(32, 0.4, "mean", dense_layers=0), 6, 6), (SnapKV(budget=16, window=4), 17, 17)]
 
@@ -440,3 +450,22 @@ def test_what_a_layer_of_a_compiled_step_does(bfloat, method, first, others, mon
         assert [x.total() for x in step] == [first, others, others + 2 * keeps], step
     assert given == GIVEN + 3 * keeps  # of all that an index is made of one tensor a layer
 
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [Quest(budget=64), Saap(budget=0.1), SketchWalk(density=0.2)],
+                         ids=lambda m: type(m).__name__)
+def test_a_gpu_tells_caches_apart(method):
+    "A new cache each time, the last one kept or not, and other memory taken in between."
+    from sparse_nb import pocket, tasks
+    model, tokenizer = pocket.load("cuda")
+    prompt = tasks.make("needle", 1500, seed=0, tokenizer=tokenizer).prompt
+    inputs, settings = tokenizer(prompt, return_tensors="pt").to("cuda"), dict(max_new_tokens=8, do_sample=False)
+    forget(model)
+    with sparsify(model, decode=method):
+        want, held = model.generate(**inputs, **settings), []
+        for i in range(6):
+            cache = transformers.StaticCache(config=model.config, max_cache_len=2048)
+            got = model.generate(**inputs, **settings, past_key_values=cache,
+                                 compile_config=transformers.CompileConfig(fullgraph=True))
+            assert torch.equal(got, want)
+            held[:] = [cache] if i % 3 else [torch.empty(1 << 12 + i, device="cuda") for _ in range(i)]

@@ -39,10 +39,10 @@ from sparse_nb.kernels import gather, host
 from sparse_nb.kernels.common import compiled_usage
 from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels import vattention as steps
-from sparse_nb.kernels.santa import SCHEMES, decode
+from sparse_nb.kernels.santa import SCHEMES, decode, put_codes
 from sparse_nb.records.recorder import run_record
 from sparse_nb.santa import from_first_visible, largest_remainder, santa_decode, select_santa
-from sparse_nb.santa_keys import Int8Keys
+from sparse_nb.santa_keys import Int8Keys, quantise
 
 ALARM = 1e-8
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -1245,6 +1245,26 @@ def test_keys_of_eight_bits_compile_into_one_graph(keys):
     arguments = (*p[:3], 8, "systematic", 128, None, 7, None, None, None, None, state.rows, state.unit,
                  keys == "rescored")
     torch.library.opcheck(torch.ops.sparse_nb.santa_decode, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@kernel
+@pytest.mark.parametrize("D", [16, 24, 128])
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_bytes_of_a_new_key_by_one_launch(dtype, D):
+    n, wide = sizes(400, 30), (-44, 38) if dtype == FP32 else (-7, 4)
+    k = torch.randn(2, 3, n, D, generator=torch.Generator().manual_seed(D)) * torch.logspace(*wide, n)[:, None]
+    k[0, 0, 3], k[1, 1, 7] = 0, torch.arange(D) + 0.5  # halfway between two numbers once the largest is 127
+    k[1, 1, 7, 0] = 127
+    k[0, 0, 4, 1], k[0, 1, 5, 2], k[1, 2, 6, 0] = math.nan, math.inf, -math.inf
+    k = k.to(DEVICE, dtype)
+    places = [0, *range(3, 8), n - 2, -1, n - 1, n]  # the last two lie beyond what there is room for
+    for x in k, k.transpose(1, 2).contiguous().transpose(1, 2):
+        codes = torch.full((2, 3, n - 1, D), 55, dtype=torch.int8, device=DEVICE)
+        units = torch.full((2, 3, n - 1), -5., device=DEVICE)
+        want = codes.clone(), units.clone()
+        for at in places: put_codes(x, torch.tensor([at], device=DEVICE), codes, units)
+        for y, z in zip(want, quantise(x)): y[:, :, places[:-3]] = z[:, :, places[:-3]]
+        assert torch.equal(codes, want[0]) and torch.equal(units.nan_to_num(-9), want[1].nan_to_num(-9))
 
 
 @pytest.mark.gpu

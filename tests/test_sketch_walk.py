@@ -21,6 +21,8 @@ PIECES = [SketchWalk(block=16, density=0.3), SketchWalk(block=4, density=0.3, he
 GUESSING += [SketchWalk(heads="all", **SMALL), SketchWalk(heads="averaged", index="mean", **SMALL),
              SketchWalk(pool="max", **SMALL), SketchWalk(pool="max", index="mean", heads="all", **SMALL),
              SketchWalk(heads="each", **SMALL), SketchWalk(heads="each", pool="max", **SMALL)]
+REFINED = SketchWalk(index="fine16", pool="max", heads="each", refine=2, least=4, **SMALL)
+GUESSING += [REFINED, SketchWalk(index="mean", refine=2, **SMALL)]
 PLAIN = [*GUESSING, SketchWalk(index="oracle", **SMALL), SketchWalk(index="random", **SMALL),
          SketchWalk(index="oracle", heads="each", **SMALL), SketchWalk(index="random", heads="each", **SMALL)]
 WALKING = [SketchWalk(walk=x, **SMALL) for x in ("softmax", "renormalised", "literal")]
@@ -250,6 +252,65 @@ def test_lists_of_a_group_by_hand(index, pool):
         want = best(p.amax(0) if pool == "max" else p.mean(0), 7)
         for h in (2 * g, 2 * g + 1): assert {int(i) // 32 for i in read[h].nonzero()[:, 0]} == want
 
+@pytest.mark.parametrize("heads", ["group", "each", "all", "averaged"])
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_exact_scores_of_all_blocks_choose_what_the_oracle_does(heads, pool):
+    q, k, _ = problem(Q=230)
+    method = SketchWalk(index="mean", heads=heads, pool=pool, **SMALL)
+    oracle = lists(replace(method, index="oracle"), q, k)
+    assert torch.equal(lists(replace(method, refine=9), q, k), oracle)
+    assert not torch.equal(lists(method, q, k), oracle)
+
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_exact_scores_choose_among_nominated_blocks_by_hand(pool):
+    method = SketchWalk(index="mean", heads="each", pool=pool, refine=2, **SMALL | dict(density=0.3))
+    q, k, _ = problem(B=1, Q=256, N=256)
+    got = lists(method, q, k)[0]
+    plain = replace(method, refine=1)
+    for i in range(2, 8):
+        count = max(math.ceil(0.3 * (i + 1) - 1e-9), 2)
+        near = lists(replace(plain, density=min(1, 2 * count / (i + 1))), q, k)[0, :, i]
+        assert (near.sum(-1) == min(2 * count, i + 1)).all()
+        for h in range(4):
+            keys = torch.cat([torch.arange(32 * j, 32 * j + 32) for j in range(8) if near[h, j]])
+            rows = []
+            for row in range(32 * i, 32 * i + 32):
+                seen = keys[keys <= row]
+                p = (k[0, h // 2, seen] @ q[0, h, row] / 4).softmax(0)
+                rows.append(torch.zeros(8, dtype=p.dtype).index_add(0, seen // 32, p))
+            share = torch.stack(rows).amax(0) if pool == "max" else torch.stack(rows).mean(0)
+            order = sorted((j for j in range(1, i) if near[h, j]), key=lambda j: -float(share[j]))
+            assert {j for j in range(8) if got[h, i, j]} == {0, i} | set(order[:count - 2])
+
+def test_one_retrieving_row_of_64_is_not_drowned():
+    "One query of the last block matches one key: no mean of queries shows it, exact scores of nominated blocks do."
+    g = torch.Generator().manual_seed(0)
+    found = {1: 0, 2: 0}
+    for _ in range(20):
+        k, q = torch.randn(1, 1, 1024, 64, generator=g), 2 * torch.randn(1, 1, 1024, 64, generator=g)
+        block, key, row = (int(torch.randint(a, b, (), generator=g)) for a, b in ((1, 15), (0, 64), (0, 64)))
+        q[0, 0, 960 + row] = 2 * k[0, 0, 64 * block + key]
+        for times in found:
+            method = SketchWalk(density=0.25, index="fine16", pool="max", heads="each", refine=times)
+            found[times] += bool(lists(method, q, k)[0, 0, 15, block])
+    assert found[2] >= found[1] + 4
+
+@pytest.mark.parametrize("least", [2, 3, 5])
+def test_a_least_number_of_blocks_is_read(least):
+    q, k, v = problem(Q=230)
+    seen = torch.arange(1, 9)
+    want = torch.maximum((0.1 * seen).ceil().long(), seen.clamp(max=least))
+    for method in (SketchWalk(block=32, density=0.1, least=least), replace(REFINED, density=0.1, least=least)):
+        assert (lists(method, q, k)[:, :, -8:].sum(-1) == want).all()
+    read = SketchWalk(block=32, density=0.1, least=least).decode(q[:, :, -1:], k, v, return_stats=True)[1]
+    assert (read.values_read == (least - 1) * 32 + 230 % 32).all()
+
+@pytest.mark.parametrize("settings, what", [
+    (dict(refine=2), "a choice by exact scores is"), (dict(least=3), "a least number of blocks is")])
+def test_what_no_kernel_chooses_is_refused_by_name(settings, what):
+    with pytest.raises(ValueError, match=f"backend must be 'torch' or 'auto' where {what} wanted, got 'triton'"):
+        sketch_walk_prefill(*problem(Q=230), backend="triton", **settings)
+
 @pytest.mark.parametrize("index", ["fine4", "mean", "oracle", "random"])
 @pytest.mark.parametrize("walk", [None, "softmax"])
 def test_a_list_for_each_head_is_that_of_a_model_with_one_group_a_head(index, walk):
@@ -472,6 +533,8 @@ def test_functions_are_the_method():
     method = SketchWalk(**settings)
     assert torch.equal(sketch_walk_prefill(q, k, v, **settings), method.prefill(q, k, v))
     assert torch.equal(sketch_walk_decode(q[:, :, -1:], k, v, **settings), method.decode(q[:, :, -1:], k, v))
+    more = dict(settings, refine=2, least=4)
+    assert torch.equal(sketch_walk_prefill(q, k, v, **more), SketchWalk(**more).prefill(q, k, v))
     for method in PLAIN + WALKING: assert Method.from_json(method.to_json()) == method
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -500,6 +563,9 @@ def test_head_sizes_that_are_no_powers_of_two(size):
     (dict(walk="far"), "walk must be one of softmax"), (dict(power="all"), "power must be one of element, matrix"),
     (dict(heads="none"), "heads must be one of"), (dict(pool="sum"), "pool must be one of mean, max"),
     (dict(dense_layers=-1), "dense_layers must be at least 0"),
+    (dict(refine=0), "refine must be at least 1"), (dict(least=1), "least must be at least 2"),
+    (dict(refine=2, walk="softmax"), "refine must be 1 with a walk or an oracle, got 2"),
+    (dict(refine=2, index="oracle"), "refine must be 1 with a walk or an oracle, got 2"),
     (dict(walk="softmax", pool="max"), "pool must be 'mean' with a walk"),
     (dict(walk="softmax", index="random"), "walk must be None with an index that draws"),
     (dict(walk="literal", index="oracle"), "walk must be 'softmax' or None with the true weights"),
