@@ -1410,6 +1410,16 @@ def test_states_of_chosen_rows_are_joined(dtype, rtol):
     assert_close(near.output(), weighted_state(p.q, p.k, p.v, other, scale=0.3).output(), rtol=rtol)
 
 
+@kernel
+def test_counts_in_one_graph():
+    p = problem(1, 2, 2, 300, 64, FP32)
+    (index, weight), count, _ = counted_lists(p, 90, "group", [90, 9, 0, 33])
+    for n in (count, None):
+        call = lambda q, i, w: (gather.attend(q, p.k, p.v, i, w, n), *gather.attend_state(q, p.k, p.v, i, w, n))
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(p.q, index, weight)
+        for x, y in zip(got, call(p.q, index, weight)): assert torch.equal(x.nan_to_num(7), y.nan_to_num(7))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_counts_in_a_graph_and_in_the_compiler():
