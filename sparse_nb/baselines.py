@@ -386,7 +386,7 @@ def collided(
     if k.shape[2] > MOST: return None
     index, weight, count = collide(q, k, state.rows, state.fit, state.planes_for(state.fit[:, :, None]), **given)
     slots = slots_used(count, state, len(state))
-    return Selection(index[..., :slots], weight[..., :slots])
+    return Selection(index[..., :slots], weight[..., :slots], count)
 
 # %% ../nbs/60_baselines.ipynb #30287c0a
 @dataclass(frozen=True)
@@ -442,7 +442,7 @@ class MagicPIG(Predictor):
         sure = (index < first + sinks) | (index >= end - window)
         weight = torch.where(sure, 1.0, 1 / chance.clamp(min=1e-30))
         return make_selection(q, index, torch.arange(index.shape[-1], device=q.device) < count[..., None],
-                              first[..., 0], weight)
+                              first[..., 0], weight, count)
 
     def index_bytes(self, head_dim):
         "All signs of a key: what a scan reads, where hash tables would read buckets."

@@ -308,7 +308,7 @@ class Evicts(Method):
         count = kept.sum(-1)
         slots = slots_used(count, state, min(k.shape[2], self.most(k.shape[2])))
         index = kept.int().sort(dim=-1, descending=True, stable=True).indices[..., :slots]
-        return make_selection(q, index, torch.arange(slots, device=q.device) < count[..., None], first)
+        return make_selection(q, index, torch.arange(slots, device=q.device) < count[..., None], first, count=count)
 
     def prefill(self, q, k, v, *, seed=None, scale=None, kv_start=None, state=None):
         """Causal attention of the last positions of a prompt [B, H, Q, D]; 0 where a query stands before `kv_start`.

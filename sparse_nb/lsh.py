@@ -148,7 +148,8 @@ class Binned(Predictor):
         count = kept.sum(-1)
         slots = slots_used(count, state, len(state))
         index = kept.int().sort(dim=-1, descending=True, stable=True).indices[..., :slots]
-        return make_selection(q, index, torch.arange(index.shape[-1], device=q.device) < count[..., None], first)
+        used = torch.arange(index.shape[-1], device=q.device) < count[..., None]
+        return make_selection(q, index, used, first, count=count)
 
     def index_bytes(self, head_dim):
         "A code of 32 bits for each round."

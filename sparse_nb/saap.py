@@ -722,11 +722,12 @@ def step(s, q, k, v, state, first, far, scale, q_before):
     index = kept.int().sort(dim=-1, descending=True, stable=True).indices[..., :used_slots(s, state, number, n)]
     used = torch.arange(index.shape[-1], device=q.device) < number
     spread = lambda x: x.repeat_interleave(repeats, 1)[:, :, None]
-    selection, out, rest = make_selection(q, spread(index), spread(used), first), None, None
+    selection = make_selection(q, spread(index), spread(used), first, count=spread(number[..., 0]))
+    out, rest = None, None
     if tail:
         rest = rest_of(state, k, v, index, used & is_far[:, None].expand(kept.shape).gather(2, index), taken)
         factor = learnt(state, "factor", q.device)["factor"] if s.tail == "fitted" else None
-        out = merge_states(weighted_state(q, k, v, selection, scale=scale),
+        out = merge_states(weighted_state(q, k, v, selection, scale=scale, backend="auto"),
                            tail_state(q, rest, scale, s.tail, factor)).output().to(q.dtype)
     elif v is not None: out = weighted_attention(q, k, v, selection, scale=scale)
     return Step(selection, taken.sum(-1).repeat_interleave(repeats, 1)[..., None], out, rest)

@@ -527,7 +527,7 @@ def keys_of(lists, place, first, end, size, q, k, slots):
     index = read.int().sort(dim=-1, descending=True, stable=True).indices[..., :most]
     used = torch.arange(index.shape[-1], device=q.device) < number
     spread = lambda x: x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-    return make_selection(q, spread(index), spread(used), first)
+    return make_selection(q, spread(index), spread(used), first, count=spread(number[..., 0]))
 
 # %% ../nbs/50_sketch_walk.ipynb #5c1ade01
 class Packed(BlockState):

@@ -338,10 +338,11 @@ def select_and_promise(
     parts = zip(*(x.split(block, 2) for x in (q, firsts, ends, stream_seeds(q, new_seed(seed)))))
     blocks = [_block_selected(q_, k, v, s, state, first, end, seeds, scale, most) for q_, first, end, seeds in parts]
     index, weight, *found, norm = (torch.cat(x, 2) for x in zip(*blocks))
+    count = (weight > 0).sum(-1)
     if on_cpu_eagerly(weight):
-        slots = int((weight > 0).sum(-1).max())
+        slots = int(count.max())
         index, weight = index[..., :slots], weight[..., :slots]
-    selection = Selection(index, weight.to(dtype))
+    selection = Selection(index, weight.to(dtype), count)
     if s.guarantee == "denominator": norm = None
     return selection, _promised(s, *found, norm, rows_read(selection, n) / visible,
                                 rows_read(selection, n, groups=groups) / visible)

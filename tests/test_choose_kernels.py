@@ -76,8 +76,9 @@ def check_list(scores, budget, start, stop, tiles, unit=1, begin=None, N=None):
     from sparse_nb.kernels.choose import Place, Tiles, launch_list
     B, H, M = scores.shape
     N = M if N is None else N
-    index, weight = poisoned(lambda: launch_list(scores, budget, Place(N, start, stop, begin, unit),
-                                                 tiles=Tiles(**tiles)))
+    index, weight, used = poisoned(lambda: launch_list(scores, budget, Place(N, start, stop, begin, unit),
+                                                       tiles=Tiles(**tiles)))
+    assert torch.equal(used, (weight > 0).sum(-1))
     assert index.shape == weight.shape == (B, H, 1, budget_counts(budget, torch.tensor([[[N]]]), N)[1])
     for b in range(B):
         first, end = (0, N) if start is None else (int(start[b]), int(stop[b]))
@@ -300,10 +301,10 @@ def test_a_buffer_that_is_larger(name):
         "adamas": ("codes", [], 0.9816),
         "hash": ("signs", [networks(4, 2, 64)[f"q_{x}"] for x in ("w1", "b1", "w2", "b2")], 1.)}[name]
     tiles = Tiles(**SMALL)
-    index, weight = poisoned(lambda: launch_list(score(kind, q, rows, given, number, place, tiles), 0.2, place,
-                                                 tiles=tiles, after=True))
+    index, weight, used = poisoned(lambda: launch_list(score(kind, q, rows, given, number, place, tiles), 0.2, place,
+                                                       tiles=tiles, after=True))
     want = check_method(method, q, k)
-    assert index.shape[-1] == 40 and (weight.sum(-1) == 26).all()
+    assert index.shape[-1] == 40 and (weight.sum(-1) == 26).all() and (used == 26).all()
     assert torch.equal(index[..., :26], want.index) and (index[..., 26:] == 0).all()
 
 
@@ -705,11 +706,11 @@ if not INTERPRETED:
         from sparse_nb.kernels.common import compiled_usage
         types = dict.fromkeys(("mark_ptr", "between_ptr", "higher_ptr", "many_ptr", "base_ptr", "code_ptr", "ask_ptr"),
                               "i32") | dict.fromkeys(("start_ptr", "len_ptr", "begin_ptr", "budget", "index_ptr",
-                                                      "fit_ptr"), "i64") | dict(q_ptr=kind, cut="fp32")
+                                                      "fit_ptr", "count_ptr"), "i64") | dict(q_ptr=kind, cut="fp32")
         of_row = dict(box=kind, box_row=kind, channel="i16", channel_row="i16", collide="u8").get(name, "i32")
         types |= dict(row_ptr=of_row, at_ptr="i64", k_ptr=kind)
         if name in ("equal", "distance"): types |= dict(score_ptr="i32")
-        if name in ("collide", "taken", "weigh"): types |= dict(taken_ptr="u8", count_ptr="i64")
+        if name in ("collide", "taken", "weigh"): types |= dict(taken_ptr="u8")
         if name == "weigh": types |= dict(fit_ptr="fp32")
         known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, LR=4, LP=4) | own
         if known["U"] == 1: known |= dict(begin_ptr=None)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
-from sparse_nb.attention import Streaming, TopK, TopP, Uniform
+from sparse_nb.attention import Selection, Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
@@ -131,6 +131,22 @@ def one_step(method, monkeypatch):
             for mode in modes: stack.enter_context(mode)
             if state is not None: state.put(k, v, at, **heard)
             method.decode(asked, k, v, kv_start=start, kv_len=end, seed=seed, **own)
+
+PACKED = [TopK(budget=0.3), Quest(budget=0.3, page=4), MagicPIG(bits=4, tables=8, sinks=2, window=4),
+          VAttention(sinks=2, window=4, topk=4, base=4, eps=0.5, delta=0.5), SketchWalk(4, 0.4, dense_layers=0),
+          Saap(unread=0.3, **SMALL), Saap(probes=1, tail="drop", **SMALL), H2O(budget=0.3, recent=4),
+          SnapKV(budget=16, window=4, heads="each"), Reformer(bins=4, window=4), KDEformer(bins=4, window=4)]
+
+@pytest.mark.parametrize("method", PACKED, ids=lambda m: repr(m)[:40])
+def test_a_list_with_room_says_where_its_used_slots_end(method, monkeypatch):
+    "There the kernels stop."
+    made, check = [], Selection.__post_init__
+    monkeypatch.setattr(Selection, "__post_init__", lambda x: (check(x), made.append(x)))
+    one_step(method, monkeypatch)
+    assert len(made) == 2
+    for x in made:
+        assert torch.equal(x.count, x.budget) and x.count.max() < x.index.shape[3]
+        assert not x.weight[torch.arange(x.index.shape[3]) >= x.count[..., None]].any()
 
 WAITING = [TopP(), Santa(samples=32, eps=0.5, delta=0.1), Then(TopP(), Santa(samples=8))]
 MORE = [*(Santa(samples=32, scheme=x, tile=8) for x in ("iid", "stratified", "proportional", "flash")),

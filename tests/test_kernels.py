@@ -29,8 +29,9 @@ from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, kernel, poisone
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from sparse_nb.attention import (Selection, masked_scores, assert_close, attention, fold_in, philox,
-                                 select_sinks_window, select_uniform, visible_range, weighted_attention)
+from sparse_nb.attention import (Selection, SoftmaxState, masked_scores, assert_close, attention, fold_in, philox,
+                                 merge_states, select_sinks_window, select_uniform, visible_range, weighted_attention,
+                                 weighted_state)
 from sparse_nb import baselines, vattention
 from sparse_nb.core import bounds
 from sparse_nb.bench import captured
@@ -729,9 +730,10 @@ if not INTERPRETED:
                                              ("fp32", 128, 4), ("fp32", 256, 4)])
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_gather_kernels_do_not_spill(capability, kind, D, LR):
-        base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1)
+        base = dict(D=D, BD=triton.next_power_of_2(D), PDL=capability >= 90, q_d=1, k_d=1, v_d=1, out_d=1, i_s=1, w_s=1,
+                    peak_ptr=None, mass_ptr=None)
         types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
-        for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16,
+        for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, count_ptr=None,
             BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)),
             (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
             used = compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")},
@@ -1313,3 +1315,138 @@ BYTES = dict(codes=torch.zeros(1, 1, 30, 64, dtype=torch.int8), units=torch.zero
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_bytes(change, error, message):
     with pytest.raises(error, match=re.escape(message)): decode(**(good | BYTES | change))
+
+
+# slots that are not looked at
+def counted_lists(p, S, kind, counts):
+    "Lists whose heads use the first `counts` slots: with garbage in the others, the counts, and without the garbage."
+    index, weight, whole = lists(p, S, kind)
+    weight[..., 0] = 1
+    count = torch.tensor(counts, device=DEVICE).expand(p.q.shape[:2])[..., None]
+    unused = torch.arange(S, device=DEVICE) >= count[..., None]
+    own = dict(head=p.q.shape[1], group=p.k.shape[1], all=1)[kind]
+    garbage = index[:, :own].masked_fill(unused.unflatten(1, (own, -1)).all(2), 10**9).expand(index.shape)
+    return (garbage, weight.masked_fill(unused, math.nan)), count, (whole, weight.masked_fill(unused, 0))
+
+
+def attend_first(p, garbage, count): return gather.attend(p.q, p.k, p.v, *garbage, count)
+
+
+@kernel
+@pytest.mark.parametrize("kind", ["head", "group", "all"])
+@pytest.mark.parametrize("dtype, rtol", [(BF16, 6e-3), (FP32, 2e-6)], ids=str)
+def test_slots_behind_the_count_count_for_nothing(dtype, rtol, kind):
+    for B, S in sizes(((2, 3000), (1, 40000)), ((2, 100), (1, 230))):
+        p = problem(B, 2, 2, 300, 64, dtype)
+        for counts in ([S, S // 3, 33, 1], [2, 1, 1, 32], [S] * 4):
+            garbage, count, clean = counted_lists(p, S, kind, counts)
+            assert_close(poisoned(lambda: attend_first(p, garbage, count)), true_output(p, *clean), rtol=rtol)
+        assert_close(attend_first(p, garbage, 10 * count), gather.attend(p.q, p.k, p.v, *garbage), rtol=1e-7)
+        garbage, count, (whole, weight) = counted_lists(p, S, kind, [5, 0, 40, 0])
+        got = poisoned(lambda: attend_first(p, garbage, count.int()))
+        assert got[:, 1::2].isnan().all()
+        want = true_output(p, whole, torch.where(count[..., None] > 0, weight, 1.0))
+        assert_close(got[:, ::2], want[:, ::2], rtol=rtol)
+        assert poisoned(lambda: attend_first(p, garbage, 0 * count)).isnan().all()
+
+
+class Loads:
+    "Which numbers of some tensors the kernels load in the interpreter, by program of the grid."
+    def __init__(self, patch, **tensors):
+        from triton.runtime import interpreter
+        self.tensors, self.seen, load = tensors, {}, interpreter.InterpreterBuilder.create_masked_load
+        def note(builder, ptrs, mask, *rest):
+            at = ptrs.data[mask.data.astype(bool)].astype("int64")
+            for name, x in self.tensors.items():
+                place = (at - x.data_ptr()) // x.element_size()
+                place = place[(place >= 0) & (place < x.numel())]
+                self.seen.setdefault((name, tuple(builder.grid_idx)), set()).update(place.tolist())
+            return load(builder, ptrs, mask, *rest)
+        patch.setattr(interpreter.InterpreterBuilder, "create_masked_load", note)
+
+    def of(self, name):
+        "Places of the numbers of one tensor that any program loads."
+        return set().union(*(places for (of, _), places in self.seen.items() if of == name))
+
+    def most(self, name):
+        "As many as one program loads at most."
+        return max(len(places) for (of, _), places in self.seen.items() if of == name)
+
+
+@kernel
+@pytest.mark.skipif(not INTERPRETED, reason="looks on in the interpreter")
+@pytest.mark.parametrize("kind", ["head", "group"])
+def test_slots_behind_the_count_are_not_read(monkeypatch, kind):
+    S, N, D = 480, 300, 16
+    p = problem(1, 2, 2, N, D, FP32)
+    for counts, given in (([70, 0, 33, 5], True), ([S] * 4, False)):
+        (index, weight), count, _ = counted_lists(p, S, kind, counts)
+        with monkeypatch.context() as patch:
+            loads = Loads(patch, k=p.k, v=p.v, index=index, weight=weight)
+            gather.attend(p.q, p.k, p.v, index, weight, count if given else None)
+        ends = counts if kind == "head" else [max(counts[:2]), max(counts[2:])]
+        slots = {(i, s) for i, end in enumerate(ends) for s in range(end)}
+        assert loads.of("index") == {i * S + s for i, s in slots}
+        assert loads.of("weight") == {h * S + s for h, end in enumerate(counts) for s in range(end)}
+        rows = {i * 2 // len(ends) * N + int(index[0, i, 0, s]) for i, s in slots}
+        for name in ("k", "v"): assert loads.of(name) == {row * D + d for row in rows for d in range(D)}
+        parts = 8 // len(ends)  # of a list
+        assert loads.most("index") == 32 * math.ceil(max(ends) / parts / 32)
+
+
+@kernel
+@pytest.mark.parametrize("dtype, rtol", [(BF16, 6e-3), (FP32, 2e-6)], ids=str)
+def test_states_of_chosen_rows_are_joined(dtype, rtol):
+    p, S = problem(2, 2, 2, 300, 80, dtype), 230
+    (index, weight), count, (whole, clean) = counted_lists(p, S, "head", [S, 0, 40, 3])
+    state = SoftmaxState(*poisoned(lambda: gather.attend_state(p.q, p.k, p.v, index, weight, count, scale=0.3)))
+    assert all(x.dtype == torch.float32 for x in state)
+    assert state.m[:, 1].eq(-math.inf).all() and not state.l[:, 1].any() and not state.o[:, 1].any()
+    other = Selection(*lists(p, 50, "head", seed=7)[:2])
+    both = Selection(torch.cat([whole, other.index], -1), torch.cat([clean, other.weight], -1))
+    wide = p._replace(q=p.q * 0.3 * 80**0.5)
+    near = weighted_state(p.q, p.k, p.v, other, scale=0.3, backend="triton")
+    assert_close(merge_states(state, near).output(), true_output(wide, both.index, both.weight), rtol=rtol)
+    assert_close(near.output(), weighted_state(p.q, p.k, p.v, other, scale=0.3).output(), rtol=rtol)
+
+
+@kernel
+def test_counts_in_one_graph():
+    p = problem(1, 2, 2, 300, 64, FP32)
+    (index, weight), count, _ = counted_lists(p, 90, "group", [90, 9, 0, 33])
+    for n in (count, None):
+        call = lambda q, i, w: (gather.attend(q, p.k, p.v, i, w, n), *gather.attend_state(q, p.k, p.v, i, w, n))
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(p.q, index, weight)
+        for x, y in zip(got, call(p.q, index, weight)): assert torch.equal(x.nan_to_num(7), y.nan_to_num(7))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_counts_in_a_graph_and_in_the_compiler():
+    p, S = problem(2, 2, 2, 3000, 128, BF16), 2000
+    (index, weight), count, _ = counted_lists(p, S, "group", [S, 9, 0, 700])
+    count = count.contiguous()
+    call = lambda: gather.attend(p.q, p.k, p.v, index, weight, count)
+    replay, out = captured(call)
+    for counts in ([1, 2, 3, 4], [S, S, 500, 33]):
+        more, now, clean = counted_lists(p, S, "group", counts)
+        for x, y in zip((index, weight, count), (*more, now)): x.copy_(y)
+        out.fill_(math.nan)
+        replay()
+        assert torch.equal(out, call())
+        assert_close(out, true_output(p, *clean), rtol=6e-3)
+    assert torch.equal(torch.compile(lambda q, i, w, n: gather.attend(q * 1, p.k, p.v, i, w, n),
+                                     fullgraph=True)(p.q, index, weight, count), out)
+
+
+if not INTERPRETED:
+    @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("fp32", 256, 4)])
+    @pytest.mark.parametrize("capability", [80, 90, 100])
+    def test_the_gather_of_counted_slots_does_not_spill(capability, kind, D, LR):
+        constants = dict(D=D, BD=D, PDL=capability >= 90, i_s=1, w_s=1, LR=LR, BR=16, STAGES=gather._STAGES,
+                         BN=gather._slots(D, 4 if kind == "fp32" else 2))
+        types = dict(index_ptr="i64", count_ptr="i64") | {f"{x}_ptr": kind for x in ("q", "k", "v")}
+        used = compiled_usage(gather._gather_kernel, constants, types, capability, gather._WARPS)
+        assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, used
+        merge = compiled_usage(gather._merge_kernel, constants | dict(BC=512, BD=32), {}, capability, 4)
+        assert merge["spills"] == 0, merge

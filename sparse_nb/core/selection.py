@@ -22,12 +22,22 @@ from .exact import (
     SoftmaxState, attention, attention_scores, exponentials, no_autocast, promote, visible_range)
 from .streams import TICKETS, new_seed, stream_seeds, tickets
 
-# %% ../../nbs/06_selection.ipynb #9cf07207
+# %% ../../nbs/06_selection.ipynb #c0c0a7e3
 def _check_index(index, n):
     "Raise ValueError when a key number reaches beyond n keys (looked at on the CPU only)."
     if on_cpu_eagerly(index) and index.max() >= n:
         raise ValueError(f"index must be below the number of keys, {n}, got {int(index.max())}")
 
+def _check_slots(count, index):
+    "Raise TypeError or ValueError unless `count` can say how many slots of `index` are used."
+    if not isinstance(count, torch.Tensor): raise TypeError(f"count must be a torch.Tensor, got {type(count).__name__}")
+    if count.dtype != torch.int64: raise TypeError(f"count must be int64, got {count.dtype}")
+    if count.shape != index.shape[:3]:
+        raise ValueError(f"count must have shape [B, H, Q] = {list(index.shape[:3])}, got {list(count.shape)}")
+    if count.device != index.device:
+        raise ValueError(f"count must be on the device of index, {index.device}, got {count.device}")
+
+# %% ../../nbs/06_selection.ipynb #9cf07207
 @dataclass(frozen=True, eq=False)
 class Selection:
     """Which keys each query reads, and their weights: 1 / p for a key included with probability p, 0 for an unused
@@ -37,6 +47,7 @@ class Selection:
     """
     index: torch.Tensor  # key numbers [B, H, Q, S], int64
     weight: torch.Tensor # weights [B, H, Q, S], floating, finite, >= 0
+    count: torch.Tensor | None = None # slots from here on are unused, and kernels do not read them [B, H, Q], int64
 
     def __post_init__(self):
         index, weight = self.index, self.weight
@@ -51,10 +62,13 @@ class Selection:
             raise ValueError(f"weight must have the shape of index, {list(index.shape)}, got {list(weight.shape)}")
         if weight.device != index.device:
             raise ValueError(f"weight must be on the device of index, {index.device}, got {weight.device}")
+        if self.count is not None: _check_slots(self.count, index)
         if not on_cpu_eagerly(index): return
         if index.min() < 0: raise ValueError(f"index must not be negative, got {int(index.min())}")
         if not (weight.min() >= 0 and weight.max() < math.inf):
             raise ValueError("weight must be finite and not negative")
+        if self.count is not None and (weight * (torch.arange(index.shape[3]) >= self.count[..., None])).any():
+            raise ValueError("weight must be 0 from slot number count on")
 
     @property
     def budget(self) -> torch.Tensor:
@@ -130,12 +144,17 @@ def weighted_state(
     selection: Selection,       # keys of each query, and their weights
     *,
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
+    backend: str = "torch",     # as in `weighted_attention`
 ) -> SoftmaxState:              # of the selected keys
     """Attention over the selected keys, left unfinished for `merge_states`.
 
     Raises as `weighted_attention`, but allows a query without keys.
     """
+    kernels = _by_kernels(backend, q, k, v, getattr(selection, "weight", None))
     _check_selection(q, k, v, selection, scale)
+    if kernels:
+        from sparse_nb.kernels.gather import attend_state
+        return SoftmaxState(*attend_state(q, k, v, selection.index, selection.weight, selection.count, scale=scale))
     index, weight = selection.index, selection.weight
     batch, heads, _, size = q.shape
     block = max(1, COPIED_AT_ONCE // (batch * heads * index.shape[3] * size))
@@ -189,7 +208,7 @@ def weighted_attention(
     if _by_kernels(backend, q, k, v, getattr(selection, "weight", None)):
         from sparse_nb.kernels.gather import attend
         _check_selection(q, k, v, selection, scale)
-        return attend(q, k, v, selection.index, selection.weight, scale=scale)
+        return attend(q, k, v, selection.index, selection.weight, selection.count, scale=scale)
     return weighted_state(q, k, v, selection, scale=scale).output().to(q.dtype)
 
 # %% ../../nbs/06_selection.ipynb #4d0be923
@@ -239,11 +258,13 @@ def make_selection(
     used: torch.Tensor,  # which slots are used, likewise
     first: torch.Tensor, # first visible key [B, 1, Q]: unused slots point at it
     weight=1.0,          # weights of the used slots, likewise
+    count=None,          # of `Selection`, int64, broadcasts to [B, H, Q]: all slots from here on are unused
 ) -> Selection:
     "A selection for `q` from slots that broadcast; unused ones weigh nothing."
     shape = *q.shape[:3], index.shape[-1]
     weight = torch.where(used, weight, 0.0).to(promote(q[:0]).dtype)
-    return Selection(torch.where(used, index, first[..., None]).expand(shape), weight.expand(shape))
+    return Selection(torch.where(used, index, first[..., None]).expand(shape), weight.expand(shape),
+                     None if count is None else count.expand(shape[:3]))
 
 class FirstSlots(NamedTuple):
     "The slots of a list of keys, heaviest first, of which each query uses the first few."
@@ -251,6 +272,7 @@ class FirstSlots(NamedTuple):
     used: torch.Tensor   # which of them each query uses [B, 1, Q, S]
     weight: torch.Tensor # 1 there and else 0 [B, H, Q, S]
     first: torch.Tensor  # first visible key [B, 1, Q]: unused slots point at it
+    ends: torch.Tensor   # where the used slots of each query end [B, H, Q], int64
 
     def filled(
         self,
@@ -258,7 +280,8 @@ class FirstSlots(NamedTuple):
         whole: bool = False, # is every slot known to be used?
     ) -> Selection:
         "The selection of these keys."
-        return Selection(index if whole else torch.where(self.used, index, self.first[..., None]), self.weight)
+        if whole: return Selection(index, self.weight)
+        return Selection(torch.where(self.used, index, self.first[..., None]), self.weight, self.ends)
 
 def first_slots(
     q: torch.Tensor,     # queries [B, H, Q, D]
@@ -272,7 +295,7 @@ def first_slots(
         count, slots = budget_counts(budget, end - first, k.shape[2])
         used = torch.arange(slots, device=q.device) < count[..., None]
         weight = torch.where(used, 1.0, 0.0).to(promote(q[:0]).dtype)
-        return FirstSlots(slots, used, weight.expand(*q.shape[:3], slots), first)
+        return FirstSlots(slots, used, weight.expand(*q.shape[:3], slots), first, count.expand(q.shape[:3]))
     return once(make, "first slots", type(budget), budget, q.shape[:3], k.shape[2], q.dtype, first, end)
 
 # %% ../../nbs/06_selection.ipynb #feb0940e
@@ -342,7 +365,8 @@ def select_topp(
     before = scores.double().softmax(-1).cumsum(-1)[..., :-1]  # mass of the heavier keys, for all keys but the first
     count = torch.minimum(1 + (before < mass).sum(-1), end - first)
     slots = int(count.max())
-    return make_selection(q, index[..., :slots], torch.arange(slots, device=q.device) < count[..., None], first)
+    return make_selection(q, index[..., :slots], torch.arange(slots, device=q.device) < count[..., None], first,
+                          count=count)
 
 # %% ../../nbs/06_selection.ipynb #48573c6f
 def select_uniform(
@@ -374,4 +398,4 @@ def select_uniform(
         index.append(first_[:, None] + ticket.topk(slots, largest=False).indices)
     weight = ((end - first).double() / count)[..., None]
     used = torch.arange(slots, device=q.device) < count[..., None]
-    return make_selection(q, torch.cat(index).view(*q.shape[:3], slots), used, first, weight)
+    return make_selection(q, torch.cat(index).view(*q.shape[:3], slots), used, first, weight, count)

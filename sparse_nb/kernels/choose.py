@@ -210,9 +210,10 @@ def _select_kernel(score_ptr, mark_ptr, between_ptr, higher_ptr, many_ptr, base_
 
 # %% ../../kernels/choose.ipynb #fb68df1a
 @triton.jit
-def _list_kernel(score_ptr, mark_ptr, base_ptr, index_ptr, weight_ptr, begin_ptr, start_ptr, len_ptr, N, M, H, T, S,
-                 budget, SHARE: tl.constexpr, U: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr):
-    "The listed keys of a tile, and the weights of a part of the slots"
+def _list_kernel(score_ptr, mark_ptr, base_ptr, index_ptr, weight_ptr, count_ptr, begin_ptr, start_ptr, len_ptr,
+                 N, M, H, T, S, budget, SHARE: tl.constexpr, U: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+                 PDL: tl.constexpr):
+    "The listed keys of a tile, and the weights of a part of the slots; the first says how many keys there are in all"
     if PDL: gdc_launch_dependents()
     t, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, end, begin, low, items = _items(start_ptr, len_ptr, begin_ptr, bh // H, N, U)
@@ -220,6 +221,7 @@ def _list_kernel(score_ptr, mark_ptr, base_ptr, index_ptr, weight_ptr, begin_ptr
     there, part = o_i < items, tl.cdiv(S, T)
     start, size = _keys_of(low + o_i, first, end, begin, U)
     p_index, p_weight = index_ptr + bh * S, weight_ptr + bh * S
+    if t == 0: tl.store(count_ptr + bh, want.to(tl.int64))
     for at in range(t * part, tl.minimum((t + 1) * part, S), BW):
         o_w = at + tl.arange(0, BW)
         m_w = o_w < tl.minimum((t + 1) * part, S)
@@ -270,7 +272,7 @@ def launch_list(
     launches: int = 4,     # how many of them
     tiles: Tiles = _TILES,
     after: bool = False,   # does a kernel of this file come just before?
-) -> tuple:                # key numbers [B, H, 1, S], int64, and weights, float32
+) -> tuple:                # key numbers [B, H, 1, S], int64, weights, float32, and used slots [B, H, 1], int64
     "Launch threshold and list, or the first kernels of them: then the rest of what is returned is not filled."
     B, H, M = scores.shape
     N, start, stop, begin, U = place
@@ -285,6 +287,7 @@ def launch_list(
     mark, between, base = integers(B * H, 4), integers(B * H, T * BN), integers(B * H, 2, T)
     higher, many = integers(2, B * H, T)
     index, weight = new(B, H, 1, S, dtype=torch.int64), new(B, H, 1, S, dtype=torch.float32)
+    count = new(B, H, 1, dtype=torch.int64)
     seen, (number, share) = (begin, start, stop, N, M, H), _bits_of(budget)
     more, same = dict(launch_pdl=True) if PDL else {}, dict(U=U, PDL=PDL)
     _guess_kernel[B * H,](scores, mark, *seen, number, SIGMAS=SIGMAS, SHARE=share, BS=BS, num_warps=4, **same,
@@ -296,9 +299,9 @@ def launch_list(
             scores, mark, between, higher, many, base, *seen, T, number, SHARE=share, BN=BN, BT=BT,
             BC=max(1, tiles.select[0] // BT), num_warps=tiles.select[1], **same, **more)
     if launches > 3:
-        _list_kernel[T, B * H](scores, mark, base, index, weight, *seen, T, S, number, SHARE=share, BN=BN, BW=256,
-                               num_warps=warps, **same, **more)
-    return index, weight
+        _list_kernel[T, B * H](scores, mark, base, index, weight, count, *seen, T, S, number, SHARE=share, BN=BN,
+                               BW=256, num_warps=warps, **same, **more)
+    return index, weight, count
 
 # %% ../../kernels/choose.ipynb #7b116e34
 @triton.jit
@@ -512,15 +515,15 @@ def _launched(kind, q, rows, given, number, budget, place, tiles=_TILES):
 @torch.library.custom_op("sparse_nb::choose", mutates_args=())
 def _op(kind: str, q: torch.Tensor, rows: torch.Tensor, given: list[torch.Tensor], number: float, budget: float,
         share: bool, keys: int, unit: int, begin: torch.Tensor | None, kv_start: torch.Tensor | None,
-        kv_len: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        kv_len: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     place = Place(keys, *contiguous(kv_start, kv_len), begin, unit)
     return _launched(kind, q, rows, given, number, budget if share else int(budget), place)
 
 @_op.register_fake
 def _(kind, q, rows, given, number, budget, share, keys, unit, begin, kv_start, kv_len):
     shape = *q.shape[:3], _slots(budget if share else int(budget), keys)
-    return (torch.empty(shape, dtype=torch.int64, device=q.device),
-            torch.empty(shape, dtype=torch.float32, device=q.device))
+    new = functools.partial(torch.empty, device=q.device)
+    return (new(shape, dtype=torch.int64), new(shape, dtype=torch.float32), new(shape[:3], dtype=torch.int64))
 
 # %% ../../kernels/choose.ipynb #9475272e
 def choose(
@@ -536,7 +539,7 @@ def choose(
     begin: torch.Tensor | None = None,    # first key of page 0 [B]
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
-) -> tuple:                               # key numbers [B, H, 1, S], int64, the first key in unused slots; weights
+) -> tuple: # key numbers [B, H, 1, S], int64, the first key in unused slots; weights, float32; used slots [B, H, 1]
     """The visible keys of the best scores, the earlier of two equal ones first, in the order of the keys.
 
     The kernels behind `Predictor.select`, which checks the tensors; for what `attend` takes. Raises TypeError or

@@ -71,8 +71,9 @@ def step(
     "The first launches of a step."
     scores = score(x.kind, x.case.q, x.state.rows, x.given, x.number, x.place)
     if launches == 1: return None, None, None
-    found = launch_list(scores, DENSITY, x.place, launches=min(launches, 5) - 1, after=True)
-    return (attend(x.case.q, x.case.k, x.case.v, *found) if launches > 5 else None), *found
+    index, weight, count = launch_list(scores, DENSITY, x.place, launches=min(launches, 5) - 1, after=True)
+    out = attend(x.case.q, x.case.k, x.case.v, index, weight, count) if launches > 5 else None
+    return out, index, weight
 
 def list_error(
     x: Asked,
