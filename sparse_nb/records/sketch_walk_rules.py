@@ -289,7 +289,7 @@ def record_prompts(
     say=print,            # hears when it is done
 ) -> Path: # the file
     "Answers of every rule for prompts, three facts on the pocket model."
-    length, prompts, few = (700, 1, 1) if quick else (2048, 24, 12)
+    length, prompts, few = (700, 1, 1) if quick else (2048, 200, 12)
     grid = Grid("pocket", ["multivalue"], [length], {}, prompts=prompts)
     worker = Worker(grid)
     rows = prompt_losses(grid, worker, few)
