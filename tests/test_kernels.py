@@ -756,7 +756,7 @@ if not INTERPRETED:
                     start_ptr=None, len_ptr=None, seed_ptr=None, ceiling_ptr=None)
         rows = lambda setting: dict(BN=min(setting[0], 2**22 // BD**2 // (4 if kind == "fp32" else 2)),
                                     STAGES=setting[1], BC=1024 if setting is steps._LOOK else 128)
-        for kernel_, constants, warps in ((steps._code_kernel, {}, 8), (steps._guess_kernel, {}, 4),
+        for kernel_, constants, warps in ((steps.code_kernel, {}, 8), (steps._guess_kernel, {}, 4),
                                           (steps._count_kernel, dict(BN=4096), 4),
                                           (steps._keep_kernel, dict(BN=4096, BT=256), 4),
                                           (steps._look_kernel, rows(steps._LOOK), 4),

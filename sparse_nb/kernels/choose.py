@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import bits_set, contiguous, device_limits, refusal, sign_code, visible
+from .common import (
+    bits_set, code_kernel, contiguous, device_limits, refusal, sign_code, visible)
 
 # %% ../../kernels/choose.ipynb #d516f217
 def _bits_of(
@@ -352,15 +353,6 @@ def _channel_kernel(q_ptr, row_ptr, fit_ptr, score_ptr, start_ptr, len_ptr, scal
 
 # %% ../../kernels/choose.ipynb #321d0d72
 @triton.jit
-def _code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, q_b, q_h, q_d, H,
-                 D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):
-    "The signature of one query"
-    if PDL: gdc_launch_dependents()
-    bh = tl.program_id(0)
-    tl.store(code_ptr + bh, sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, bh // H, bh % H, q_b, q_h, q_d,
-                                      D, M, BD, BM))
-
-@triton.jit
 def _equal_kernel(code_ptr, row_ptr, score_ptr, start_ptr, len_ptr, x_b, x_g, x_n, N, G, LR: tl.constexpr,
                   BN: tl.constexpr, PDL: tl.constexpr):
     "Equal bits of the signatures of some keys and of the queries of a group"
@@ -468,7 +460,7 @@ def _score_signs(q, rows, maps, place, tiles, same):
     of_q, heads = _told(q, G, same)
     new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
     code, scores, more = new(B, H), new(B, H, place.N), dict(launch_pdl=True) if same["PDL"] else {}
-    _code_kernel[B * H,](q, *maps, code, *of_q, H, D=D, M=M, BD=max(16, triton.next_power_of_2(D)),
+    code_kernel[B * H,](q, *maps, code, *of_q, H, D=D, M=M, BD=max(16, triton.next_power_of_2(D)),
                          BM=max(16, triton.next_power_of_2(M)), num_warps=8, **same)
     _equal_kernel[triton.cdiv(place.N, BN), B * G](
         code, rows, scores, place.start, place.stop, *rows.stride()[:3], place.N, G, LR=heads["LR"], BN=BN,

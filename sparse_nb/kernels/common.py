@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'bits_set', 'sign_code',
-           'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note', 'by_engine', 'launch_limits',
-           'device_limits', 'refusal', 'contiguous', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
+           'code_kernel', 'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note', 'by_engine',
+           'launch_limits', 'device_limits', 'refusal', 'contiguous', 'layout_of', 'Plans', 'relaunch',
+           'compiled_usage']
 
 # %% ../../kernels/common.ipynb #72988fbd
 import functools
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 # %% ../../kernels/common.ipynb #3b20d5e3
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -92,6 +94,15 @@ def sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, i_b, i_h, q_b, q_h, q_d,
     hidden = tl.maximum(tl.sum(b_q[:, None] * w_1.to(tl.float32), 0) + b_1.to(tl.float32), 0.)
     out = tl.sum(hidden[:, None] * w_2.to(tl.float32), 0) + b_2.to(tl.float32)
     return tl.sum((out > 0).to(tl.int32) << o_j, 0)
+
+@triton.jit
+def code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, q_b, q_h, q_d, H,
+                 D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):
+    "The signature of one query"
+    if PDL: gdc_launch_dependents()
+    bh = tl.program_id(0)
+    tl.store(code_ptr + bh, sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, bh // H, bh % H, q_b, q_h, q_d,
+                                      D, M, BD, BM))
 
 # %% ../../kernels/common.ipynb #5f9fa1be
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    LOG2E, bits_set, contiguous, device_limits, dot, in_keys, refusal, share_in_units, sign_code, stream, visible)
+    LOG2E, bits_set, code_kernel, contiguous, device_limits, dot, in_keys, refusal, share_in_units, stream, visible)
 
 # %% ../../kernels/vattention.ipynb #d6d2cf67
 @triton.jit
@@ -27,16 +27,6 @@ def _parts(start_ptr, len_ptr, b, N, sinks, sinks_share, window, window_share, t
     left = in_keys(sinks, sinks_share, n)
     right = tl.maximum(n - in_keys(window, window_share, n), left)
     return first, n, left, right, tl.minimum(in_keys(top, top_share, n), right - left)
-
-# %% ../../kernels/vattention.ipynb #f36047ab
-@triton.jit
-def _code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, q_b, q_h, q_d, H,
-                 D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):
-    "The 32 bits of one query"
-    if PDL: gdc_launch_dependents()
-    bh = tl.program_id(0)
-    tl.store(code_ptr + bh, sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, bh // H, bh % H, q_b, q_h, q_d,
-                                      D, M, BD, BM))
 
 # %% ../../kernels/vattention.ipynb #5b7d10e2
 @triton.jit
@@ -505,7 +495,7 @@ def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches):
     hist, tails = new(B * L, _BINS), new(B * L, _BINS, T)
     keys, middle = codes.stride()[:3], (*share_in_units(s.sinks), *share_in_units(s.window), *share_in_units(s.topk))
     same = dict(PDL=PDL, num_warps=4, **(dict(launch_pdl=True) if PDL else {}))
-    _code_kernel[B * H,](
+    code_kernel[B * H,](
         q, *maps, code, q.stride(0), q.stride(1), q.stride(3), H,
         D=D, M=M, BD=max(16, triton.next_power_of_2(D)), BM=max(16, triton.next_power_of_2(M)), PDL=PDL, num_warps=8)
     if launches > 1:

@@ -142,7 +142,7 @@ class Size:
     every: int    # tokens of a stretch that is told
 
 FULL = Size("witness", ("needle", "multikey:keys=2", "multikey:keys=4"), 4096, 200, 50, 2, 4096, 256)
-QUICK = Size("pocket", ("multikey",), 700, 2, 2, 1, 64, 32)
+QUICK = Size("pocket", ("needle", "multikey"), 700, 2, 2, 1, 64, 32)
 
 def writers(
     model, # that writes
