@@ -544,6 +544,8 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def named(kernel): return "code_kernel" if kernel == "code" else f"_{kernel}_kernel"  # that one is shared
+
 ATTEND, LIST = ("gather", "merge"), ("guess", "sift", "select", "list")
 OF_A_STEP = {"quest": ("box_row", "box", *LIST), "double sparsity": ("channel_row", "channel", *LIST),
              "adamas": ("code_row", "ask", "distance", *LIST), "hash": ("sign_row", "code", "equal", *LIST),
@@ -558,7 +560,7 @@ def one_step(name, k, shown, known, setting):
     def step():
         state.put(k, k, at)
         method.decode(q, k, k, kv_start=start, kv_len=stop, state=state)
-    return step, Counter(f"_{x}_kernel" for x in (*OF_A_STEP[name], *ATTEND))
+    return step, Counter(map(named, (*OF_A_STEP[name], *ATTEND)))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the profiler counts")
@@ -715,7 +717,7 @@ if not INTERPRETED:
         known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, LR=4, LP=4) | own
         if known["U"] == 1: known |= dict(begin_ptr=None)
         warps = known.pop("warps")
-        return compiled_usage(getattr(kernels, f"_{name}_kernel"), known, types, capability, warps)
+        return compiled_usage(getattr(kernels, named(name)), known, types, capability, warps)
 
     @pytest.mark.parametrize("capability, kind, U", [(80, "fp16", 1), (90, "bf16", 16), (90, "fp32", 1)])
     def test_registers_and_spills(capability, kind, U):
