@@ -22,6 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     import interpreter
 SECONDS = 8  # of processor time, children counted, that a test without the mark `budget` may take
+SPREAD = 2  # times as long the same test takes beside other work; over its time it is named, over so many it fails
 PIECE = 0.06  # of it, that `slowness` takes for a piece of work on the machine whose seconds these are
 
 
@@ -46,6 +47,12 @@ def slowness():
         for _ in range(8): far += 1
         taken.append(time.process_time() - before)
     return max(1, sorted(taken)[2] / PIECE)
+
+
+def spent(item):
+    "Processor time of a test and of what is made for it alone, and how much it may take."
+    used, mark = item.stash[USED], item.get_closest_marker("budget")
+    return sum(used.get(kind, 0) for kind in ("fixtures", "call", "elsewhere")), mark.args[0] if mark else SECONDS
 
 
 def timed(item, kind):
@@ -73,13 +80,13 @@ def pytest_fixture_setup(fixturedef, request):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     result = yield from timed(item, "call")
-    used, mark = item.stash[USED], item.get_closest_marker("budget")
-    own, allowed = sum(used.get(kind, 0) for kind in ("fixtures", "call",
-                                                      "elsewhere")), mark.args[0] if mark else SECONDS
+    own, allowed = spent(item)
     busy = os.getloadavg()[0] > 2 * os.cpu_count()  # then the same work takes up to twice the processor time
     unlimited = busy or INTERPRETED or any(map(item.get_closest_marker, ("slow", "gpu")))
-    if own > allowed and not unlimited and own > allowed * slowness():
-        pytest.fail(f"{own:.1f} s of processor time, {item.name} may take {allowed} s", pytrace=False)
+    if own > allowed and not unlimited:
+        said = f"{own:.1f} s of processor time, {item.name} may take {allowed} s"
+        item.user_properties.append(("over", said))
+        if own > SPREAD * allowed * slowness(): pytest.fail(said, pytrace=False)
     return result
 
 
@@ -92,16 +99,19 @@ def pytest_runtest_teardown(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    files = {}
+    files, over = {}, []
     for report in [x for reports in terminalreporter.stats.values() for x in reports]:
         if getattr(report, "when", None) != "teardown": continue
         count, seconds = files.get(report.location[0], (0, 0.0))
-        files[report.location[0]] = count + 1, seconds + dict(report.user_properties)["processor_seconds"]
+        said = dict(report.user_properties)
+        files[report.location[0]] = count + 1, seconds + said["processor_seconds"]
+        over += [said["over"]] if "over" in said else []
     if not files: return
     terminalreporter.section("processor time, collection not counted")
     files["all"] = tuple(map(sum, zip(*files.values())))
     for name, (count, seconds) in files.items():
         terminalreporter.write_line(f"{seconds:8.1f} s {count:6d} tests  {name}")
+    for said in over: terminalreporter.write_line(said)
 
 
 # a process of its own, without the seconds that its imports take
