@@ -841,6 +841,8 @@ def _generate(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     static: Annotated[bool, typer.Option("--static", help="With a static cache, for which transformers compiles the "
                                                           "step into a CUDA graph.")] = False,
+    tuned: Annotated[bool, typer.Option("--tuned", help="With --static: matrix products by kernels that the compiler "
+                                                        "searches for.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Also with the cache in host memory.")] = False,
     filled: Annotated[bool, typer.Option("--filled", help="Draw keys and values instead of reading a prompt.")] = False,
     rivals: Annotated[bool, typer.Option(help="Time dense attention and a token without keys, too; those of the file "
@@ -861,13 +863,14 @@ def _generate(
     for name, x in (("batch", batch), ("tokens", tokens)) + (() if layers is None else (("layers", layers),)):
         if x < 1: raise ValueError(f"--{name} must be at least 1, got {x}")
     if static and offload: raise ValueError("--offload must not stand with --static: that cache stays on the GPU")
+    if tuned and not static: raise ValueError("--tuned must stand with --static: other steps are not compiled")
     methods = {text: method_from("--decode", text) for text in decode} or None
     device = "cpu" if quick and not torch.cuda.is_available() else "cuda"
     shape = dict(room.TINY if quick else room.LLAMA) | ({} if layers is None else dict(num_hidden_layers=layers))
     chosen = [400] if quick and lengths is None else None if lengths is None else _items("lengths", lengths, True)
     chosen = {} if chosen is None else dict(lengths=[(n, 1) for n in chosen])
     path = room.bench_generate(**chosen, **dict(read=0) if filled else {}, methods=methods, batch=batch, static=static,
-                               offload=offload, rivals=rivals, kernels=kernels, tokens=tokens, shape=shape,
+                               tuned=tuned, offload=offload, rivals=rivals, kernels=kernels, tokens=tokens, shape=shape,
                                device=device, out=out, append=append, limit_s=seconds, command=_command(), say=_say)
     print(f"saved {path}", file=sys.stderr)
 

@@ -545,6 +545,24 @@ def test_a_record_says_what_a_token_is_made_of_and_whose_rival_it_has(tmp_path):
     assert new["ratio"] == pytest.approx(dense / new["median_us"], rel=1e-3)  # of the file's dense rows
 
 
+def test_a_tuned_step_is_asked_of_generate_and_has_rivals_of_its_own(tmp_path, monkeypatch):
+    transformers, asked = pytest.importorskip("transformers"), []
+    whole = transformers.LlamaForCausalLM.generate
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", lambda self, *a, compile_config=None, **kw: (
+        asked.append(compile_config), whole(self, *a, **kw))[1])
+    rows = tiny(tmp_path, static=True, **FEW)["rows"]
+    assert set(asked) == {None} and not any(row["tuned"] for row in rows)
+    asked.clear()
+    tuned = dict(static=True, append=True, tuned=True, methods={"window": Streaming(4, 0.1)})
+    alone = next(row for row in tiny(tmp_path, rivals=False, **tuned)["rows"] if row["way"] == "window")
+    assert alone["tuned"] and alone["ratio"] is None  # dense rows of steps that were compiled otherwise do not count
+    assert {(x.mode, *x.options.items()) for x in asked} == {(None, *generate.TUNED.items())}
+    assert set(generate.TUNED) <= set(torch._inductor.list_options())
+    found = {row["way"]: row for row in tiny(tmp_path, **tuned)["rows"] if row["tuned"] and row["n"] == 200}
+    dense = min(found[name]["median_us"] for name in generate.DENSE_WAYS)
+    assert found["window"]["ratio"] == pytest.approx(dense / found["window"]["median_us"], rel=1e-3)
+
+
 def test_what_stays_exact_counts_as_exact(tmp_path):
     rows = [dict(way=way, n=9, batch=1, static=True, median_us=100.0, kernel_us=kernel, exact_layers=exact)
             for way, kernel, exact in ((generate.EXACT, 7.0, 0), ("walk", 2.0, 2), ("slow", None, 0))]
@@ -586,7 +604,7 @@ def test_what_cannot_be_measured_is_said_and_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "fill", lambda *a: 1 / 0)
     assert {x["why"].partition(":")[0] for x in tiny(tmp_path, **FEW)["meta"]["failed"]} == {"ZeroDivisionError"}
     for wrong, why in ((dict(batch=0), "batch must be at least 1"), (dict(n=0), "lengths must be at least 1"),
-                       (dict(static=True, offload=True), "offload must be")):
+                       (dict(static=True, offload=True), "offload must be"), (dict(tuned=True), "tuned must be")):
         with pytest.raises(ValueError, match=why): tiny(tmp_path, **wrong)
 
 

@@ -709,6 +709,7 @@ def test_bad_options_of_prompts(options, words): one_line(run("bench", "prefill"
     *(([f"--{x}", 0], [f"--{x} must be at least 1, got 0"]) for x in ("batch", "tokens", "layers")),
     (["--lengths", "many"], ["--lengths must be whole"]),
     (["--static", "--offload"], ["--offload must not stand with --static"]),
+    (["--tuned"], ["--tuned must stand with --static"]),
     (["--decode", "santa:samples=0"], ["--decode: samples must be"]),
     (["--decode", "no"], ["--decode must be one of"])])
 def test_bad_options_of_a_whole_model(options, words): one_line(run("bench", "generate", *options), *words)
