@@ -16,12 +16,12 @@ import torch
 
 from .core.bounds import (
     BOUNDS, bernstein_radius, budget_denominator, budget_numerator, budget_output, gaussian_quantile, kl_bound,
-    spread_bound, tail_levels)
+    output_levels, spread_bound, tail_levels)
 from .core.checks import (
     check_budget, check_choice, check_flag, check_inputs, check_level, on_cpu_eagerly)
 from .core.exact import (
     from_first_visible, masked_scores, promote, to_device_of, visible_range)
-from .core.methods import Method, Predictor, Stats
+from .core.methods import Method, Predictor, Stats, with_lengths
 from .core.selection import (
     COPIED_AT_ONCE, Selection, budget_counts, exponential_terms, has_kernels, take_rows, weighted_attention)
 from .core.streams import TICKETS, fold_in, new_seed, philox, stream_seeds, tickets
@@ -118,8 +118,10 @@ class VAttention(Method):
         return replace(self, predictor=self.predictor.at_layer(layer)) if hasattr(self.predictor, "at_layer") else self
 
     def new_state(self):
-        "The predictor's index; None for the oracle."
-        return None if self.predictor == "oracle" else self.predictor.new_state()
+        "The predictor's index, with the lengths of the values unless the denominator's error is promised; or None."
+        if self.predictor == "oracle": return None
+        state = self.predictor.new_state()
+        return state if self.guarantee == "denominator" else with_lengths(state)
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None) -> Selection:
         "The keys that `decode` reads, with their weights. ValueError for a guarantee that needs the values."
@@ -222,16 +224,25 @@ def _reading_order(q, k, s, state, first, end, seeds, scale):
     return order, count, _base_count(s.base, visible - count, n)[0], largest
 
 # %% ../nbs/20_vattention.ipynb #551debfd
-def _longest(x, q, first, end):
-    "Length [B, H, 1] of the longest row of `x` [B, G, N, D] that some query of the sequence sees."
-    i = torch.arange(x.shape[2], device=q.device)
+def _lengths(x, q):
+    "Lengths [B, G, N] of the rows of `x`, float32 or float64, on the device of q."
+    return promote(to_device_of(x, q)).norm(dim=-1)
+
+def _value_lengths(v, q, state):
+    "Those of the values, from the state if it keeps them."
+    kept = getattr(state, "lengths", None)
+    return _lengths(v, q) if kept is None else to_device_of(kept, q)
+
+def _longest(lengths, q, first, end):
+    "The largest of `lengths` [B, G, N] that some query of the sequence sees [B, H, 1], float64."
+    i = torch.arange(lengths.shape[2], device=q.device)
     unseen = (i < first[:, :, 0, None]) | (i >= end[:, :, -1, None])
-    length = promote(to_device_of(x, q)).norm(dim=-1).double().masked_fill(unseen, 0)
-    return length.amax(-1, keepdim=True).repeat_interleave(q.shape[1] // x.shape[1], 1)
+    longest = lengths.double().masked_fill(unseen, 0).amax(-1, keepdim=True)
+    return longest.repeat_interleave(q.shape[1] // lengths.shape[1], 1)
 
 def _cauchy_schwarz(q, k, first, end, scale):
     "An upper bound on the scores of all visible keys [B, H, Q], float64."
-    size = promote(q).double().norm(dim=-1) * _longest(k, q, first, end)
+    size = promote(q).double().norm(dim=-1) * _longest(_lengths(k, q), q, first, end)
     return size * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 def _split_places(place, kept, base):
@@ -240,7 +251,7 @@ def _split_places(place, kept, base):
     return place < a, (place >= a) & (place < b), (place >= b) & (place < c)
 
 # %% ../nbs/20_vattention.ipynb #199b8fa8
-def _inspect_base_sample(q, k, v, s, index, kept, base, n_s, largest, first, end, scale):
+def _inspect_base_sample(q, k, v, s, state, index, kept, base, n_s, largest, first, end, scale):
     """`Facts` about the denominator and (or None) the numerator, and the unit.
 
     From the rows `index` [B, H, Q, S]: kept keys, then the base sample.
@@ -251,11 +262,11 @@ def _inspect_base_sample(q, k, v, s, index, kept, base, n_s, largest, first, end
     if largest is not None: reach = torch.exp(largest.double() - shift)
     elif s.bound == "clt": reach = (e * (parts[1] | parts[2])).amax(-1)
     else: reach = torch.exp(_cauchy_schwarz(q, k, first, end, scale) - shift)
-    chance = PLUGIN_SHARE * s.delta / (4 if s.guarantee == "output" else 2)
+    chance = _chance_of_facts(s)
     below = residual_facts(e[..., None], *parts, n_s, reach, s.plugin, s.bound, chance, False)
     if s.guarantee == "denominator": return below, None, shift
     rows = e[..., None] * take_rows(v, index).double().masked_fill(~used[..., None], 0)
-    reach = reach * _longest(v, q, first, end)
+    reach = reach * _longest(_value_lengths(v, q, state), q, first, end)
     return below, residual_facts(rows, *parts, n_s, reach, s.plugin, s.bound, chance, True), shift
 
 def draws_needed(
@@ -274,6 +285,10 @@ def draws_needed(
         need = budget_output(below.spread.sqrt(), below.size, above.spread, above.size, rest, s.eps, delta,
                              width=below.reach, reach=above.reach, **last)
     return torch.minimum(need.clamp(min=CLT_LEAST), rest) if s.bound == "clt" else need
+
+def _chance_of_facts(s):
+    "What each bound from the base sample may fail with: two for numbers, as many for vectors."
+    return PLUGIN_SHARE * s.delta / (4 if s.guarantee == "output" else 2)
 
 def _delta_of_draws(s):
     "The part of delta that the bounds from the base sample leave to the draws."
@@ -305,7 +320,7 @@ def _block_selected(q, k, v, s, state, first, end, seeds, scale, most):
     rest, sure = n_s - base, (kept + base)[..., None]
     index = first[..., None] + torch.where(place < (end - first)[..., None], order, 0)
     read = index[..., :most]
-    below, above, shift = _inspect_base_sample(q, k, v, s, read, kept, base, n_s, largest, first, end, scale)
+    below, above, shift = _inspect_base_sample(q, k, v, s, state, read, kept, base, n_s, largest, first, end, scale)
     asked = draws_needed(s, below, above, rest)
     budget = over_group(asked, lambda x: x.amax(2))
     if s.replacement: index = _draw_again(index, over_group(seeds, lambda x: x[:, :, 0]), budget, rest, sure)
@@ -352,8 +367,6 @@ def _check_kernels(s, q, learns):
     "Raise TypeError or ValueError unless the kernels can serve settings and queries, and no gradient is wanted."
     from sparse_nb.kernels.common import refusal
     if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
-    if s.guarantee != "denominator":
-        raise ValueError(f"guarantee must be 'denominator' for backend='triton', got {s.guarantee!r}")
     if s.replacement: raise ValueError("replacement must be False for backend='triton', got True")
     if error := refusal(q): raise error
 
@@ -377,10 +390,10 @@ def kernel_settings(
 ):                   # `sparse_nb.kernels.vattention.Settings`
     "What the kernels are told of the settings."
     from sparse_nb.kernels.vattention import Settings
-    log, square = tail_levels(_delta_of_draws(s), False)
-    facts = math.log(2 / PLUGIN_SHARE / s.delta)
-    return Settings(s.sinks, s.window, s.topk, s.base, BASE_LEAST, s.eps, log, square, facts, s.bound, s.plugin,
-                    CLT_LEAST)
+    log, square = tail_levels(_delta_of_draws(s), s.guarantee != "denominator")
+    chance = _chance_of_facts(s)
+    return Settings(s.sinks, s.window, s.topk, s.base, BASE_LEAST, s.eps, log, square, -math.log(chance), s.bound,
+                    s.plugin, CLT_LEAST, tail_levels(chance, True)[1])
 
 # %% ../nbs/20_vattention.ipynb #aacabf5a
 def _packed(kept, first, most):
@@ -393,8 +406,15 @@ def _packed(kept, first, most):
     words = (bits << torch.arange(32, device=device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
     return rows[..., :most], words
 
-def _given_to_kernels(q, k, s, state, first, end, scale):
-    "What the kernels get beside settings: codes and networks, or the keys that PyTorch keeps; and a ceiling of scores."
+def _index_bytes(s, q, n):
+    "Of an index of n keys, and of the lengths of the values where they are asked for."
+    of_values = 0 if s.guarantee == "denominator" else 4 * n
+    return of_values + (0 if s.scores_all else int(s.predictor.index_bytes(q.shape[-1]) * n))
+
+def _given_to_kernels(q, k, v, s, state, first, end, scale):
+    """What the kernels get beside settings: codes and networks, or the keys that PyTorch keeps; a ceiling of scores;
+    lengths of values; and the shares of eps and delta to try.
+    """
     if hasattr(s.predictor, "query_networks"):
         scores, given = None, dict(codes=state.rows, maps=s.predictor.query_networks(q.device))
     else:
@@ -406,6 +426,8 @@ def _given_to_kernels(q, k, s, state, first, end, scale):
         kept, seen = (x.repeat_interleave(q.shape[1] // kept.shape[1], 1) for x in (kept, seen))
         given["ceiling"] = scores.masked_fill(kept | ~seen, -math.inf).amax(-1).float() / math.log(2)
     elif s.bound != "clt": given["ceiling"] = (_cauchy_schwarz(q, k, first, end, scale) / math.log(2)).float()[..., 0]
+    if s.guarantee != "denominator": given["lengths"] = _value_lengths(v, q, state).float()
+    if s.guarantee == "output": given["levels"] = output_levels(_delta_of_draws(s), q.device)
     return given
 
 # %% ../nbs/20_vattention.ipynb #761faf8f
@@ -419,10 +441,10 @@ def _stats_of_kernels(found, q, k, s, lists, visible):
     density, first_heads = read / visible, slice(None, None, q.shape[1] // groups)
     if s.share: group = density[:, first_heads]
     else: group = rows_read(read_rows(found, kept[..., 0], q.shape[1]), n, groups=groups) / visible[:, first_heads]
+    norm = None if found.norm is None else found.norm[..., None].double()
     promise = _promised(s, kept, base, rest, asked.long(), extra, extra == rest, shift * math.log(2), spread, size,
-                        None, density, group)
-    index_bytes = 0 if s.scores_all else int(s.predictor.index_bytes(q.shape[-1]) * n)
-    return Stats(visible if s.scores_all else read, read, index_bytes, density, read, promise)
+                        norm, density, group)
+    return Stats(visible if s.scores_all else read, read, _index_bytes(s, q, n), density, read, promise)
 
 def _decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_len, stats):
     """Output of the kernels, and on request `Stats`.
@@ -433,7 +455,7 @@ def _decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_len, stats):
     lists, scale = k.shape[1] if s.share else q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
     seed, (first, end) = new_seed(seed), visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
     state = _index_of(s, q, k, state, kv_start, kv_len)
-    given = _given_to_kernels(q, k, s, state, first, end, scale)
+    given = _given_to_kernels(q, k, v, s, state, first, end, scale)
     found = kernels.decode(q, k, v, kernel_settings(s), lists=lists, seed=seed, scale=scale, kv_start=kv_start,
                            kv_len=kv_len, **given)
     if not stats: return found.out
@@ -447,16 +469,15 @@ def _decode(s, q, k, v, masks, seed, scale, return_stats, backend, state):
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if backend == "triton": _check_kernels(s, q, learns)
-    fits = s.guarantee == "denominator" and not s.replacement and not learns
+    fits = not s.replacement and not learns
     if backend == "triton" or backend == "auto" and fits and has_kernels(q):
         return _decode_by_kernels(q, k, v, s, state, seed, scale, masks["kv_start"], masks["kv_len"], return_stats)
     selection, promise = select_and_promise(q, k, v, s, state, seed=seed, scale=scale, **masks)
     out = weighted_attention(q, k, v, selection, scale=scale)
     if not return_stats: return out
     read, (first, end) = rows_read(selection, k.shape[2]), visible_range(q, k, **masks)
-    index_bytes = 0 if s.scores_all else int(s.predictor.index_bytes(q.shape[-1]) * k.shape[2])
     scored = (end - first).expand(q.shape[:3]) if s.scores_all else read
-    return out, Stats(scored, read, index_bytes, promise.density, selection.budget, promise)
+    return out, Stats(scored, read, _index_bytes(s, q, k.shape[2]), promise.density, selection.budget, promise)
 
 # %% ../nbs/20_vattention.ipynb #207b5179
 def vattention_decode(

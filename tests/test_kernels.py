@@ -11,6 +11,7 @@ rounds away, and the output must be the mean of the drawn rows. Statistical chec
 correct kernel
 in all but one of 1 / ALARM seeds.
 """
+import dataclasses
 import json
 import math
 import os
@@ -840,6 +841,22 @@ def kept_of(found, s, first, n):
     return left, right, min(count(s.topk), right - left)
 
 
+def base_sample(found, kept, H):
+    """Rows that a step has looked at [B, H, 1, S], which of them are kept, first quarter and others of the base sample,
+    and the keys that were not kept [B, H, 1]."""
+    order = found.rows[:, :, found.slots:found.slots + int(found.places.max())]
+    drawn = (order >= 0) & (torch.arange(order.shape[-1], device=DEVICE) < found.places[..., None])
+    heads = lambda x: x.repeat_interleave(H // x.shape[1], 1)[:, :, None]
+    rank, base = drawn.cumsum(-1), found.base.sum(-1)
+    quarter = found.base[..., :found.base.shape[-1] // 4].sum(-1)
+    one, two = (drawn & (rank <= quarter[..., None])), drawn & (rank > quarter[..., None]) & (rank <= base[..., None])
+    slots = torch.arange(found.slots, device=DEVICE) < kept[..., None]
+    parts = [heads(torch.cat([x, y], -1)) for x, y in ((slots, one & False), (slots & False, one),
+                                                       (slots & False, two))]
+    index = heads(torch.cat([found.rows[:, :, :found.slots], order], -1)).long()
+    return torch.where(parts[0] | parts[1] | parts[2], index, 0), parts, heads(found.rest + base)
+
+
 STEP = vattention.VAttention(0.2, 0.1, sinks=3, window=7, topk=0.05, base=0.1, share=False)
 
 @kernel
@@ -882,26 +899,14 @@ def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, l
     visible = Problem(p.q, *(torch.where(x.isnan(), 0, x) for x in (p.k, p.v)))
     assert_close(found.out, true_output(visible, chosen.index, chosen.weight), rtol=rtol)
     # the budgets, from the same base sample
-    end = found.slots + found.places.max()
-    order = found.rows[:, :, found.slots:int(end)]
-    drawn = (order >= 0) & (torch.arange(order.shape[-1], device=DEVICE) < found.places[..., None])
-    heads = lambda x: x.repeat_interleave(H // L, 1)[:, :, None]
-    rank, base = drawn.cumsum(-1), found.base.sum(-1)
-    quarter = found.base[..., :found.base.shape[-1] // 4].sum(-1)
-    one, two = (drawn & (rank <= quarter[..., None])), drawn & (rank > quarter[..., None]) & (rank <= base[..., None])
-    slots = torch.arange(found.slots, device=DEVICE) < kept[..., None]
-    parts = [heads(torch.cat([x, y], -1)) for x, y in ((slots, one & False), (slots & False, one),
-                                                       (slots & False, two))]
-    index = heads(torch.cat([found.rows[:, :, :found.slots], order], -1)).long()
+    index, parts, n_s = base_sample(found, kept, H)
     used = parts[0] | parts[1] | parts[2]
-    e, shift = vattention.exponential_terms(visible.q.double(), visible.k.double(), torch.where(used, index, 0), used,
-                                            None)
-    n_s = heads(found.rest + base)
+    e, shift = vattention.exponential_terms(visible.q.double(), visible.k.double(), index, used, None)
     facts = vattention.residual_facts(e[..., None], *parts, n_s, (e * (parts[1] | parts[2])).amax(-1), "upper", "clt",
                                       STEP.delta / 10, False)
     deviation, size, asked, unit = found.facts[:, :, None].double().unbind(-1)
     assert_close(unit * math.log(2), shift, rtol=1e-4)
-    want = vattention.draws_needed(STEP, facts, None, heads(found.rest))
+    want = vattention.draws_needed(STEP, facts, None, found.rest.repeat_interleave(H // L, 1)[:, :, None])
     assert_close(deviation, facts.spread.sqrt(), rtol=2e-3)
     assert_close(size, facts.size, rtol=2e-3)
     assert ((asked - want).abs() <= 2 + 5e-3 * want).all()
@@ -931,6 +936,61 @@ def test_vattention_keeps_as_many_where_the_guess_is_wrong(like, topk):
                       torch.arange(N - 7, N, device=DEVICE)]).sort().values
     assert (torch.equal(found.rows[0, 0, :top + 10].long(), want) and 0
             < int((bins == (0 if like else steps._BINS - 1)).sum()) != top)
+
+
+@kernel
+@pytest.mark.parametrize("dtype, D, R, bound, plugin, guarantee, share, ragged", sizes(
+    [(dtype, D, R, bound, plugin, guarantee, D > 64, dtype == FP32) for dtype in (BF16, FP16, FP32) for D, R in
+     ((64, 1), (80, 3), (128, 4), (256, 8)) for bound in vattention.BOUNDS for plugin in ("upper", "plain")
+     for guarantee in ("numerator", "output")],
+    [(FP32, 24, 4, "clt", "upper", "numerator", True, False), (BF16, 16, 3, "clt", "upper", "output", False, True),
+     (FP32, 16, 1, "bernstein", "plain", "output", True, True), (FP32, 24, 2, "hoeffding", "upper", "numerator", False,
+                                                                 True)]), ids=str)
+def test_vattention_promises_about_vectors(dtype, D, R, bound, plugin, guarantee, share, ragged):
+    G, N, wide = 2, sizes(9000, 700), bound != "clt"
+    s = vattention.VAttention(0.9 if wide else 0.3, 0.2, sinks=3, window=7, topk=0.05, base=0.3, share=share,
+                              bound=bound, plugin=plugin, guarantee=guarantee)
+    p = problem(2, G, R, N, D, dtype, ragged=ragged, spread=0.2 if wide else 1.0)
+    p.v.add_(3)  # a numerator that is long beside its error
+    visible = Problem(p.q, *(torch.where(x.isnan(), 0, x) for x in (p.k, p.v)))
+    H, L, (first, end) = G * R, G if share else G * R, visible_range(p.q, p.k, **p.masks)
+    longest = vattention._longest(visible.v.float().norm(dim=-1), p.q, first, end)
+    top = vattention._cauchy_schwarz(visible.q, visible.k, first, end, D**-0.5)
+    given = dict(lengths=p.v.float().norm(dim=-1), ceiling=(top / math.log(2)).float()[..., 0] if wide else None)
+    if guarantee == "output": given["levels"] = bounds.output_levels(vattention._delta_of_draws(s), DEVICE)
+    codes, maps = random_codes(2, G, N), networks(H, D, 48)
+    found = poisoned(lambda: steps.decode(p.q, p.k, p.v, vattention.kernel_settings(s), lists=L, codes=codes, maps=maps,
+                                          seed=5, **given, **p.masks))
+    n = (end - first)[:, 0, 0].expand(2)
+    left, right, best = zip(*(kept_of(found, s, 0, int(x)) for x in n))
+    kept = torch.tensor([[int(x) - (b - a) + c] * L for x, a, b, c in zip(n, left, right, best)], device=DEVICE)
+    chosen = vattention.read_rows(found, kept, H)
+    assert_close(found.out, true_output(visible, chosen.index, chosen.weight), rtol={FP32: 3e-6, BF16: 8e-3}.get(dtype,
+        2e-3))
+    index, parts, n_s = base_sample(found, kept, H)
+    used = parts[0] | parts[1] | parts[2]
+    e, shift = vattention.exponential_terms(visible.q.double(), visible.k.double(), index, used, None)
+    reach = torch.exp(top - shift) if wide else (e * (parts[1] | parts[2])).amax(-1)
+    rows = e[..., None] * vattention.take_rows(visible.v, index).double().masked_fill(~used[..., None], 0)
+    below, above = (vattention.residual_facts(x, *parts, n_s, far, plugin, bound, vattention._chance_of_facts(s), vector)
+                    for x, far, vector in ((e[..., None], reach, False), (rows, reach * longest, True)))
+    rest = found.rest.repeat_interleave(H // L, 1)[:, :, None]
+    want, asked = vattention.draws_needed(s, below, above, rest), found.facts[:, :, None, 2].double()
+    assert_close(found.norm[..., None], above.size, rtol=5e-3)
+    assert ((asked - want).abs() <= 2 + 1e-2 * want).all() and (above.size > 0).any()
+    assert wide or ((vattention.CLT_LEAST < want) & (want < rest)).any()  # neither bound of the draws decides alone
+
+
+@kernel
+@pytest.mark.parametrize("guarantee", ["numerator", "output"])
+def test_vattention_reads_all_where_a_value_is_no_number(guarantee):
+    p = problem(1, 2, 1, 900, 16, FP32, spread=0.2)
+    s = vattention.VAttention(0.5, 0.5, 3, 7, 0.05, 0.2, guarantee=guarantee, predictor=baselines.Quest(page=8))
+    p.v.add_(3)
+    p.v[:, 1, 450] = math.nan
+    out, stats = s.decode(*p[:3], seed=3, return_stats=True, backend="triton")
+    assert out[0, 1].isnan().all() and not out[0, 0].isnan().any()
+    assert stats.certificate.exact.flatten().tolist() == [False, True]
 
 
 kl_bounds = steps._kl_bounds
@@ -1059,12 +1119,8 @@ def test_vattention_refuses_what_has_no_kernel():
         decode_(q=p.q.double())
     with pytest.raises(ValueError, match="q must have a head size of at most 256 for backend='triton', got 300"):
         decode_(q=torch.zeros(1, 4, 1, 300, device=DEVICE))
-    for settings, error, message in ((dict(guarantee="output"), ValueError,
-                                      "guarantee must be 'denominator' for backend='triton', got 'output'"),
-                                      (dict(replacement=True), ValueError,
-                                       "replacement must be False for backend='triton', got True")):
-        with pytest.raises(error, match=message):
-            vattention.VAttention(**settings).decode(p.q, p.k, p.v, backend="triton")
+    with pytest.raises(ValueError, match="replacement must be False for backend='triton', got True"):
+        vattention.VAttention(replacement=True).decode(p.q, p.k, p.v, backend="triton")
     with pytest.raises(TypeError,
                        match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"):
         STEP.decode(*(x.double() for x in p[:3]), backend="triton")
@@ -1078,7 +1134,9 @@ def test_vattention_compiles_into_one_graph():
         backend="inductor" if GPU else "eager")
     call = lambda q, seed: steps.decode(q * 1, p.k, p.v, settings, lists=2, codes=codes, maps=maps, seed=seed).out
     assert torch.equal(torch.compile(call, **how)(p.q, seed), call(p.q, seed))
-    for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(page=8))):
+    quest = vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(page=8))
+    for method in (STEP, quest, dataclasses.replace(quest, guarantee="numerator"), dataclasses.replace(STEP,
+                                                                                        guarantee="output")):
         call = lambda q, seed: method.decode(q * 1, p.k, p.v, seed=seed, backend="triton")
         assert_close(torch.compile(call, **how)(p.q, seed), call(p.q, seed), rtol=1e-5)
 

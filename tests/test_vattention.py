@@ -431,9 +431,7 @@ assert vattention_decode(x[:, :, :1], x, x).shape == (1, 1, 1, 8)"""
 def test_the_kernels_refuse_in_words():
     pytest.importorskip("triton")
     one = [q[:, :, :1].float(), k.float(), v.float()]
-    for args, kw, error, message in ((one, dict(guarantee="output"), ValueError,
-                                      "guarantee must be 'denominator' for backend='triton', got 'output'"),
-                                     (one, dict(replacement=True), ValueError,
+    for args, kw, error, message in ((one, dict(replacement=True), ValueError,
                                       "replacement must be False for backend='triton', got True"),
                                      ([x.double() for x in one], {}, TypeError,
                                       "q must be float16, bfloat16 or float32 for backend='triton'"),

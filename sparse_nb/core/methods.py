@@ -6,11 +6,12 @@
 __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SPARE', 'SAMPLE', 'Stats', 'visible_keys', 'stats_of', 'Entry',
            'method_class', 'Settings', 'own_arguments', 'Method', 'starts_of', 'PrefillByDecode', 'PrefillByPattern',
            'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard', 'check_new_keys', 'check_picked',
-           'check_length', 'with_room', 'FixedLength', 'State', 'first_shown', 'slots_used', 'Fitted', 'block_keys',
-           'BlockRows', 'written_rows', 'FixedBlocks', 'BlockState', 'check_state', 'ChosenByKernels', 'Predictor',
-           'weights_id']
+           'check_length', 'with_room', 'FixedLength', 'State', 'WithLengths', 'with_lengths', 'first_shown',
+           'slots_used', 'Fitted', 'block_keys', 'BlockRows', 'written_rows', 'FixedBlocks', 'BlockState',
+           'check_state', 'ChosenByKernels', 'Predictor', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
+import functools
 import hashlib
 import importlib
 import json
@@ -23,7 +24,7 @@ import torch
 from .blocks import BlockPattern, block_attention, streaming_prefill
 from .checks import (
     check_bounds, check_budget, check_count, check_inputs, check_mass, check_scores, check_seed, on_cpu_eagerly)
-from .exact import to_device_of, visible_range
+from .exact import promote, to_device_of, visible_range
 from sparse_nb.core.selection import (
     Selection, first_slots, full_attention, select_sinks_window, select_topk, select_topp, select_uniform,
     weighted_attention)
@@ -623,6 +624,65 @@ class State(FixedLength):
         "Forget all keys."
         self.rows, self.fixed = None, False
 
+
+# %% ../../nbs/07_methods.ipynb #a1e09f02
+class WithLengths:
+    "Of a `State`: that it also keeps the `lengths` of the values [B, G, N], float32 or float64."
+    lengths = None
+
+    def settings(self):
+        "As `State.settings`."
+        return {name: x for name, x in super().settings().items() if name != "lengths"}
+
+    def buffers(self):
+        "As `State.buffers`."
+        return [*(x for x in super().buffers() if x is not self.lengths), self.lengths]
+
+    def extend(self, k, v, **heard):
+        "As `State.extend`."
+        super().extend(k, v, **heard)
+        new = promote(v).norm(dim=-1)
+        self.lengths = new if self.lengths is None else torch.cat([self.lengths, new], 2)
+
+    def pick_rows(self, rows):
+        "As `State.pick_rows`."
+        super().pick_rows(rows)
+        if self.lengths is not None: self.lengths = self.lengths[rows.to(self.lengths.device)]
+
+    def crop(self, length):
+        "As `State.crop`."
+        super().crop(length)
+        if self.lengths is not None: self.lengths = self.lengths[:, :, :length]
+
+    def reset(self):
+        "As `State.reset`."
+        super().reset()
+        self.lengths = None
+
+    def fix(self, capacity):
+        "As `State.fix`."
+        super().fix(capacity)
+        if self.fixed: self.lengths = with_room(self.lengths, capacity)
+
+    def put(self, k, v, at, **heard):
+        "As `State.put`."
+        super().put(k, v, at, **heard)
+        self.lengths.index_copy_(2, at, promote(v.index_select(2, at)).norm(dim=-1).to(self.lengths.dtype))
+
+    def free(self, length, k):
+        "As `State.free`."
+        super().free(length, k)
+        self.lengths = self.lengths[:, :, :length]
+
+@functools.cache
+def _with_lengths(kind): return type(kind.__name__, (WithLengths, kind), {"__module__": kind.__module__})
+
+def with_lengths(
+    state: State, # a new one
+) -> State:       # the same
+    "It shall keep the lengths of the values, too."
+    state.__class__ = _with_lengths(type(state))
+    return state
 
 # %% ../../nbs/07_methods.ipynb #5107a5ed
 def first_shown(

@@ -212,18 +212,19 @@ def _base_places(n, rest, count, share, LEAST: tl.constexpr):
 
 # %% ../../kernels/vattention.ipynb #20ac559a
 @triton.jit
-def _rows(q_ptr, k_ptr, v_ptr, drawn_ptr, drawn, step, kept_ptr, kept, scale, q_h, q_d, k_n, k_d, v_n, v_d,
+def _rows(q_ptr, k_ptr, v_ptr, length_ptr, drawn_ptr, drawn, step, kept_ptr, kept, scale, q_h, q_d, k_n, k_d, v_n, v_d,
           LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
           SQUARES: tl.constexpr, STAGES: tl.constexpr):
     """Partial softmax (m, l, o) of two lists of rows, of the first one every step-th tile.
 
-    Of these also the largest score, and sum and sum of squares of the terms.
+    Of these also the largest score, sum and sum of squares of the terms, and, where there are lengths of values, the sum
+    of the terms times their values, and that of its summands' squared lengths.
     """
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_r, m_d = o_r < LR, o_d < D
     b_q = tl.load(q_ptr + o_r[:, None] * q_h + o_d[None, :] * q_d, mask=m_r[:, None] & m_d[None, :], other=0.)
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
-    most, e, e2 = m, l, l
+    most, e, e2, own, own2 = m, l, l, acc, l
     for at in tl.range(0, drawn + kept, BN, num_stages=STAGES):
         o_s = at + o_n
         m_1 = o_s < drawn
@@ -244,10 +245,17 @@ def _rows(q_ptr, k_ptr, v_ptr, drawn_ptr, drawn, step, kept_ptr, kept, scale, q_
                 most = tl.maximum(most, tl.max(tl.where(m_1[None, :], b_s, -float("inf")), 1))
                 b_e = tl.where(m_1[None, :], b_p, 0.)
                 e, e2 = e * old + tl.sum(b_e, 1), e2 * old * old + tl.sum(b_e * b_e, 1)
-            else: e, e2 = e * old, e2 * old * old
+                if length_ptr is not None:
+                    b_l = b_e * tl.load(length_ptr + row, mask=m_n, other=0.)[None, :]
+                    own2 = own2 * old * old + tl.sum(b_l * b_l, 1)
+                    high = b_e.to(b_v.dtype)                                # and what its rounding leaves
+                    own = own * old[:, None] + dot(high, b_v) + dot((b_e - high.to(tl.float32)).to(b_v.dtype), b_v)
+            else:
+                e, e2, own2 = e * old, e2 * old * old, own2 * old * old
+                if length_ptr is not None: own *= old[:, None]
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)
         m = new
-    return m, l, acc, most, e, e2
+    return m, l, acc, most, e, e2, own, own2
 
 @triton.jit
 def _put(m_ptr, l_ptr, o_ptr, m, l, acc, bh, c, C,
@@ -287,7 +295,7 @@ def _heads_of(q_ptr, k_ptr, v_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR
 # %% ../../kernels/vattention.ipynb #761b01aa
 @triton.jit(do_not_specialize=["seed"])
 def _look_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr,
-                 start_ptr, len_ptr, seed_ptr, seed, scale,
+                 length_ptr, own_ptr, own2_ptr, longest_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
                  q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, L, R, W, S, K, C, CP,
                  sinks, sinks_share, window, window_share, top, top_share, base, base_share, LEAST: tl.constexpr,
                  LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
@@ -310,9 +318,22 @@ def _look_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr,
     drawn = _draw(p_row + K, p_mask, i, begin, stop - begin, 1, first, n, own, BC, BN)
     p_q, p_k, p_v = _heads_of(q_ptr, k_ptr, v_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR)
     at, end = _slice(kept, i_c, CP)
-    m, l, acc, most, e, e2 = _rows(p_q, p_k, p_v, p_row + K + begin, stop - begin, 1, p_row + at, end - at, scale,
-                                   q_h, q_d, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD, True, STAGES)
-    bh, o_r = bl.to(tl.int64) * LR, tl.arange(0, BR)
+    p_length = length_ptr
+    if length_ptr is not None: p_length += (i_b * (L * LR // R) + i_l * LR // R).to(tl.int64) * N
+    m, l, acc, most, e, e2, own_o, own2 = _rows(
+        p_q, p_k, p_v, p_length, p_row + K + begin, stop - begin, 1, p_row + at, end - at, scale, q_h, q_d, k_n, k_d,
+        v_n, v_d, LR, D, BR, BN, BD, True, STAGES)
+    bh, o_r, o_d = bl.to(tl.int64) * LR, tl.arange(0, BR), tl.arange(0, BD)
+    if length_ptr is not None:
+        p_own = own_ptr + ((bh + o_r) * CP + i_c)[:, None] * D + o_d[None, :]
+        tl.store(p_own, own_o, mask=(o_r < LR)[:, None] & (o_d < D)[None, :])
+        tl.store(own2_ptr + (bh + o_r) * CP + i_c, own2, mask=o_r < LR)
+        at, end = _slice(n, i_c, CP)                               # the longest of so many visible values
+        longest, o_n = tl.zeros([BC], tl.float32), tl.arange(0, BC)
+        for j in range(at, end, BC):
+            x = tl.load(p_length + first + j + o_n, mask=j + o_n < end, other=0.)
+            longest = tl.maximum(longest, tl.where(x == x, x, float("inf")))
+        tl.store(longest_ptr + bl * CP + i_c, tl.max(longest, 0))
     _put(m_ptr, l_ptr, o_ptr, m, l, acc, bh, i_c, C, LR, D, BR, BD)
     tl.store(most_ptr + (bh + o_r) * C + i_c, most, mask=o_r < LR)
     tl.store(e_ptr + (bh + o_r) * C + i_c, e, mask=o_r < LR)
@@ -338,27 +359,94 @@ def _kl_bounds(mean, log, other, log_other):
     return u, w
 
 @triton.jit
-def _draws(variance, reach, radius, n, log, square, BOUND: tl.constexpr):
-    "`sparse_nb.core.bounds` without replacement, for the denominator"
+def _draws(variance, reach, radius, n, log, square, BOUND: tl.constexpr, VECTOR: tl.constexpr):
+    "`sparse_nb.core.bounds` without replacement, for numbers or vectors"
     if BOUND == "clt":
         need = square * variance / (radius * radius)
         need = 1 / (1 / need + 1 / n)
-    elif BOUND == "hoeffding":
+    elif (BOUND == "hoeffding") and (not VECTOR):
         need = log * (reach / radius) * (reach / radius) / 2
         need = need * (n + 1) / (n + need)
     else:
-        a, c = 2 * log * variance / (radius * radius), 2 * log * reach / (3 * radius)
+        if BOUND == "hoeffding": a, c = 2 * log * (reach / radius) * (reach / radius), 0 * radius
+        else: a, c = 2 * log * variance / (radius * radius), 2 * log * reach / (3 * radius)
         root = tl.sqrt((a - c) * (a - c) + 4 * a * n)
         left_out = tl.where(a > c, 2 * a * n / (a - c + root), (c - a + root) / 2)
         need = tl.minimum(a + c, tl.where(left_out == left_out, left_out, float("inf")))
     return need
 
+# %% ../../kernels/vattention.ipynb #b0d9e7f2
+@triton.jit
+def _of_vectors(m_ptr, o_ptr, own_ptr, own2_ptr, unit, bh, m_r, C, CP, reach, n_1, n_all, n_s, plug, plug_square,
+                D: tl.constexpr, BQ: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BOUND: tl.constexpr,
+                PLUGIN: tl.constexpr):
+    "What `residual_facts` says of vectors: their spread, and the length of the numerator"
+    BC: tl.constexpr = 4096 // (BQ * BD) if 4096 > BQ * BD else 1
+    o_r, o_d, o_p = tl.arange(0, BQ), tl.arange(0, BD), tl.arange(0, BP)
+    whole = tl.zeros([BQ, BD], tl.float32)
+    every, first = whole, whole
+    for c in range(0, CP, BC):
+        o_c = c + tl.arange(0, BC)
+        m_c, i_c = m_r[:, None] & (o_c < CP)[None, :], (bh + o_r)[:, None] * C + o_c[None, :]
+        part = tl.exp2(tl.load(m_ptr + i_c, mask=m_c, other=-float("inf")) - unit[:, None])[:, :, None]
+        i_own, m_d = (bh + o_r)[:, None] * CP + o_c[None, :], m_c[:, :, None] & (o_d < D)[None, None, :]
+        whole += tl.sum(tl.load(o_ptr + i_c[:, :, None] * D + o_d[None, None, :], mask=m_d, other=0.) * part, 1)
+        own = tl.load(own_ptr + i_own[:, :, None] * D + o_d[None, None, :], mask=m_d, other=0.) * part
+        every += tl.sum(own, 1)
+        first += tl.sum(tl.where((o_c < CP // 4)[None, :, None], own, 0.), 1)
+    m_o = m_r[:, None] & (o_p < CP)[None, :]
+    part = tl.exp2(tl.load(m_ptr + (bh + o_r)[:, None] * C + o_p[None, :], mask=m_o, other=-float("inf"))
+                   - unit[:, None])
+    own2 = tl.load(own2_ptr + (bh + o_r)[:, None] * CP + o_p[None, :], mask=m_o, other=0.) * part * part
+    own2_1, own2_all = tl.sum(tl.where((o_p < CP // 4)[None, :], own2, 0.), 1), tl.sum(own2, 1)
+    n_2, rest, least = tl.maximum(n_all - n_1, 1.), n_s - n_all, tl.maximum(n_all, 1.)
+    size = whole + every * (rest / least)
+    size = tl.sqrt(tl.sum(size * size, 1))
+    if PLUGIN == "plain":
+        mean = every / least
+        spread = tl.maximum(own2_all - n_all * tl.sum(mean * mean, 1), 0.) / tl.maximum(n_all - 1, 1.)
+    else:
+        centre = first / tl.maximum(n_1, 1.)
+        square, across = tl.sum(centre * centre, 1), tl.sum(centre * (every - first), 1)
+        largest = (reach + tl.sqrt(square)) * (reach + tl.sqrt(square))
+        seen = tl.maximum(own2_all - own2_1 - 2 * across + (n_all - n_1) * square, 0.)
+        share = seen / n_2 / largest
+        left = (n_s - n_1) * _kl_bounds(share, plug / n_2, share, plug / n_2)[0] * largest
+        left = tl.where(left == left, left, 0.)
+        spread = (tl.maximum(own2_1 - n_1 * square, 0.) + left) / tl.maximum(n_s - 1, 1.)  # of all, for the radius
+        if BOUND == "clt":
+            radius = tl.sqrt(tl.maximum(plug_square * spread * (1 / least - 1 / tl.maximum(n_s, 1.)), 0.))
+        else:
+            log = plug + 0.6931471805599453
+            radius = (2 * reach * log / 3 + tl.sqrt(4 * reach * reach * log * log / 9 + 2 * least * spread * log)) / least
+        size -= n_s * radius
+        size = tl.maximum(tl.where(size == size, size, 0.), 0.)
+        spread = tl.maximum(left - seen, 0.) / tl.maximum(rest - 1, 1.)
+    return spread, size
+
+# %% ../../kernels/vattention.ipynb #b0d9e7f3
+@triton.jit
+def _of_both(spread, reach, size, other, far, norm, rest, eps, level_ptr, TRIES: tl.constexpr, BOUND: tl.constexpr):
+    "`budget_output`: shares of eps in the lanes, one share of delta after the other"
+    o_s, need = tl.arange(0, 32), spread + float("inf")
+    share = tl.load(level_ptr + o_s, mask=o_s < TRIES, other=0.5).to(tl.float32)[None, :]
+    below, above = share * (eps / (1 + eps)) * size[:, None] / rest, (1 - share) * eps * norm[:, None] / rest
+    for j in range(TRIES):
+        p_level = level_ptr + TRIES + j
+        log, square = tl.load(p_level).to(tl.float32), tl.load(p_level + TRIES).to(tl.float32)
+        a = _draws(spread[:, None], reach[:, None], below, rest, log, square, BOUND, False)
+        log, square = tl.load(p_level + 2 * TRIES).to(tl.float32), tl.load(p_level + 3 * TRIES).to(tl.float32)
+        b = _draws(other[:, None], far[:, None], above, rest, log, square, BOUND, True)
+        need = tl.minimum(need, tl.min(tl.where((a == a) & (b == b), tl.maximum(a, b), float("inf")), 1))
+    return need
+
 # %% ../../kernels/vattention.ipynb #314e1cb0
 @triton.jit
-def _budget_kernel(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, count_ptr, ceiling_ptr, stop_ptr, fact_ptr,
-                   start_ptr, len_ptr, N, L, C, CP, sinks, sinks_share, window, window_share, top, top_share,
-                   eps, log, square, plug, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr, PLUGIN: tl.constexpr,
-                   LR: tl.constexpr, BQ: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr):
+def _budget_kernel(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, own2_ptr, longest_ptr, level_ptr,
+                   ceiling_ptr, stop_ptr, fact_ptr, norm_ptr, start_ptr, len_ptr, N, L, C, CP, sinks, sinks_share, window, window_share, top, top_share,
+                   eps, log, square, plug, plug_square, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr,
+                   PLUGIN: tl.constexpr, TRIES: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr,
+                   BP: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
     "What the base sample says about each head of a list, the draws that a promise needs, and their places"
     if PDL: gdc_launch_dependents()
     bl = tl.program_id(0)
@@ -395,7 +483,15 @@ def _budget_kernel(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, count_ptr, ceiling_ptr
         far, low = (n_s - n_1) * far * largest, n_s * low * reach
         spread = tl.maximum(tl.where(far == far, far, 0.) - seen, 0.) / tl.maximum(rest - 1, 1.)
         size = sure + tl.maximum(tl.where(low == low, low, 0.) - e_all, 0.)
-    need = _draws(spread, reach, eps * size / rest, rest, log, square, BOUND)
+    if own_ptr is None: need = _draws(spread, reach, eps * size / rest, rest, log, square, BOUND, False)
+    else:
+        longest = tl.max(tl.load(longest_ptr + bl * CP + o_p, mask=o_p < CP, other=0.), 0)
+        far = reach * longest
+        other, norm = _of_vectors(m_ptr, o_ptr, own_ptr, own2_ptr, unit, bh, m_r, C, CP, far, n_1, n_all, n_s, plug,
+                                  plug_square, D, BQ, BP, BD, BOUND, PLUGIN)
+        tl.store(norm_ptr + bh + o_r, norm, mask=m_r)
+        if level_ptr is None: need = _draws(other, 2 * far, eps * norm / rest, rest, log, square, BOUND, True)
+        else: need = _of_both(spread, reach, size, other, 2 * far, norm, rest, eps, level_ptr, TRIES, BOUND)
     asked = tl.where(need < rest, tl.ceil(tl.maximum(need, 1.)), rest)
     if BOUND == "clt": asked = tl.minimum(tl.maximum(asked, CLT_LEAST), rest)
     tl.store(stop_ptr + bl * 2, _places(n_all + tl.max(tl.where(m_r, asked, 0.), 0), n, right - left - top))
@@ -426,8 +522,8 @@ def _sample_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, o_ptr, 
     count = places // (CE * BN) * BN + tl.minimum(tl.maximum(places % (CE * BN) - i_c * BN, 0), BN)
     drawn = _draw(p_row, mask_ptr + bl.to(tl.int64) * W, i, begin, count, CE, first, n, own, BC, BN)
     p_q, p_k, p_v = _heads_of(q_ptr, k_ptr, v_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR)
-    m, l, acc, most, e, e2 = _rows(p_q, p_k, p_v, p_row + begin, count, CE, p_row, 0, scale,
-                                   q_h, q_d, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD, False, STAGES)
+    m, l, acc, most, e, e2, own_o, own2 = _rows(p_q, p_k, p_v, None, p_row + begin, count, CE, p_row, 0, scale, q_h, q_d,
+                                                k_n, k_d, v_n, v_d, LR, D, BR, BN, BD, False, STAGES)
     tl.store(count_ptr + bl * C + CP + i_c, drawn)
     _put(m_ptr, l_ptr, o_ptr, m, l, acc, bl.to(tl.int64) * LR, CP + i_c, C, LR, D, BR, BD)
 
@@ -452,7 +548,7 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, stop_ptr, count_ptr, out_ptr, out_b, out_
 
 # %% ../../kernels/vattention.ipynb #92ae0889
 class Settings(NamedTuple):
-    "What the kernels know of a `VAttention`, and what its promise about the denominator takes."
+    "What the kernels know of a `VAttention`, and what its promise takes."
     sinks: int | float     # first visible keys to keep: a count, or a share of them
     window: int | float    # last visible keys to keep
     topk: int | float      # predicted keys to keep between these
@@ -460,11 +556,12 @@ class Settings(NamedTuple):
     least: int             # keys of a base sample that is given as a share, at least
     eps: float             # relative error
     log: float             # ln(2 / delta) of what the draws may fail with
-    square: float          # squared Gaussian quantile of the same
+    square: float          # squared Gaussian quantile of the same, for the numerator that of a vector
     plug: float            # ln(1 / delta) of each bound from the base sample
     bound: str = "clt"     # "clt", "hoeffding" or "bernstein"
     plugin: str = "upper"  # "upper": bounds from the base sample; "plain": its estimates
     clt_least: int = 32    # fewer draws than this are not taken for Gaussian
+    plug_square: float = 0 # squared Gaussian quantile of a vector, of each bound from the base sample
 
 class Found(NamedTuple):
     "A decoding step: the output, and what its promise rests on. A list is for a head, or for the heads of a group."
@@ -476,6 +573,7 @@ class Found(NamedTuple):
     extra: torch.Tensor  # keys drawn after it [B, L, programs], int32, to be added up
     facts: torch.Tensor  # deviation and denominator in units of 2^shift, draws asked for, shift [B, H, 4]
     slots: int           # room for kept keys
+    norm: torch.Tensor | None = None # length of the numerator in the same units [B, H]; None without lengths of values
 
 # %% ../../kernels/vattention.ipynb #85cea163
 _BINS, GUESS = 8, 1024  # of the histogram; keys that the guess is made from
@@ -535,6 +633,7 @@ def launch(
     s: Settings,
     L: int,                                                   # lists
     codes=None, maps=(), kept=None, mask=None, ceiling=None,  # as for `decode`
+    lengths=None, levels=None,                                # likewise
     seed=0, scale=None, kv_start=None, kv_len=None,           # likewise
     launches: int = 8,                                        # how many of them
 ) -> Found:
@@ -547,6 +646,8 @@ def launch(
     rows, count, stop, facts = integers(B, L, S), integers(B, L, C), integers(B, L, 2), floats(B, H, 4)
     (m, l, most, e, e2), o = floats(5, B * H, C), floats(B * H, C, D)
     out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
+    own = (None,) * 3 if lengths is None else (floats(B * H, CP, D), floats(B * H, CP), floats(B * L, CP))
+    norm = None if lengths is None else floats(B, H)
     if kept is None:
         mask = integers(B, L, W)
         _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches)
@@ -560,13 +661,14 @@ def launch(
     more = dict(launch_pdl=True) if PDL else {}
     if launches > 4:
         _look_kernel[B * L, CP](
-            q, k, v, rows, mask, m, l, most, e, e2, o, count, kv_start, kv_len, *drawn,
+            q, k, v, rows, mask, m, l, most, e, e2, o, count, lengths, *own, kv_start, kv_len, *drawn,
             *strides, N, L, H // G, W, S, K, C, CP, *middle, *base, **look, **seeds, **(more if kept is None else {}))
     if launches > 5:
         _budget_kernel[B * L,](
-            m, l, most, e, e2, count, ceiling, stop, facts, kv_start, kv_len, N, L, C, CP, *middle,
-            s.eps, s.log, s.square, s.plug, CLT_LEAST=s.clt_least, BOUND=s.bound, PLUGIN=s.plugin,
-            LR=LR, BQ=triton.next_power_of_2(LR), BP=triton.next_power_of_2(CP), PDL=PDL, num_warps=4, **more)
+            m, l, most, e, e2, o, count, *own, levels, ceiling, stop, facts, norm, kv_start, kv_len, N, L, C, CP,
+            *middle, s.eps, s.log, s.square, s.plug, s.plug_square, CLT_LEAST=s.clt_least, BOUND=s.bound,
+            PLUGIN=s.plugin, TRIES=0 if levels is None else levels.shape[1], LR=LR, D=D,
+            BQ=triton.next_power_of_2(LR), BP=triton.next_power_of_2(CP), BD=BD, PDL=PDL, num_warps=4, **more)
     if launches > 6:
         _sample_kernel[B * L, CE](
             q, k, v, rows, mask, m, l, o, count, stop, kv_start, kv_len, *drawn,
@@ -576,23 +678,24 @@ def launch(
         _merge_kernel[B * H, triton.cdiv(D, BW)](
             m, l, o, stop, count, out, out.stride(0), out.stride(1), out.stride(3), H, LR, C, CE,
             D=D, BP=triton.next_power_of_2(C), BE=triton.next_power_of_2(CE), BD=BW, PDL=PDL, num_warps=4, **more)
-    return Found(out, rows, stop[..., 0], stop[..., 1], count[..., :CP], count[..., CP:], facts, K)
+    return Found(out, rows, stop[..., 0], stop[..., 1], count[..., :CP], count[..., CP:], facts, K, norm)
 
 # %% ../../kernels/vattention.ipynb #be5c6fe6
 @torch.library.custom_op("sparse_nb::vattention", mutates_args=())
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[float], whole: list[bool],
         bound: str, plugin: str, lists: int, codes: torch.Tensor | None, maps: list[torch.Tensor],
         kept: torch.Tensor | None, mask: torch.Tensor | None, ceiling: torch.Tensor | None,
-        seed: torch.Tensor | None, number: int, scale: float | None,
+        lengths: torch.Tensor | None, levels: torch.Tensor | None, seed: torch.Tensor | None, number: int, scale: float | None,
         kv_start: torch.Tensor | None, kv_len: torch.Tensor | None) -> torch.Tensor:
     s = [int(x) if y else x for x, y in zip(parts, whole)]
-    settings, seed = Settings(*s[:9], bound, plugin, s[9]), number if seed is None else seed
+    settings, seed = Settings(*s[:9], bound, plugin, *s[9:]), number if seed is None else seed
     with torch.cuda.device_of(q):
-        return launch(q, k, v, settings, lists, codes, maps, kept, mask, ceiling, seed, scale, kv_start, kv_len).out
+        return launch(q, k, v, settings, lists, codes, maps, kept, mask, ceiling, lengths, levels, seed, scale, kv_start,
+                      kv_len).out
 
 @_op.register_fake
-def _(q, k, v, parts, whole, bound, plugin, lists, codes, maps, kept, mask, ceiling, seed, number, scale,
-      kv_start, kv_len): return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def _(q, k, v, parts, whole, bound, plugin, lists, codes, maps, kept, mask, ceiling, lengths, levels, seed, number,
+      scale, kv_start, kv_len): return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 # %% ../../kernels/vattention.ipynb #2144b7c3
 def decode(
@@ -607,6 +710,8 @@ def decode(
     kept: torch.Tensor | None = None,     # without `codes`: key numbers [B, L, K], int32, kept ones first
     mask: torch.Tensor | None = None,     # with `kept`: a bit for each visible key [B, L, ceil(N / 32)], int32
     ceiling: torch.Tensor | None = None,  # bounds on the scores of other keys, times log2(e) [B, H], float32
+    lengths: torch.Tensor | None = None,  # of the values [B, G, N], float32, for a promise about numerator or output
+    levels: torch.Tensor | None = None,   # for the output: `output_levels` on the device of q
     seed=0,                               # as in `sparse_nb.kernels.santa.decode`
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
@@ -616,17 +721,17 @@ def decode(
 
     That function checks the tensors. K is the largest number of kept keys that the settings can mean. Bit i % 32 of
     word i / 32 of `mask` is set where the i-th visible key is kept. Without `ceiling`, the largest score of the base
-    sample stands for it. Raises TypeError or ValueError for a dtype, size, device or setting without a kernel.
+    sample stands for it. With `lengths` the promise is about the numerator, with `levels` about the output. Raises TypeError or ValueError for a dtype, size, device or setting without a kernel.
     """
     if error := refusal(q): raise error
     H, (G, N) = q.shape[1], k.shape[1:3]
     if lists not in (H, G): raise ValueError(f"lists must be {H} or {G}, for each head or for each group, got {lists}")
     if N > 2**24: raise ValueError(f"k must have at most {2**24} keys, got {N}")
     if (codes is None) == (kept is None): raise ValueError("codes or kept must be given, and not both")
-    chosen, rest = (codes, maps, kept, mask, ceiling), (scale, kv_start, kv_len)
+    chosen, rest = (codes, maps, kept, mask, ceiling, lengths, levels), (scale, kv_start, kv_len)
     if torch.compiler.is_compiling():
         seed = (seed, 0) if isinstance(seed, torch.Tensor) else (None, seed)
-        numbers = [*settings[:9], settings.clt_least]
+        numbers = [*settings[:9], *settings[11:]]
         parts, whole = [float(x) for x in numbers], [isinstance(x, int) for x in numbers]
         out = _op(q, k, v, parts, whole, settings.bound, settings.plugin, lists,
                   codes, list(maps), *chosen[2:], *seed, *rest)
