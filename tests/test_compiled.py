@@ -152,6 +152,7 @@ WAITING = [TopP(), Santa(samples=32, eps=0.5, delta=0.1), Then(TopP(), Santa(sam
 MORE = [*(Santa(samples=32, scheme=x, tile=8) for x in ("iid", "stratified", "proportional", "flash")),
         *(VAttention(sinks=2, window=4, topk=4, base=4, **x) for x in (
             dict(guarantee="numerator"), dict(guarantee="output"), dict(replacement=True), dict(bound="hoeffding"),
+            dict(guarantee="output", predictor=Quest(page=4)),
             dict(predictor=Saap(**SMALL)))),
         Saap(unread=0.1, **SMALL), Saap(router="centroid", rank="mass", tail="second_order", **SMALL),
         Then(Saap(budget=8, **SMALL), Santa(samples=8)), H2O(0.3, sinks=1, heads="each"), SnapKV(0.5, 4),

@@ -746,21 +746,27 @@ if not INTERPRETED:
     @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("fp16", 256, 8), ("fp32", 128, 1)])
     @pytest.mark.parametrize("capability", [80, 90])
     def test_the_vattention_kernels_do_not_spill(capability, kind, D, LR):
-        types = dict.fromkeys(("eps", "log", "square", "plug"), "fp32") | dict.fromkeys(("sinks_share", "window_share",
-            "top_share", "base_share"), "i64")
+        types = dict.fromkeys(("eps", "log", "square", "plug", "plug_square"), "fp32")
+        types |= dict.fromkeys(("sinks_share", "window_share", "top_share", "base_share"), "i64")
         types |= {f"{x}_ptr": "i32" for x in ("row", "mask", "count", "stop", "code", "key", "plane", "hist", "tail",
                                               "bin")} | {f"{x}_ptr": "fp16" for x in ("w1", "b1", "w2", "b2")}
         BD = triton.next_power_of_2(D)
         base = dict(LR=LR, PLANES=LR.bit_length(), D=D, BD=BD, M=64, BM=64, BR=16, BQ=LR, BS=steps.GUESS,
                     BINS=steps._BINS, LEAST=32, CLT_LEAST=32, BOUND="clt", PLUGIN="upper", SEEDS=False,
-                    PDL=capability >= 90, key_n=1,
+                    PDL=capability >= 90, key_n=1, TRIES=25,
                     start_ptr=None, len_ptr=None, seed_ptr=None, ceiling_ptr=None)
         rows = lambda setting: dict(BN=min(setting[0], 2**22 // BD**2 // (4 if kind == "fp32" else 2)),
                                     STAGES=setting[1], BC=1024 if setting is steps._LOOK else 128)
+        few = rows(steps._LOOK)
+        few["BN"] = max(16, few["BN"] // (4 if kind == "fp32" else 2))
+        no = dict.fromkeys(("length_ptr", "own_ptr", "own2_ptr", "longest_ptr", "level_ptr", "norm_ptr"))
+        types["level_ptr"] = "fp64"
         for kernel_, constants, warps in ((steps.code_kernel, {}, 8), (steps._guess_kernel, {}, 4),
                                           (steps._count_kernel, dict(BN=4096), 4),
                                           (steps._keep_kernel, dict(BN=4096, BT=256), 4),
-                                          (steps._look_kernel, rows(steps._LOOK), 4),
+                                          (steps._look_kernel, rows(steps._LOOK) | no, 4),
+                                          (steps._look_kernel, few, 4),
+                                          (steps._budget_kernel, dict(BP=64) | no, 4),
                                           (steps._budget_kernel, dict(BP=64), 4),
                                           (steps._sample_kernel, rows(steps._SAMPLE), 4),
                                           (steps._merge_kernel, dict(BP=128, BE=64, BD=32), 4)):
@@ -972,8 +978,9 @@ def test_vattention_promises_about_vectors(dtype, D, R, bound, plugin, guarantee
     e, shift = vattention.exponential_terms(visible.q.double(), visible.k.double(), index, used, None)
     reach = torch.exp(top - shift) if wide else (e * (parts[1] | parts[2])).amax(-1)
     rows = e[..., None] * vattention.take_rows(visible.v, index).double().masked_fill(~used[..., None], 0)
-    below, above = (vattention.residual_facts(x, *parts, n_s, far, plugin, bound, vattention._chance_of_facts(s), vector)
-                    for x, far, vector in ((e[..., None], reach, False), (rows, reach * longest, True)))
+    how = plugin, bound, vattention._chance_of_facts(s)
+    below = vattention.residual_facts(e[..., None], *parts, n_s, reach, *how, False)
+    above = vattention.residual_facts(rows, *parts, n_s, reach * longest, *how, True)
     rest = found.rest.repeat_interleave(H // L, 1)[:, :, None]
     want, asked = vattention.draws_needed(s, below, above, rest), found.facts[:, :, None, 2].double()
     assert_close(found.norm[..., None], above.size, rtol=5e-3)

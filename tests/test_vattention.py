@@ -3,6 +3,7 @@
 Probabilities are exact where the terms are 0 and 1 (hypergeometric). Statistical checks use fixed seeds; each accepts
 what a correct sampler gives in all but one of 1 / ALARM seeds, and there are fewer than 40 of them.
 """
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -21,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparse_nb.attention import (
     Method, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, method_class,
     weighted_attention)
-from sparse_nb.baselines import HashAttention, Quest
+from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb.core.bounds import bernstein_radius, kl_bound, spread_bound
 from sparse_nb.core.methods import Predictor
+from sparse_nb.saap import Saap
 from sparse_nb.tuning import search
 from sparse_nb.vattention import (
     BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Promise, VAttention, budget_denominator, budget_numerator, budget_output,
@@ -479,6 +481,46 @@ def test_predictor_state_and_bytes():
     proven = VAttention(predictor=Guess(), bound="bernstein",
                         **SMALL).decode(q, k, v, seed=2, return_stats=True)[1].certificate
     assert proven.proven and proven.density.mean() > stats.density.mean()
+
+
+CLUSTERS = Saap(partition="context", clusters=8, iterations=2, window=1)
+
+@pytest.mark.parametrize("predictor", [Guess(), Quest(page=8), DoubleSparsity(channels=2), Adamas(), MagicPIG(bits=4),
+                                       CLUSTERS], ids=lambda x: type(x).__name__)
+def test_an_index_keeps_the_lengths_of_the_values_where_the_promise_needs_them(predictor):
+    method = VAttention(0.1, 0.5, 4, 6, 10, 100, predictor=predictor, guarantee="numerator", share=False)
+    plain, want = predictor.new_state(), v.norm(dim=-1)
+    state, one = method.new_state(), dict(seed=torch.arange(12).view(2, 6))
+    assert type(dataclasses.replace(method, guarantee="denominator").new_state()) is type(plain)
+    assert isinstance(state, type(plain)) and type(state) is type(method.new_state())
+    assert state.settings().keys() == plain.settings().keys()
+    for part in slice(0, 200), slice(200, 300):
+        for x in state, plain: x.append(k[:, :, part], v[:, :, part])
+    assert torch.equal(state.lengths, want) and "lengths" not in vars(plain)
+    less = copy.deepcopy(state)
+    less.lengths *= 0.7
+    own, found, fewer = (method.decode(q / 8, k, v, state=x, return_stats=True, **one)[1].certificate.asked
+                         for x in (state, plain, less))
+    assert torch.equal(own, found) and (fewer <= own).all() and (fewer < own).any()  # what is kept is what is used
+    assert torch.equal(state.lengths, want)
+    state.crop(250)
+    state.append(k[:, :, 250:], v[:, :, 250:])
+    state.pick_rows(torch.tensor([1, 1, 0]))
+    assert torch.equal(state.lengths, want[[1, 1, 0]])
+    state.crop(290)
+    state.fix(310)
+    for i in range(290, 300): state.put(k[[1, 1, 0]], v[[1, 1, 0]], torch.tensor([i]))
+    assert torch.equal(state.lengths[:, :, :300], want[[1, 1, 0]]) and state.lengths.shape[2] == 310
+    assert any(x is state.lengths for x in state.buffers())
+    state.free(299, k[[1, 1, 0]])
+    assert torch.equal(state.lengths, want[[1, 1, 0], :, :299])
+    state.reset()
+    assert state.lengths is None and not state.fixed
+
+
+def test_the_lengths_are_counted():
+    method = VAttention(predictor=Guess(), eps=0.3, delta=0.3, guarantee="output", **SMALL)
+    assert method.decode(q, k, v, seed=2, return_stats=True)[1].index_bytes == 600 + 4 * 300
 
 
 def test_json():

@@ -248,8 +248,9 @@ def _rows(q_ptr, k_ptr, v_ptr, length_ptr, drawn_ptr, drawn, step, kept_ptr, kep
                 if length_ptr is not None:
                     b_l = b_e * tl.load(length_ptr + row, mask=m_n, other=0.)[None, :]
                     own2 = own2 * old * old + tl.sum(b_l * b_l, 1)
-                    high = b_e.to(b_v.dtype)                                # and what its rounding leaves
-                    own = own * old[:, None] + dot(high, b_v) + dot((b_e - high.to(tl.float32)).to(b_v.dtype), b_v)
+                    high = b_e.to(b_v.dtype)
+                    own = own * old[:, None] + dot(high, b_v)
+                    if b_v.dtype != tl.float32: own += dot((b_e - high.to(tl.float32)).to(b_v.dtype), b_v) # and the rest
             else:
                 e, e2, own2 = e * old, e2 * old * old, own2 * old * old
                 if length_ptr is not None: own *= old[:, None]
@@ -612,20 +613,22 @@ def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches):
 # %% ../../kernels/vattention.ipynb #070bbb82
 _LOOK, _SAMPLE = (128, 2, 2), (64, 2, 4)  # rows at once, stages, programs a multiprocessor of what reads rows
 
-def _sizes(q, k, s, L):
-    "Room for kept keys, programs of a list that look and that sample, and what both launches are told"
+def _sizes(q, k, s, L, vectors=False):
+    "Room for kept keys, programs of a list that look (also for `vectors`?) and that sample, and what both are told"
     (B, H, _, D), N = q.shape, k.shape[2]
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     K = min(N, sum(_most(x, N) for x in (s.sinks, s.window, s.topk)))
     fit = lambda rows: max(16, min(rows, 2**22 // (BD * BD * q.element_size())))  # the registers hold fewer long rows
+    few = max(16, fit(_LOOK[0]) // q.element_size())                              # and fewer beside two sums of vectors
+    look = (few if vectors else _LOOK[0], *_LOOK[1:])
     def parts(n, rows, stages, programs):
         return max(1, min(256, programs * sms // (B * L), triton.cdiv(n, 2 * fit(rows))))
     def told(rows, stages, programs, places):
         return dict(BN=fit(rows), STAGES=stages, BC=max(128, min(1024, triton.next_power_of_2(places))), LR=LR, D=D,
                     BR=max(16, triton.next_power_of_2(LR)), BD=BD, LEAST=s.least, PDL=PDL, num_warps=4)
-    CP = max(4, parts(K + _most(s.base, N), *_LOOK) // 4 * 4)  # a quarter has the first quarter of the base sample
-    return K, CP, parts(N, *_SAMPLE), told(*_LOOK, triton.cdiv(_most(s.base, N), CP)), told(*_SAMPLE, 1)
+    CP = max(4, parts(K + _most(s.base, N), *look) // 4 * 4)  # a quarter has the first quarter of the base sample
+    return K, CP, parts(N, *_SAMPLE), told(*look, triton.cdiv(_most(s.base, N), CP)), told(*_SAMPLE, 1)
 
 # %% ../../kernels/vattention.ipynb #daa990bd
 def launch(
@@ -640,7 +643,7 @@ def launch(
     "Launch the kernels, or the first of them: then the rest of what is returned is not filled."
     kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
-    (K, CP, CE, look, sample), LR, W = _sizes(q, k, s, L), H // L, triton.cdiv(N, 32)
+    (K, CP, CE, look, sample), LR, W = _sizes(q, k, s, L, lengths is not None), H // L, triton.cdiv(N, 32)
     C, S, BD, PDL = CP + CE, K + N, look["BD"], look["PDL"]
     integers, floats = (functools.partial(torch.empty, device=q.device, dtype=x) for x in (torch.int32, torch.float32))
     rows, count, stop, facts = integers(B, L, S), integers(B, L, C), integers(B, L, 2), floats(B, H, 4)
