@@ -118,10 +118,9 @@ class VAttention(Method):
         return replace(self, predictor=self.predictor.at_layer(layer)) if hasattr(self.predictor, "at_layer") else self
 
     def new_state(self):
-        "The predictor's index, with the lengths of the values unless the denominator's error is promised; or None."
-        if self.predictor == "oracle": return None
-        state = self.predictor.new_state()
-        return state if self.guarantee == "denominator" else with_lengths(state)
+        "The predictor's index, with the lengths of the values if the promise needs them; None for the oracle."
+        state = None if self.predictor == "oracle" else self.predictor.new_state()
+        return state if state is None or self.guarantee == "denominator" else with_lengths(state)
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None) -> Selection:
         "The keys that `decode` reads, with their weights. ValueError for a guarantee that needs the values."

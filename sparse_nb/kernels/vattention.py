@@ -217,8 +217,8 @@ def _rows(q_ptr, k_ptr, v_ptr, length_ptr, drawn_ptr, drawn, step, kept_ptr, kep
           SQUARES: tl.constexpr, STAGES: tl.constexpr):
     """Partial softmax (m, l, o) of two lists of rows, of the first one every step-th tile.
 
-    Of these also the largest score, sum and sum of squares of the terms, and, where there are lengths of values, the sum
-    of the terms times their values, and that of its summands' squared lengths.
+    Of these also the largest score, sum and sum of squares of the terms, and, where there are lengths of values, the
+    sum of the terms times their values, and that of its summands' squared lengths.
     """
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_r, m_d = o_r < LR, o_d < D
@@ -250,7 +250,7 @@ def _rows(q_ptr, k_ptr, v_ptr, length_ptr, drawn_ptr, drawn, step, kept_ptr, kep
                     own2 = own2 * old * old + tl.sum(b_l * b_l, 1)
                     high = b_e.to(b_v.dtype)
                     own = own * old[:, None] + dot(high, b_v)
-                    if b_v.dtype != tl.float32: own += dot((b_e - high.to(tl.float32)).to(b_v.dtype), b_v) # and the rest
+                    if b_v.dtype != tl.float32: own += dot((b_e - high.to(tl.float32)).to(b_v.dtype), b_v)
             else:
                 e, e2, own2 = e * old, e2 * old * old, own2 * old * old
                 if length_ptr is not None: own *= old[:, None]
@@ -419,7 +419,8 @@ def _of_vectors(m_ptr, o_ptr, own_ptr, own2_ptr, unit, bh, m_r, C, CP, reach, n_
             radius = tl.sqrt(tl.maximum(plug_square * spread * (1 / least - 1 / tl.maximum(n_s, 1.)), 0.))
         else:
             log = plug + 0.6931471805599453
-            radius = (2 * reach * log / 3 + tl.sqrt(4 * reach * reach * log * log / 9 + 2 * least * spread * log)) / least
+            far = 2 * reach * log / 3
+            radius = (far + tl.sqrt(far * far + 2 * least * spread * log)) / least
         size -= n_s * radius
         size = tl.maximum(tl.where(size == size, size, 0.), 0.)
         spread = tl.maximum(left - seen, 0.) / tl.maximum(rest - 1, 1.)
@@ -444,7 +445,8 @@ def _of_both(spread, reach, size, other, far, norm, rest, eps, level_ptr, TRIES:
 # %% ../../kernels/vattention.ipynb #314e1cb0
 @triton.jit
 def _budget_kernel(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, own2_ptr, longest_ptr, level_ptr,
-                   ceiling_ptr, stop_ptr, fact_ptr, norm_ptr, start_ptr, len_ptr, N, L, C, CP, sinks, sinks_share, window, window_share, top, top_share,
+                   ceiling_ptr, stop_ptr, fact_ptr, norm_ptr, start_ptr, len_ptr, N, L, C, CP,
+                   sinks, sinks_share, window, window_share, top, top_share,
                    eps, log, square, plug, plug_square, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr,
                    PLUGIN: tl.constexpr, TRIES: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr,
                    BP: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
@@ -523,8 +525,9 @@ def _sample_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, o_ptr, 
     count = places // (CE * BN) * BN + tl.minimum(tl.maximum(places % (CE * BN) - i_c * BN, 0), BN)
     drawn = _draw(p_row, mask_ptr + bl.to(tl.int64) * W, i, begin, count, CE, first, n, own, BC, BN)
     p_q, p_k, p_v = _heads_of(q_ptr, k_ptr, v_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR)
-    m, l, acc, most, e, e2, own_o, own2 = _rows(p_q, p_k, p_v, None, p_row + begin, count, CE, p_row, 0, scale, q_h, q_d,
-                                                k_n, k_d, v_n, v_d, LR, D, BR, BN, BD, False, STAGES)
+    m, l, acc, most, e, e2, own_o, own2 = _rows(
+        p_q, p_k, p_v, None, p_row + begin, count, CE, p_row, 0, scale, q_h, q_d, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD,
+        False, STAGES)
     tl.store(count_ptr + bl * C + CP + i_c, drawn)
     _put(m_ptr, l_ptr, o_ptr, m, l, acc, bl.to(tl.int64) * LR, CP + i_c, C, LR, D, BR, BD)
 
@@ -688,13 +691,14 @@ def launch(
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[float], whole: list[bool],
         bound: str, plugin: str, lists: int, codes: torch.Tensor | None, maps: list[torch.Tensor],
         kept: torch.Tensor | None, mask: torch.Tensor | None, ceiling: torch.Tensor | None,
-        lengths: torch.Tensor | None, levels: torch.Tensor | None, seed: torch.Tensor | None, number: int, scale: float | None,
+        lengths: torch.Tensor | None, levels: torch.Tensor | None,
+        seed: torch.Tensor | None, number: int, scale: float | None,
         kv_start: torch.Tensor | None, kv_len: torch.Tensor | None) -> torch.Tensor:
     s = [int(x) if y else x for x, y in zip(parts, whole)]
     settings, seed = Settings(*s[:9], bound, plugin, *s[9:]), number if seed is None else seed
     with torch.cuda.device_of(q):
-        return launch(q, k, v, settings, lists, codes, maps, kept, mask, ceiling, lengths, levels, seed, scale, kv_start,
-                      kv_len).out
+        return launch(q, k, v, settings, lists, codes, maps, kept, mask, ceiling, lengths, levels, seed, scale,
+                      kv_start, kv_len).out
 
 @_op.register_fake
 def _(q, k, v, parts, whole, bound, plugin, lists, codes, maps, kept, mask, ceiling, lengths, levels, seed, number,
@@ -724,7 +728,8 @@ def decode(
 
     That function checks the tensors. K is the largest number of kept keys that the settings can mean. Bit i % 32 of
     word i / 32 of `mask` is set where the i-th visible key is kept. Without `ceiling`, the largest score of the base
-    sample stands for it. With `lengths` the promise is about the numerator, with `levels` about the output. Raises TypeError or ValueError for a dtype, size, device or setting without a kernel.
+    sample stands for it. With `lengths` the promise is about the numerator, with `levels` about the output.
+    Raises TypeError or ValueError for a dtype, size, device or setting without a kernel.
     """
     if error := refusal(q): raise error
     H, (G, N) = q.shape[1], k.shape[1:3]
