@@ -401,7 +401,7 @@ if not INTERPRETED:
             return compiled_usage(kernels._choose_kernel, known, types, capability, warps)
         if launch.startswith("exact"):
             rows = 64 if launch == "exact, each" else 256
-            BM, BN, warps, stages = kernels.exact_tiles(rows, 64, D, 4 if kind == "fp32" else 2, capability >= 90)
+            BM, BN, warps, stages = kernels.exact_tiles(rows, D, 4 if kind == "fp32" else 2, capability >= 90)
             types |= dict(k_desc=f"tensordesc<{kind}[1,1,{BN},{D}]>")
             known |= dict(MAX=rows == 64, BM=BM, BN=BN, BJ=16, BD=D, STAGES=stages)
             if capability < 90 or kind == "fp32": known |= dict(k_desc=None)

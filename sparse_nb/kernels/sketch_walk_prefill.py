@@ -340,7 +340,7 @@ def _pool(p_z, p_s, lse, count, TILES: tl.constexpr, MAX: tl.constexpr, BM: tl.c
         for i_c in tl.static_range(TILES):
             b_z = tl.load(p_z + (o_j * TILES + i_c)[:, None] * BM + tl.arange(0, BM)[None, :],
                           mask=(o_j < count)[:, None], other=-float("inf"))
-            b_p += tl.exp2(b_z - lse[None, :])
+            b_p += tl.exp2(b_z - lse[None, :])                        # p = 2^(z - l)
         tl.store(p_s + o_j, tl.max(b_p, 1) if MAX else tl.sum(b_p, 1), mask=o_j < count)
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #a2f23226
@@ -350,10 +350,10 @@ def _exact_kernel(
         k_b, k_g, k_n, k_d, Q, N, L, P, X, Y, R, M, T, S, MAX: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
         BM: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
     TILES: tl.constexpr = SIZE // BN
-    A, o_r = tl.cdiv(Y * SIZE, BM), tl.arange(0, BM)                  # tiles of the list's Y heads of one group
+    A, o_r = tl.cdiv(Y * SIZE, BM), tl.arange(0, BM)                  # X heads share a list, Y of them keys: A tiles
     p_z = weight_ptr + tl.program_id(0).to(tl.int64) * S * TILES * BM
     for i_x in range(tl.program_id(0), L * T * M, tl.num_programs(0)):
-        i_m, i_p, i_t = M - 1 - i_x // (L * T), i_x // T % L, i_x % T
+        i_m, i_p, i_t = M - 1 - i_x // (L * T), i_x // T % L, i_x % T # block of queries, list, part of its rows
         i_b, i_y, o_x = i_p // P, i_p % P * X + i_t // A * Y, i_t % A * BM + o_r
         i_h, o_m = i_y + o_x // SIZE, i_m * SIZE + o_x % SIZE
         m_r, pos = (o_x < Y * SIZE) & (o_m < Q), N - Q + o_m
@@ -368,25 +368,25 @@ def _exact_kernel(
             tl.store(p_z + i_k * BM + o_r, b_z)
             m, l, b_p, old = running_softmax(b_z[:, None], m, l, 1., True)
         tl.debug_barrier()                                            # all threads have written
-        lse = tl.where((l == 0) | ~m_r, float("inf"), m + tl.log2(l))
+        lse = tl.where((l == 0) | ~m_r, float("inf"), m + tl.log2(l)) # log2 of the sum; inf: no share
         _pool(p_z, share_ptr + ((i_p.to(tl.int64) * T + i_t) * M + i_m) * S, lse, count, TILES, MAX, BM, BJ)
         tl.debug_barrier()                                            # and read
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #8810a9a9
-def exact_tiles(rows, block, BD, itemsize, engine):
+def exact_tiles(rows, BD, itemsize, engine):
     "Rows and keys of a tile, warps and stages, for a list's `rows` in one group of `BD` numbers each"
     if itemsize == 4: BM, BN, warps, stages = 32, 16, 4, 2
     elif BD > 128 or not engine: BM, BN, warps, stages = 64, 32 if BD > 128 else 64, 4, 2
     else: BM, BN, warps, stages = (128, 64, 8, 3) if rows > 64 else (64, 64, 4, 3)
-    return min(BM, max(16, triton.next_power_of_2(rows))), min(BN, block), warps, stages
+    return min(BM, max(16, triton.next_power_of_2(rows))), BN, warps, stages
 
 def exact_shares(q, k, near, pool, block, scale, kv_start, tiles=None, engine=None):
     "Shares of the blocks of the lists `near`, in T parts [B, P, T, M, S], float32; unused slots mean nothing"
     (B, H, Q, D), (G, N), (P, M, S) = q.shape, k.shape[1:3], near[0].shape[1:]
     engine, BD, X = by_engine(q, k) if engine is None else engine, max(16, triton.next_power_of_2(D)), H // P
     Y = min(X, H // G)
-    BM, BN, warps, stages = (tiles or Tiles()).exact or exact_tiles(Y * block, block, BD, q.element_size(), engine)
-    T = X // Y * triton.cdiv(Y * block, BM)
+    BM, BN, warps, stages = (tiles or Tiles()).exact or exact_tiles(Y * block, BD, q.element_size(), engine)
+    T, BN = X // Y * triton.cdiv(Y * block, BM), min(BN, block)
     programs = min(B * P * T * M, device_limits(q.device.index)[0] * max(1, 16 // warps) if q.is_cuda else 3)
     shares = torch.empty(B, P, T, M, S, dtype=torch.float32, device=q.device)
     weights = torch.empty(programs, S * block // BN, BM, dtype=torch.float32, device=q.device)
