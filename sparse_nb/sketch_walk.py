@@ -733,8 +733,7 @@ def by_kernel(s, q, k, backend):
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k))
     lacks = [what for what, asked in ((f"the index {s.index!r} is", s.index not in ("mean", *FINE)), (
         "a walk is", s.walk is not None), ("one list of averaged heads is", s.heads == "averaged"), (
-        "a block of fewer than 32 keys is", s.block < 32), ("a choice by exact scores is", s.refine > 1), (
-        "a least number of blocks is", s.least > 2), ("a gradient is", learns)) if asked]
+        "a block of fewer than 32 keys is", s.block < 32), ("a gradient is", learns)) if asked]
     if backend == "triton" and lacks:
         raise ValueError(f"backend must be 'torch' or 'auto' where {lacks[0]} wanted, got 'triton'")
     fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not lacks
@@ -745,7 +744,7 @@ def pattern_of(s, q, k, start, scale, backend, seed=None, **walk):
     sizes = dict(queries=q.shape[2], keys=k.shape[2], query_block=s.block, key_block=s.block)
     if by_kernel(s, q, k, backend):
         from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
-        same = dict(index=s.index, heads=s.heads, pool=s.pool, rotation=s.seed)
+        same = dict(index=s.index, heads=s.heads, pool=s.pool, rotation=s.seed, refine=s.refine, least=s.least)
         return BlockPattern(*choose_blocks(q, k, block=s.block, density=s.density, scale=scale, kv_start=start, **same),
                             **sizes)
     start = torch.zeros(len(q), dtype=torch.int64, device=q.device) if start is None else start.long()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FINE', 'PAD', 'Tiles', 'Table', 'tile_settings', 'mean_table', 'pair', 'log_sums', 'lists_for', 'block_shares',
-           'most_blocks', 'heaviest', 'launch_choice', 'choose_blocks']
+           'most_blocks', 'heaviest', 'exact_tiles', 'exact_shares', 'launch_choice', 'choose_blocks']
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #85e54017
 import math
@@ -16,7 +16,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
-    INTERPRETED, LOG2E, by_engine, contiguous, dot, in_keys, refusal, running_softmax, share_in_units, visible)
+    INTERPRETED, LOG2E, by_engine, contiguous, device_limits, dot, in_keys, load_queries, load_tile, refusal,
+    running_softmax, share_in_units, visible)
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #9c665ea7
 FINE = {"mean": None, "fine16": 16, "fine4": 4} # index: keys of a sub-block; None: of a block
@@ -196,26 +197,36 @@ def _shares_kernel(
 # %% ../../kernels/sketch_walk_prefill.ipynb #3a66a828
 @triton.jit
 def _choose_kernel(
-        share_ptr, index_ptr, count_ptr, start_ptr, share, Q, N, M, P, MQ, MK, S, SIZE: tl.constexpr, BS: tl.constexpr):
+        share_ptr, near_ptr, many_ptr, index_ptr, count_ptr, start_ptr, share, least, times, Q, N, M, P, T, MQ, MK, S,
+        MAX: tl.constexpr, SIZE: tl.constexpr, BS: tl.constexpr):
     i_p, i_m, o_j = tl.program_id(0) // M, tl.program_id(0) % M, tl.arange(0, BS)
     first, _ = visible(start_ptr, None, i_p // P, N)
     low, high, own = _blocks_of(first, i_m, N, Q, SIZE)
-    seen = (o_j >= low) & (o_j <= high)
-    forced = seen & ((o_j == low) | (o_j >= own))
-    b_s = tl.load(share_ptr + (i_p.to(tl.int64) * MQ + i_m) * MK + o_j, mask=seen, other=0.)
+    b_n = o_j                                                         # number of the block of each share
+    if near_ptr is not None:
+        m_j = o_j < tl.load(many_ptr + tl.program_id(0))
+        b_n = tl.load(near_ptr + tl.program_id(0).to(tl.int64) * MK + o_j, mask=m_j, other=-1)
+    seen = (b_n >= low) & (b_n <= high)
+    forced = seen & ((b_n == low) | (b_n >= own))
+    b_s = tl.zeros([BS], tl.float32)
+    for i_t in range(T):                                              # parts of the heads that share the list
+        b_t = tl.load(share_ptr + ((i_p.to(tl.int64) * T + i_t) * MQ + i_m) * MK + o_j, mask=seen, other=0.)
+        b_s = tl.maximum(b_s, b_t) if MAX else b_s + b_t
     b_i = b_s.to(tl.int32, bitcast=True) & 0x7FFFFFFF                 # larger for larger shares
     b_i = tl.where(seen, tl.where(forced, 0x7FFFFFFF, b_i), -1)
-    size = tl.maximum(in_keys(0, share, tl.maximum(high - low + 1, 0)), tl.sum(forced.to(tl.int32), 0))
-    least = size * 0
+    there = tl.maximum(high - low + 1, 0)
+    size = tl.maximum(in_keys(0, share, there), tl.maximum(tl.sum(forced.to(tl.int32), 0), least))
+    size = tl.minimum(size * times, there)
+    edge = size * 0
     for i_x in range(31):                                             # the largest number that `size` of them reach
-        bit = least | (1 << (30 - i_x))
-        least = tl.where(tl.sum((b_i >= bit).to(tl.int32), 0) >= size, bit, least)
-    above, equal = b_i > least, (b_i == least).to(tl.int32)
+        bit = edge | (1 << (30 - i_x))
+        edge = tl.where(tl.sum((b_i >= bit).to(tl.int32), 0) >= size, bit, edge)
+    above, equal = b_i > edge, (b_i == edge).to(tl.int32)
     short = size - tl.sum(above.to(tl.int32), 0)
     take = above | ((equal > 0) & (tl.cumsum(equal, 0) <= short))     # of equal ones the first
     slot = tl.cumsum(take.to(tl.int32), 0) - 1
     p_i = index_ptr + (i_p.to(tl.int64) * M + i_m) * S
-    tl.store(p_i + slot, o_j, mask=take)
+    tl.store(p_i + slot, b_n, mask=take)
     tl.store(p_i + size + o_j, 0, mask=size + o_j < S)
     tl.store(count_ptr + i_p.to(tl.int64) * M + i_m, size)
 
@@ -226,6 +237,7 @@ class Tiles(NamedTuple):
     sums: tuple = (128, 64, 4, 2)  # blocks of queries and of keys, warps, stages
     shares: tuple = (64, 64, 4, 2) # likewise
     choose: int = 1                # warps
+    exact: tuple | None = None     # rows and keys of a tile, warps, stages; None: as `exact_tiles` has them
 
 class Table(NamedTuple):
     "Mean rows of sub-blocks, as the kernels read them."
@@ -290,24 +302,104 @@ def block_shares(asked, table, sums, index, pool, heads, block, scale, Q, N, kv_
         num_warps=warps)
     return shares
 
-def most_blocks(K, density):
-    "Slots that are enough for any list over K blocks: its share of them, or the first, its own and the one it enters"
-    return min(K, max(math.ceil(K * density * (1 - 1e-12)), 3))
+def most_blocks(K, density, least=2, times=1):
+    "Slots enough for any list over K blocks: its share of them, or the first, its own and the one it enters; `times`"
+    return min(K, times * max(math.ceil(K * density * (1 - 1e-12)), 3, least))
 
-def heaviest(shares, density, block, Q, N, kv_start, tiles=None):
-    "The lists of `BlockPattern`: numbers of blocks [B, P, M, S], in order, and how many [B, P, M]"
-    (B, P, MQ, MK), M, K = shares.shape, triton.cdiv(Q, block), triton.cdiv(N, block)
-    S = most_blocks(K, density)
+def heaviest(shares, density, block, Q, N, kv_start, tiles=None, least=2, times=1, near=None, pool="mean"):
+    "The lists of `BlockPattern`, numbers [B, P, M, S] in order, and how many [B, P, M]; of `near` where that is given"
+    (B, P), (MQ, MK), M, K = shares.shape[:2], shares.shape[-2:], triton.cdiv(Q, block), triton.cdiv(N, block)
+    T, BS = (1, triton.next_power_of_2(K)) if near is None else (shares.shape[2], triton.next_power_of_2(MK))
+    S, wide = most_blocks(K, density, least, times), near is not None and BS > 1024  # numbers of blocks take registers
     index = torch.empty(B, P, M, S, dtype=torch.int32, device=shares.device)
     count = torch.empty(B, P, M, dtype=torch.int32, device=shares.device)
     _choose_kernel[B * P * M,](
-        shares, index, count, kv_start, share_in_units(float(density))[1], Q, N, M, P, MQ, MK, S, SIZE=block,
-        BS=triton.next_power_of_2(K), num_warps=(tiles or Tiles()).choose)
+        shares, *(near or (None, None)), index, count, kv_start, share_in_units(float(density))[1], least, times, Q, N,
+        M, P, T, MQ, MK, S, MAX=pool == "max", SIZE=block, BS=BS, num_warps=(tiles or Tiles()).choose * (1 + wide))
     return index, count
 
+
+# %% ../../kernels/sketch_walk_prefill.ipynb #81304276
+@triton.jit
+def _weights(b_q, k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, pos, first, N, scale, D: tl.constexpr,
+             BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    "log2 of the weight of BN keys from i_n on for each row [BM]; -inf where it sees none"
+    b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, N, D, BN, BD, True)
+    b_s = dot(b_q, tl.trans(b_k), tl.zeros([BM, BN], tl.float32)) * scale
+    o_i = (i_n + tl.arange(0, BN))[None, :]
+    b_s = tl.where((o_i >= first) & (o_i <= pos[:, None]), b_s, -float("inf"))
+    top = tl.max(b_s, 1)
+    top = tl.where(top == -float("inf"), 0., top)
+    return top + tl.log2(tl.sum(tl.exp2(b_s - top[:, None]), 1))      # z = log2 sum_k 2^s
+
+@triton.jit
+def _pool(p_z, p_s, lse, count, TILES: tl.constexpr, MAX: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr):
+    "Write the sum or largest of the rows' shares of each of `count` blocks"
+    for i_j in range(0, count, BJ):
+        o_j, b_p = i_j + tl.arange(0, BJ), tl.zeros([BJ, BM], tl.float32)
+        for i_c in tl.static_range(TILES):
+            b_z = tl.load(p_z + (o_j * TILES + i_c)[:, None] * BM + tl.arange(0, BM)[None, :],
+                          mask=(o_j < count)[:, None], other=-float("inf"))
+            b_p += tl.exp2(b_z - lse[None, :])                        # p = 2^(z - l)
+        tl.store(p_s + o_j, tl.max(b_p, 1) if MAX else tl.sum(b_p, 1), mask=o_j < count)
+
+# %% ../../kernels/sketch_walk_prefill.ipynb #a2f23226
+@triton.jit
+def _exact_kernel(
+        q_ptr, k_ptr, k_desc, near_ptr, many_ptr, share_ptr, weight_ptr, start_ptr, scale, q_b, q_h, q_m, q_d,
+        k_b, k_g, k_n, k_d, Q, N, L, P, X, Y, R, M, T, S, MAX: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
+    TILES: tl.constexpr = SIZE // BN
+    A, o_r = tl.cdiv(Y * SIZE, BM), tl.arange(0, BM)                  # X heads share a list, Y of them keys: A tiles
+    p_z = weight_ptr + tl.program_id(0).to(tl.int64) * S * TILES * BM
+    for i_x in range(tl.program_id(0), L * T * M, tl.num_programs(0)):
+        i_m, i_p, i_t = M - 1 - i_x // (L * T), i_x // T % L, i_x % T # block of queries, list, part of its rows
+        i_b, i_y, o_x = i_p // P, i_p % P * X + i_t // A * Y, i_t % A * BM + o_r
+        i_h, o_m = i_y + o_x // SIZE, i_m * SIZE + o_x % SIZE
+        m_r, pos = (o_x < Y * SIZE) & (o_m < Q), N - Q + o_m
+        first, _ = visible(start_ptr, None, i_b, N)
+        b_q = load_queries(q_ptr, i_b, i_h, o_m, m_r, q_b, q_h, q_m, q_d, D, BD)
+        m, l = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32)
+        count, p_n = tl.load(many_ptr + i_p * M + i_m), near_ptr + (i_p * M + i_m).to(tl.int64) * S
+        for i_k in tl.range(0, count * TILES, num_stages=STAGES):
+            i_n = tl.load(p_n + i_k // TILES) * SIZE + i_k % TILES * BN
+            b_z = _weights(b_q, k_ptr, k_desc, i_b, i_y // R, i_n, k_b, k_g, k_n, k_d, pos, first, N, scale, D, BM,
+                           BN, BD)
+            tl.store(p_z + i_k * BM + o_r, b_z)
+            m, l, b_p, old = running_softmax(b_z[:, None], m, l, 1., True)
+        tl.debug_barrier()                                            # all threads have written
+        lse = tl.where((l == 0) | ~m_r, float("inf"), m + tl.log2(l)) # log2 of the sum; inf: no share
+        _pool(p_z, share_ptr + ((i_p.to(tl.int64) * T + i_t) * M + i_m) * S, lse, count, TILES, MAX, BM, BJ)
+        tl.debug_barrier()                                            # and read
+
+# %% ../../kernels/sketch_walk_prefill.ipynb #8810a9a9
+def exact_tiles(rows, BD, itemsize, engine):
+    "Rows and keys of a tile, warps and stages, for a list's `rows` in one group of `BD` numbers each"
+    if itemsize == 4: BM, BN, warps, stages = 32, 16, 4, 2
+    elif BD > 128 or not engine: BM, BN, warps, stages = 64, 32 if BD > 128 else 64, 4, 2
+    else: BM, BN, warps, stages = (128, 64, 8, 3) if rows > 64 else (64, 64, 4, 3)
+    return min(BM, max(16, triton.next_power_of_2(rows))), BN, warps, stages
+
+def exact_shares(q, k, near, pool, block, scale, kv_start, tiles=None, engine=None):
+    "Shares of the blocks of the lists `near`, in T parts [B, P, T, M, S], float32; unused slots mean nothing"
+    (B, H, Q, D), (G, N), (P, M, S) = q.shape, k.shape[1:3], near[0].shape[1:]
+    engine, BD, X = by_engine(q, k) if engine is None else engine, max(16, triton.next_power_of_2(D)), H // P
+    Y = min(X, H // G)
+    BM, BN, warps, stages = (tiles or Tiles()).exact or exact_tiles(Y * block, BD, q.element_size(), engine)
+    T, BN = X // Y * triton.cdiv(Y * block, BM), min(BN, block)
+    programs = min(B * P * T * M, device_limits(q.device.index)[0] * max(1, 16 // warps) if q.is_cuda else 3)
+    shares = torch.empty(B, P, T, M, S, dtype=torch.float32, device=q.device)
+    weights = torch.empty(programs, S * block // BN, BM, dtype=torch.float32, device=q.device)
+    desc = TensorDescriptor(k, list(k.shape), list(k.stride()), [1, 1, BN, BD]) if engine else None
+    _exact_kernel[programs,](
+        q, k, desc, *near, shares, weights, kv_start, scale, *q.stride(), *k.stride(), Q, N, B * P, P, X, Y, H // G, M,
+        T, S, MAX=pool == "max", SIZE=block, D=D, BM=BM, BN=BN, BJ=16, BD=BD, STAGES=stages, num_warps=warps)
+    return shares
+
 # %% ../../kernels/sketch_walk_prefill.ipynb #7eae9e19
-def launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_start, tiles=None, engine=None):
-    "Launch all five"
+def launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_start, refine=1, least=2, tiles=None,
+                  engine=None):
+    "Launch all of them"
     kv_start, = contiguous(kv_start)
     Q, D, N = q.shape[2], q.shape[3], k.shape[2]
     scale, fine = (D**-0.5 if scale is None else scale) * LOG2E, FINE[index] or block
@@ -315,25 +407,28 @@ def launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_
     table = mean_table(k, True, index, block, fine, rotation, N, kv_start, tiles)
     sums = log_sums(asked, table, index, block, scale, Q, N, kv_start, tiles, engine)
     shares = block_shares(asked, table, sums, index, pool, heads, block, scale, Q, N, kv_start, tiles, engine)
-    return heaviest(shares, density, block, Q, N, kv_start, tiles)
+    near = heaviest(shares, density, block, Q, N, kv_start, tiles, least, refine)
+    if refine == 1: return near
+    shares = exact_shares(q, k, near, pool, block, scale, kv_start, tiles, engine)
+    return heaviest(shares, density, block, Q, N, kv_start, tiles, least, 1, near, pool)
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #2f96d666
-def _lists_like(q, k, block, density, heads):
+def _lists_like(q, k, block, density, heads, least):
     "Empty lists: numbers [B, P, M, S], and how many [B, P, M]"
     P, M, K = lists_for(heads, q.shape[1], k.shape[1]), *(triton.cdiv(x.shape[2], block) for x in (q, k))
     new = lambda *shape: torch.empty(shape, dtype=torch.int32, device=q.device)
-    return new(len(q), P, M, most_blocks(K, density)), new(len(q), P, M)
+    return new(len(q), P, M, most_blocks(K, density, least)), new(len(q), P, M)
 
 @torch.library.custom_op("sparse_nb::choose_blocks", mutates_args=())
 def _choice_op(q: torch.Tensor, k: torch.Tensor, block: int, density: float, index: str, heads: str, pool: str,
-               rotation: int, scale: float | None,
-               kv_start: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+               rotation: int, scale: float | None, kv_start: torch.Tensor | None, refine: int,
+               least: int) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.cuda.device_of(q):
-        return launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_start)
+        return launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_start, refine, least)
 
 @_choice_op.register_fake
-def _(q, k, block, density, index, heads, pool, rotation, scale, kv_start):
-    return _lists_like(q, k, block, density, heads)
+def _(q, k, block, density, index, heads, pool, rotation, scale, kv_start, refine, least):
+    return _lists_like(q, k, block, density, heads, least)
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #6be6afd2
 def choose_blocks(
@@ -348,12 +443,14 @@ def choose_blocks(
     rotation: int = 0,                    # seed of the rotation
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+    refine: int = 1,                      # exact scores choose among so many times the blocks of a list; 1: none do
+    least: int = 2,                       # blocks of a list at least, where so many are visible
 ) -> tuple:                               # numbers of blocks [B, P, M, S] and how many [B, P, M], int32; P is G, H or 1
     """The kernels behind `sparse_nb.sketch_walk.SketchWalk.pattern`, which checks the tensors and settings.
 
     Raises TypeError or ValueError for a dtype or size without a kernel.
     """
     if error := refusal(q, decoding=False): raise error
-    arguments = q, k, block, float(density), index, heads, pool, rotation, scale, kv_start
+    arguments = q, k, block, float(density), index, heads, pool, rotation, scale, kv_start, refine, least
     if torch.compiler.is_compiling(): return _choice_op(*arguments)
     with torch.cuda.device_of(q): return launch_choice(*arguments)
