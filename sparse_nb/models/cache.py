@@ -122,7 +122,7 @@ class StatefulStaticLayer(StatefulLayer, StaticLayer):
 
     @torch.inference_mode(False)
     def settle(self, length):
-        "Take the `heard` that stands for the places of a fixed state's tensors; `length`: keys it knows, an int or [1]."
+        "Take the `heard` that stands for the places of a fixed state's tensors; `length`: keys it knows, int or [1]."
         self.heard = None
         if not self.state.fixed: return
         keep_places(tensors := self.state.buffers(), self.places)
