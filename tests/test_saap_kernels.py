@@ -477,7 +477,7 @@ def test_lists_of_a_fixed_length_stay_where_they_are():
     state.late = EVERY - 1
     step(73, 73)
     step(74, 73)
-    assert [x.data_ptr() for x in state.buffers()] == where and len(where) == 12 and state.late == 1
+    assert [x.data_ptr() for x in state.buffers()] == where and len(where) == 15 and state.late == 1
     back = torch.tensor([1, 0], device=DEVICE)
     state.pick_rows(back)
     q, k, v, start = q[back], k[back], v[back], start[back]
