@@ -6,10 +6,10 @@
 __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'EVERY', 'TAILS', 'ROUTERS', 'RANKS', 'BUDGET', 'CONTEXT', 'nearest_cluster',
            'cluster_sums', 'sums_of_nearest', 'check_keys', 'check_kmeans', 'fit_partition', 'Moments', 'moment_rows',
            'moments_of', 'log_weights', 'save_partition', 'AboutPartition', 'partition_file', 'about_partition',
-           'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Summed', 'Kept', 'listed', 'put_by_kernel',
-           'put_key', 'far_sums', 'Partition', 'rank_clusters', 'keys_to_read', 'newest_of_each', 'guessed_shares',
-           'keys_for_mass', 'tail_state', 'far_of', 'used_slots', 'near_scores', 'Partitioned', 'Routed', 'Saap',
-           'saap_decode']
+           'partition_parts', 'router_scores', 'OfKeys', 'Clusters', 'Marked', 'Summed', 'Kept', 'listed',
+           'put_by_kernel', 'put_key', 'sums_over', 'SummedInPlace', 'Partition', 'rank_clusters', 'keys_to_read',
+           'newest_of_each', 'guessed_shares', 'keys_for_mass', 'tail_state', 'far_of', 'used_slots', 'near_scores',
+           'Partitioned', 'Routed', 'Saap', 'saap_decode']
 
 # %% ../nbs/40_saap.ipynb #3c143375
 import math
@@ -368,14 +368,44 @@ class Clusters(OfKeys):
         if self.waits is None: self.held = None
 
 # %% ../nbs/40_saap.ipynb #67a5fb1b
-class Summed(Clusters):
-    "Clusters, and the sums of their far keys."
-    __slots__ = "sums", "since", "upto", "latest"
-    KEPT: ClassVar[int] = 64  # so many of the last far keys may be taken back without reading the others again
+class Marked(Clusters):
+    "Clusters, and sums of far keys up to some marks, in step with what happens to the keys."
+    # since: first far key of each sequence [B]; latest: sums over all far keys; marks: ends [B], and the sums from
+    # `since` up to there, the newest last
+    __slots__ = "since", "latest", "marks"
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
-        self.sums = self.since = self.upto = self.latest = None
+        self.since, self.latest, self.marks = None, None, []
+
+    def pick_rows(self, rows):
+        "As `State.pick_rows`."
+        super().pick_rows(rows)
+        self.kept = None
+        if self.rows is None: return
+        of = lambda x: None if x is None else x[rows.to(x.device)]
+        for name in ("fit", "waits", "held", "begin", "since", "latest"): setattr(self, name, of(getattr(self, name)))
+        self.marks = [(of(upto), of(sums)) for upto, sums in self.marks]
+
+    def crop(self, length):
+        "As `State.crop`; the clusters of the other keys and the centroids stay."
+        known = len(self)
+        super().crop(length)
+        if self.held is not None: self.held = self.held[:, :, :max(0, self.held.shape[2] - known + length)]
+        if self.kept is not None and length < self.kept.keys: self.kept = None
+        self.latest, self.marks = None, [x for x in self.marks if not (x[0] > length).any()]
+
+    def reset(self):
+        "Forget all keys, and centroids that were learnt from them."
+        self.fit = None if not self.offline else self.fit if self.rows is None else self.fit[0]
+        super().reset()
+        self.waits = self.held = self.kept = self.since = self.latest = None
+        self.marks = []
+
+# %% ../nbs/40_saap.ipynb #67a5fb1c
+class Summed(Marked):
+    "Clusters, and the sums of their far keys, each of which is read once, when it has left the window."
+    KEPT: ClassVar[int] = 64  # so many of the last far keys may be taken back without reading the others again
 
     def _between(self, k, v, begin, end):
         "Sums over keys number begin to end - 1 of each sequence [B]."
@@ -384,6 +414,13 @@ class Summed(Clusters):
         i = torch.arange(a, b, device=self.rows.device)
         counted = (i >= begin[:, None]) & (i < end[:, None])
         return cluster_sums(moment_rows(k, v), self.rows[:, :, a:b, 0], counted[:, None], self.clusters)
+
+    def _mark(self, k, v, end):
+        "Go on to `end` [B], and keep the sums of two marks before, one of them `KEPT` keys or more behind."
+        upto, sums = self.marks[-1]
+        if torch.equal(upto, end): return
+        self.marks.append((end, sums + self._between(k, v, upto, end)))
+        if len(self.marks) > 3: del self.marks[0 if (end - self.marks[1][0]).max() > self.KEPT else 2]
 
     def follow(
         self,
@@ -396,38 +433,14 @@ class Summed(Clusters):
         "Place the keys that wait, and bring `latest`, the sums over the far keys, up to date. A GPU is waited for."
         self.place(first, last, end)
         width = 2 + k.shape[3] * (1 if v is None else 2)
-        if (self.sums is None or self.sums.shape[-1] < width or not torch.equal(self.since, first)
-                or (self.upto > last).any()):
+        same = self.since is not None and torch.equal(self.since, first)
+        self.marks = [(upto, x[..., :width]) for upto, x in self.marks
+                      if same and x.shape[-1] >= width and not (upto > last).any()]
+        if not self.marks:
             zeros = promote(k[:0]).new_zeros(*k.shape[:2], self.clusters, width, device=first.device)
-            self.sums, self.since, self.upto = zeros, first, first
-        elif v is None and self.sums.shape[-1] > width: self.sums = self.sums[..., :width]
-        if (last - self.upto).max() > 2 * self.KEPT:
-            upto = torch.maximum(last - self.KEPT, self.upto)
-            self.sums, self.upto = self.sums + self._between(k, v, self.upto, upto), upto
-        self.latest = self.sums + self._between(k, v, self.upto, last)
-
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
-        super().pick_rows(rows)
-        self.kept = None
-        for name in ("fit", "waits", "held", "begin", *Summed.__slots__):
-            x = getattr(self, name)
-            if x is not None and self.rows is not None: setattr(self, name, x[rows.to(x.device)])
-
-    def crop(self, length):
-        "As `State.crop`; the clusters of the other keys and the centroids stay."
-        known = len(self)
-        super().crop(length)
-        if self.held is not None: self.held = self.held[:, :, :max(0, self.held.shape[2] - known + length)]
-        if self.upto is not None and (self.upto > length).any(): self.sums = None
-        if self.kept is not None and length < self.kept.keys: self.kept = None
-        self.latest = None
-
-    def reset(self):
-        "Forget all keys, and centroids that were learnt from them."
-        self.fit = None if not self.offline else self.fit if self.rows is None else self.fit[0]
-        super().reset()
-        self.waits = self.held = self.kept = self.sums = self.since = self.upto = self.latest = None
+            self.since, self.marks = first, [(first, zeros)]
+        for upto in torch.maximum(last - self.KEPT, self.marks[-1][0]), last: self._mark(k, v, upto)
+        self.latest = self.marks[-1][1]
 
 # %% ../nbs/40_saap.ipynb #a51c0de8
 EVERY = 512  # keys that leave the window before lists are made anew
@@ -468,16 +481,73 @@ def put_key(state, k, at, k_before):
     state.rows.index_copy_(2, at, nearest_cluster(x, state.fit, state.kmeans)[..., None].to(state.rows.dtype))
     if state.held is not None: state.held.index_copy_(2, at, x)
 
-def far_sums(state, k, v, first, last):
-    "Sums over keys number first to last - 1 of each sequence [B], from all clusters."
-    i, ids = torch.arange(k.shape[2], device=k.device), state.rows[..., 0]
-    counted = ((i >= first[:, None]) & (i < last[:, None]))[:, None]
-    if not has_kernels(k[:, :, :1]): return cluster_sums(moment_rows(k, v), ids, counted, state.clusters)
-    from sparse_nb.kernels.saap import cluster_sums as sums_on_gpu
-    return sums_on_gpu(k, v, ids, counted, state.clusters)
+def sums_over(
+    state: Clusters,         # with a cluster for each key
+    k: torch.Tensor,         # keys [B, G, N, D]
+    v: torch.Tensor | None,  # their values; None where nobody asks for means of values
+    counted: torch.Tensor,   # does a key count? bool [B, G, N]
+    most: int,               # at most so many of a sequence and group do
+) -> torch.Tensor:           # [B, G, C, 2 + D or 2 + 2 D]
+    "Sums over the counted keys of each cluster. No other key is read, and where the length is fixed no GPU waited for."
+    ids = state.rows[..., 0]
+    if has_kernels(k[:, :, :1]):
+        from sparse_nb.kernels.saap import cluster_sums as sums_on_gpu
+        return sums_on_gpu(k, v, ids, counted, state.clusters)
+    number = counted.sum(-1, keepdim=True)
+    index = counted.int().sort(dim=-1, descending=True, stable=True).indices[..., :slots_used(number, state, most)]
+    used = torch.arange(index.shape[-1], device=index.device) < number
+    index = torch.where(used, index, state.begin.clamp(max=k.shape[2] - 1)[:, None, None])
+    rows = moment_rows(take_rows(k, index), None if v is None else take_rows(v, index))
+    return cluster_sums(rows, ids.gather(2, index), used, state.clusters)
+
+# %% ../nbs/40_saap.ipynb #a51c0dea
+class SummedInPlace(Summed):
+    "The same where the length is fixed: which keys the sums are of is known on the device alone."
+    # sums over keys number since to upto - 1, each [B]; valued: are their values in the sums? [B]
+    __slots__ = "sums", "upto", "valued"
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.sums = self.upto = self.valued = None
+
+    @torch.inference_mode(False)
+    def look_at(self, k, v):
+        "As `State.look_at`: room for sums, which the first query makes."
+        self.sums = promote(k[:0]).new_zeros(*k.shape[:2], self.clusters, 2 + 2 * k.shape[3])
+        self.since, self.upto = self.rows.new_full((2, len(k)), -1, dtype=torch.int64)
+        self.valued = torch.zeros_like(self.upto, dtype=torch.bool)
+
+    def follow(self, k, v, first, last, end):
+        "As `Summed.follow`; where the length is fixed sums go on from any earlier query, or begin anew."
+        if not self.fixed: return super().follow(k, v, first, last, end)
+        anew = (self.since != first) | (self.upto > last)
+        if v is not None: anew = anew | ~self.valued
+        i, begin = torch.arange(k.shape[2], device=first.device), torch.where(anew, first, self.upto)
+        counted = ((i >= begin[:, None]) & (i < last[:, None]))[:, None].expand(-1, k.shape[1], -1)
+        self.latest = self.sums[..., :2 + k.shape[3] * (1 if v is None else 2)]
+        self.latest.masked_fill_(anew[:, None, None, None], 0).add_(sums_over(self, k, v, counted, k.shape[2]))
+        self.valued.fill_(v is not None)
+        self.since.copy_(first)
+        self.upto.copy_(last)
+
+    def pick_rows(self, rows):
+        "As `State.pick_rows`."
+        super().pick_rows(rows)
+        if self.sums is None: return
+        self.sums, self.upto, self.valued = (x[rows.to(x.device)] for x in (self.sums, self.upto, self.valued))
+
+    def reset(self):
+        "As `State.reset`."
+        super().reset()
+        self.forget_sums()
+
+    def forget_sums(self):
+        "As if no query had been asked."
+        self.sums = self.upto = self.valued = self.since = self.latest = None
+        self.marks = []
 
 # %% ../nbs/40_saap.ipynb #a51c0de7
-class Partition(Summed):
+class Partition(SummedInPlace):
     "Clusters and their sums, which can be of a fixed length once they are told the method's sinks and window."
     turns: ClassVar[bool] = True
     __slots__ = "ends", "late", "older"  # late: keys put since lists were made; older: may queries come from before?
@@ -498,22 +568,16 @@ class Partition(Summed):
         first, last = self.far(len(self))
         self.place(first, last, torch.full_like(first, len(self) + 1))
         if self.held is not None: self.held = with_room(self.held, capacity)
-        self.sums = self.since = self.upto = self.latest = self.kept = None
-        self.older, self.late = True, 0
+        self.forget_sums()
+        self.kept, self.older, self.late = None, True, 0
         super().fix(capacity)
 
     @torch.inference_mode(False)
     def look_at(self, k, v):
         "As `State.look_at`: room for sums, and the lists of the kernels."
-        self.sums = promote(k[:0]).new_zeros(*k.shape[:2], self.clusters, 2 + 2 * k.shape[3])
+        super().look_at(k, v)
         if self.source is not None: partition_parts(*self.source, k.device)  # no graph copies them from the host
         if has_kernels(k[:, :, :1]): self.kept = listed(self, k, v, *self.far(k.shape[2]))
-
-    def follow(self, k, v, first, last, end):
-        "As `Summed.follow`; where the length is fixed no GPU is waited for, and all sums are made anew."
-        if not self.fixed: return super().follow(k, v, first, last, end)
-        self.latest = self.sums[..., :2 + k.shape[3] * (1 if v is None else 2)]
-        self.latest.copy_(far_sums(self, k, v, first, last))
 
     def pick_rows(self, rows):
         "As `State.pick_rows`."
@@ -530,12 +594,15 @@ class Partition(Summed):
         "As `State.free`."
         super().free(length, k)
         if self.held is not None: self.held = self.held[:, :, :length]
-        self.sums = self.latest = self.kept = None
+        self.forget_sums()
+        self.kept = None
 
     def buffers(self):
         "As `State.buffers`."
         lists = () if self.kept is None else self.kept.index
-        return [x for x in (self.rows, self.fit, self.waits, self.held, self.sums, *lists) if x is not None]
+        known = self.rows, self.fit, self.waits, self.held, self.sums, self.since, self.upto, self.valued, *lists
+        return [x for x in known if x is not None]
+
 
 # %% ../nbs/40_saap.ipynb #3f799c99
 def rank_clusters(
@@ -635,13 +702,14 @@ def far_range(s, first, end, j):
     begin = torch.minimum(first + s.sinks, end)
     return begin, torch.maximum(end - s.window, begin), end
 
-def rest_of(state, k, v, index, counted, taken):
-    "`Moments` of the far keys that were not read, from the sums less those of read keys in clusters that were cut."
-    count = state.latest[..., 0].long()
-    ids = state.rows[..., 0].long().gather(2, index)
-    read = cluster_sums(moment_rows(take_rows(k, index), take_rows(v, index)), ids, counted, state.clusters)
-    cut = ((taken > 0) & (taken < count))[..., None]
-    sums = torch.where((taken < count)[..., None], state.latest - torch.where(cut, read, 0), 0)
+def rest_of(state, k, v, read, taken, most):
+    """`Moments` of the far keys that are not `read` [B, G, N], from the sums less those of read keys in clusters that
+    were cut: of `most` keys or fewer.
+    """
+    count, ids = state.latest[..., 0].long(), state.rows[..., 0].long().clamp(min=0)
+    part = taken < count
+    read = sums_over(state, k, v, read & ((taken > 0) & part).gather(2, ids), most)
+    sums = torch.where(part[..., None], state.latest - read, 0)
     return moments_of(torch.cat([(count - taken)[..., None].to(sums.dtype), sums[..., 1:]], -1), k.shape[3])
 
 def learnt(state, what, device):
@@ -717,7 +785,8 @@ def step(s, q, k, v, state, first, far, scale, q_before):
     else:
         if s.probes is None: budget = budget_counts(s.budget, visible, n)[0] if s.budget else torch.zeros_like(visible)
         taken = keys_to_read(rank, count.long(), s.probes, budget)
-    kept = newest_of_each(state.rows[..., 0].long(), is_far, taken) | near[:, None]
+    chosen = newest_of_each(state.rows[..., 0].long(), is_far, taken)
+    kept = chosen | near[:, None]
     number = kept.sum(-1, keepdim=True)
     index = kept.int().sort(dim=-1, descending=True, stable=True).indices[..., :used_slots(s, state, number, n)]
     used = torch.arange(index.shape[-1], device=q.device) < number
@@ -725,7 +794,7 @@ def step(s, q, k, v, state, first, far, scale, q_before):
     selection = make_selection(q, spread(index), spread(used), first, count=spread(number[..., 0]))
     out, rest = None, None
     if tail:
-        rest = rest_of(state, k, v, index, used & is_far[:, None].expand(kept.shape).gather(2, index), taken)
+        rest = rest_of(state, k, v, chosen, taken, index.shape[-1])
         factor = learnt(state, "factor", q.device)["factor"] if s.tail == "fitted" else None
         out = merge_states(weighted_state(q, k, v, selection, scale=scale, backend="auto"),
                            tail_state(q, rest, scale, s.tail, factor)).output().to(q.dtype)

@@ -46,3 +46,27 @@ def poisoned(run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", full)
         return run()
+
+
+def assert_codes_close(got, want, share=1e-3, rtol=1e-6):
+    """Rows of an index of four bits [..., W + 2] as the chapter holds them: codes times a step, a radius, a count.
+
+    What is rounded, codes and the bfloat16 steps of sub-blocks, may fall on the next value either way, at most `share`
+    of either; a radius may be off by `rtol` of the largest, and a count by nothing.
+    """
+    assert got.shape == want.shape and got.dtype == want.dtype, "another shape or dtype"
+    held, width = [], got.shape[-1] - 2
+    for x in got, want:
+        assert x.isfinite().all(), "not finite"
+        mean, radius, count = x.double().split([width, 1, 1], -1)
+        step = mean.abs().amax(-1, keepdim=True) / 7
+        code = mean / torch.where(step > 0, step, 1)
+        assert torch.equal(step.bfloat16().double(), step) and (code - code.round()).abs().max() <= rtol, "not codes"
+        held.append((code.round(), step.bfloat16().view(torch.int16).long(), radius, count))
+    for what, x, y in zip(("codes", "steps"), *held):
+        off = (x - y).abs()
+        assert off.max() <= 1, f"{what} differ by {int(off.max())}, allowed is 1"
+        assert (off > 0).double().mean() <= share, f"{int((off > 0).sum())} of {off.numel()} {what} differ"
+    (radius, count), (radius_, count_) = (x[2:] for x in held)
+    assert (radius - radius_).abs().max() <= rtol * radius_.max(), "other radii"
+    assert torch.equal(count, count_), "other counts"

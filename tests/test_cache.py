@@ -1,6 +1,7 @@
 """A method's state inside transformers' caches, and keys from before rotary embedding, on small random models of many
 families and of every rope_type"""
 import copy
+import math
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import test_hf
 from sparse_nb.attention import State, TopK, assert_close
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import answer, capture, prefill, sparsify
-from sparse_nb.models.cache import keep_state, layer_of, offload
+from sparse_nb.models.cache import keep_places, keep_state, layer_of, offload
 from sparse_nb.models.rotation import (Rotation, as_complex, candidate_rotations, no_rotation, random_rotation,
                                        rotation_of, stored_keys, unrotate)
 from sparse_nb.santa import Santa
@@ -671,3 +672,25 @@ def test_what_a_graph_is_given_stands_for_where_all_of_an_index_lies(method):
             assert layer_of(x.heard) is x and seen.setdefault(x.heard.data_ptr(), where) == where
         assert cache.layers[0].known() == n
     assert len(seen) < 400  # memory was given back and taken again
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside_before", [False, True])
+def test_tensors_lie_where_others_lay(inside, inside_before):
+    "Made in inference mode or not; all of them or none, and none that are a part of those others."
+    def some(add, inside=False, shapes=((2, 3), (4,))):
+        with torch.inference_mode(inside): return [torch.arange(math.prod(s)).reshape(s) + add for s in shapes]
+    places, tensors, same = some(10, inside_before), some(20, inside), torch.ones(5)
+    where = [x.data_ptr() for x in places]
+    keep_places([*tensors, same], [*places, same])
+    assert [x.data_ptr() for x in tensors] == where and all(map(torch.equal, tensors, some(20)))
+    assert torch.equal(same, torch.ones(5)) and all(map(torch.equal, places, some(20)))
+    if not inside: tensors[0] += 1
+    for others in (some(30)[:1], some(30, shapes=((2, 3), (5,))), [x.float() for x in some(30)],
+                   [some(30)[0], places[0].view(-1)[1:5]], [some(30)[0].mT.contiguous().mT, some(30)[1]]):
+        kept, left = [x.data_ptr() for x in others], [x.clone() for x in (*others, *places)]
+        keep_places(others, places)
+        assert [x.data_ptr() for x in others] == kept and all(map(torch.equal, (*others, *places), left))
+    wide = [torch.zeros(1, 3).expand(2, 3)], [torch.ones(1, 3).expand(2, 3)]
+    keep_places(*wide)
+    assert wide[0][0].data_ptr() != wide[1][0].data_ptr() and wide[1][0].all()

@@ -331,6 +331,26 @@ def test_graphs_tell_caches_apart(llama, method, places):
         steps(other)
     assert known == 4 and len(places) >= 8  # two layers each; malloc may give back the places that were
 
+@pytest.mark.parametrize("method", [*INDEXED, Santa(samples=32, keys="int8"), Saap(unread=0.3, **SMALL)],
+                         ids=lambda m: repr(m)[:40])
+def test_a_cache_that_is_used_anew_keeps_its_places(llama, method, places):
+    "A second prompt, a second turn and other beams lie where the first prompt's index lay, so its graph goes on."
+    forget(llama)
+    g, held = torch.Generator().manual_seed(0), []
+    some = lambda n: torch.randint(3, 64, (2, n), generator=g)
+    with sparsify(llama, decode=method, seed=3):
+        talk = Conversation(llama)
+        for length in (20, 33, 12):
+            for n in (length, 1, 1, 4, 1): talk.goes_on(some(n))  # in two turns
+            talk.reordered(torch.tensor([1, 0]))
+            talk.goes_on(some(1))
+            old = [x.shape for layer in talk.static.layers for x in layer.state.buffers()]
+            talk.static.reset()
+            held += [torch.empty(n, dtype=torch.uint8) for x in old for n in {x.numel() * i for i in (1, 2, 4, 8)}]
+            assert all(len(layer.state) == 0 and layer.heard is None for layer in talk.static.layers)
+            talk.ids, talk.grows = None, transformers.DynamicCache(config=llama.config)
+    assert len(places) == llama.config.num_hidden_layers
+
 @pytest.mark.parametrize("method", [TopK(budget=0.3), Santa(samples=32)], ids=lambda m: type(m).__name__)
 def test_a_method_by_its_name_in_a_compiled_step(llama, method):
     forget(llama)
@@ -437,6 +457,7 @@ EACH_LAYER = [  # what the first layer of a step does, and what the others do; t
     (Exact(), 2, 2), (Streaming(sinks=4, window=16), 16, 2), (TopK(budget=16), 20, 9), (Santa(samples=16), 2, 2),
     (VAttention(sinks=4, window=4, topk=4, base=16), 69, 64), (Saap(budget=8, **SAAP), 5, 5),
     (Saap(probes=1, tail="drop", before_rope=False, **SAAP), 5, 5), (Saap(budget=8, router="centroid", **SAAP), 14, 11),
+    (Saap(unread=0.3, **SAAP), 187, 187),
     (Santa(samples=16, keys="int8"), 3, 3), (Santa(samples=16, keys="rescored"), 3, 3),
     (SketchWalk(32, 0.4, dense_layers=0), 6, 6), (SketchWalk(32, 0.4, heads="each", dense_layers=0), 7, 7),
     (SketchWalk(32, 0.4, "mean", dense_layers=0), 6, 6), (SnapKV(budget=16, window=4), 17, 17)]

@@ -10,9 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from sparse_nb import saap
 from sparse_nb.attention import (
     Exact, Method, Predictor, assert_close, attention, attention_scores, attention_weights)
+from sparse_nb.core import methods
 from sparse_nb.core.methods import weights_id
 from sparse_nb.metrics import clopper_pearson, relative_error
 from sparse_nb.saap import (
@@ -467,8 +471,9 @@ def test_values_may_come_later():
         same(dataclasses.replace(s, tail=tail), state, q, k, v)
 
 def test_sums_are_not_made_anew_for_each_step(monkeypatch):
+    "A key is read once, when it leaves the window, and a few may be taken back without reading the others again"
     q, k, v = inputs(keys=500)
-    s, read = Saap(budget=20, **SMALL), []
+    s, read, kept = Saap(budget=20, **SMALL), [], Partition.KEPT
     between = Partition._between
     monkeypatch.setattr(Partition, "_between", lambda self, k, v, a, b: read.append(int((b - a).max()))
                         or between(self, k, v, a, b))
@@ -477,8 +482,70 @@ def test_sums_are_not_made_anew_for_each_step(monkeypatch):
     for n in range(301, 501):
         state.append(k[:, :, n - 1:n], v[:, :, n - 1:n])
         s.decode(q, k[:, :, :n], v[:, :, :n], state=state)
-    assert max(read[1:]) <= 2 * Partition.KEPT and read[0] > 200
+    assert read[:2] == [301 - s.sinks - s.window - kept, kept] and read[2:] == [1] * 199
     same(s, state, q, k, v)
+    for back in (1, kept, 7, kept // 2):
+        n = 500 - back
+        read.clear()
+        state.crop(n)
+        s.decode(q, k[:, :, :n], v[:, :, :n], state=state)
+        assert sum(read) <= 2 * kept
+        same(s, state, q, k[:, :, :n], v[:, :, :n])
+        state.append(k[:, :, n:], v[:, :, n:])
+        same(s, state, q, k, v)
+
+class RowsRead(TorchDispatchMode):
+    "Notes which rows of tensors [B, G, N, D] operations read: those that an index picks, else all that they are given."
+    def __init__(self, *tensors):
+        super().__init__()
+        self.read = [set() for _ in tensors]
+        self.numbers = {x.untyped_storage().data_ptr(): (seen, torch.arange(x[..., 0].numel())[:, None].repeat(
+            1, x.shape[3]).flatten()) for seen, x in zip(self.read, tensors)}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        view = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
+        for x in tree_leaves((args, kwargs)):
+            known = isinstance(x, torch.Tensor) and self.numbers.get(x.untyped_storage().data_ptr())
+            if view or not known or not x.numel(): continue
+            numbers = known[1].as_strided(x.shape, x.stride(), x.storage_offset())
+            if function.overloadpacket is torch.ops.aten.index:
+                numbers = numbers[tuple(slice(None) if i is None else i for i in args[1])]
+            known[0].update(numbers.unique().tolist())
+        return function(*args, **(kwargs or {}))
+
+@pytest.mark.parametrize("settings", [dict(unread=0.4), dict(budget=8), dict(probes=2), dict(budget=8, tail="drop"),
+                                      dict(budget=0.1, tail="second_order")], ids=str)
+@pytest.mark.parametrize("how", ["grows", "fixed", "compiled"])
+def test_a_step_reads_what_it_chose_and_what_left_the_window(settings, how, monkeypatch):
+    """Neither keys nor values of others, which are NaN once the moments of their cluster were taken.
+
+    In a compiled step nothing may be looked at that would make the host wait for a GPU.
+    """
+    (_, k, v), q = inputs(keys=150), inputs(queries=150)[0]
+    s, start = Saap(**SMALL | settings), torch.tensor([0, 9])
+    fixed, cache, grown = fixed_and_grown(s, k, v, start, 100, 150)
+    grows, number, most = how == "grows", torch.arange(2 * 2 * 150).view(2, 2, 150), 0
+    state = copy.deepcopy(grown) if grows else fixed
+    for n in range(100, 150):
+        asked, end = q[:, :, n:n + 1], torch.tensor([n + 1] * 2)
+        grown.append(k[:, :, n:n + 1], v[:, :, n:n + 1])
+        want = s.decode(asked, k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start)
+        chosen = s.select(asked, k[:, :, :n + 1], state=grown, kv_start=start).dense(150)[:, :, 0] > 0
+        chosen = chosen.unflatten(1, (2, -1)).any(2)
+        chosen[:, :, n - s.window] = True  # has left it
+        if n == 100: chosen[:, :, :n] = True
+        for x, y in zip(cache, (k, v)): x.copy_(y.masked_fill(~chosen[..., None], math.nan))
+        seen = [x[:, :, :n + 1] if grows else x for x in cache]
+        if grows: state.append(*(x[:, :, n:] for x in seen))
+        else: state.put(*cache, end[:1] - 1)
+        with monkeypatch.context() as patch, RowsRead(*cache) as rows:
+            if how == "compiled":
+                for module in saap, methods: patch.setattr(module, "on_cpu_eagerly", lambda x: False)
+            got = s.decode(asked, *seen, state=state, kv_start=start, kv_len=end)
+        assert_close(got, want, 1e-12)
+        assert all(x <= set(number[chosen].tolist()) for x in rows.read)
+        if n > 100: most = max(most, *map(len, rows.read))
+    assert 4 * s.window < most < 0.6 * 4 * 150
 
 def test_the_context_is_what_the_first_far_query_sees():
     "However the prompt was read; a row waits for its own first far key"

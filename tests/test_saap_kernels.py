@@ -331,6 +331,28 @@ def test_sums_of_clusters(dtype, layout, unit):
 
 
 @kernel
+def test_sums_in_place_go_on_by_kernels(monkeypatch):
+    "A step that has no kernel of its own: sums of the keys that left the window, and of those that were read, do."
+    from sparse_nb import saap
+    p = problem(2, 2, 2, 80, 16, FP32)
+    s, outs = saap.Saap(unread=0.4, clusters=5, sinks=2, window=9, before_rope=False), []
+    assert s.tail == "first_order" and s.router == "moments"
+    for kernels in (True, False):
+        monkeypatch.setattr(saap, "has_kernels", lambda q: False)
+        state, end = s.new_state(), torch.full((2,), 71, device=DEVICE)
+        state.append(p.k[:, :, :70], p.v[:, :, :70])
+        state.fix(80)
+        state.look_at(p.k[:, :, :70], p.v[:, :, :70])
+        for n in range(70, 74):
+            state.put(p.k, p.v, end[:1] - 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(saap, "has_kernels", lambda q: kernels)
+                outs.append(s.decode(p.q, p.k, p.v, state=state, kv_len=end))
+            end = end + 1
+    for got, want in zip(outs[:4], outs[4:]): assert_close(got, want, rtol=TOLERANCE[FP32])
+
+
+@kernel
 def test_an_index_that_grew_is_that_of_a_rebuild():
     from sparse_nb.kernels.saap import build_index
     p = problem(2, 2, 2, 130, 16, BF16, ragged=True, near=60)
@@ -455,7 +477,7 @@ def test_lists_of_a_fixed_length_stay_where_they_are():
     state.late = EVERY - 1
     step(73, 73)
     step(74, 73)
-    assert [x.data_ptr() for x in state.buffers()] == where and len(where) == 12 and state.late == 1
+    assert [x.data_ptr() for x in state.buffers()] == where and len(where) == 15 and state.late == 1
     back = torch.tensor([1, 0], device=DEVICE)
     state.pick_rows(back)
     q, k, v, start = q[back], k[back], v[back], start[back]

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from problems import assert_codes_close
 from sparse_nb.attention import Method, assert_close, attention, fold_in
 from sparse_nb.hf import attention_layers, has_window, prefill, register, sparsify
 from sparse_nb.sketch_walk import (
@@ -68,6 +69,47 @@ def test_hidden_keys_have_no_say(method):
         assert not out[b, :, :s].any()
         assert_close(steps[b:b + 1], method.decode(q_[:, :, -1:], k_, v_, state=heard(method, q_, k_),
                                                    seed=seeds(q)[b:b + 1]), 1e-12)
+
+def coded(index, seed=0):
+    "Rows of an index of four bits"
+    return heard(SketchWalk(index=index), *(x.float() for x in problem(B=1, N=640, Q=1, D=64, seed=seed)[:2])).rows
+
+@pytest.mark.parametrize("index", ["fine4", "fine16"])
+def test_codes_that_may_fall_either_way(index):
+    "What the tests of kernels allow of an index of four bits, and what they do not."
+    rows = coded(index)
+    step = rows[..., :-2].abs().amax(-1, keepdim=True) / 7
+    code, far = (rows[..., :-2] / step).round(), float(rows[..., -2].max())
+    small = [tuple(x) for x in (code.abs() <= 4).nonzero().tolist()]
+    at, total = small[len(small) // 2], code.numel()
+    sub, own = at[:-1], float(step[at[:-1]])
+    def changed(by, *where):
+        "Rows with something added at some places"
+        new = rows.clone()
+        for x in where: new[x] += float(step[x[:-1]]) if by is None else by
+        return new
+    def stepped(n):
+        "Rows one of whose steps is the n-th bfloat16 above it"
+        new, above = rows.clone(), (step[sub].bfloat16().view(torch.int16) + n).view(torch.bfloat16).float()
+        new[sub][:-2] *= above / step[sub]
+        return new
+    radius, count = (*sub, -2), (*sub, -1)
+    for same in rows, changed(own, at), changed(-own, at), changed(None, *small[:total // 2000]), changed(5e-7 * far,
+                                                                                                          radius):
+        assert_codes_close(same, rows)
+    assert_codes_close(stepped(1), rows, share=1 / step.numel())
+    other = rows.clone()
+    other[:, :, 3] = coded(index, seed=1)[:, :, 3]
+    for wrong, message in (
+            (changed(2 * own, at), "codes differ by 2"), (changed(-2 * own, at), "codes differ by 2"),
+            (changed(own / 2, at), "not codes"), (changed(own / 1000, at), "not codes"),
+            (changed(None, *small[:total // 500]), f"{total // 500} of {total} codes differ"),
+            (stepped(2), "steps differ by 2"), (other, "codes differ by"), (rows.roll(1, 2), "codes differ by"),
+            (changed(1e-5 * far, radius), "other radii"), (changed(-1, count), "other counts"),
+            (changed(math.nan, at), "not finite"), (rows[:, :, 1:], "another shape")):
+        with pytest.raises(AssertionError, match=message): assert_codes_close(wrong, rows)
+    with pytest.raises(AssertionError, match=f"1 of {step.numel()} steps differ"):
+        assert_codes_close(stepped(1), rows, share=0.5 / step.numel())
 
 @pytest.mark.parametrize("method", PLAIN + WALKING, ids=repr)
 def test_a_block_does_not_know_later_blocks_but_its_own_queries(method):
