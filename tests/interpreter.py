@@ -21,6 +21,7 @@ def patch():
     semantic.TritonSemantic.computation_type_impl = functools.cache(semantic.TritonSemantic.computation_type_impl)
     semantic.TritonSemantic.binary_op_type_checking_impl = fit_by_type(
         interpreter, core.tensor, semantic.TritonSemantic.binary_op_type_checking_impl)
+    core._unwrap_if_constexpr = tensors_first(core.tensor, core._unwrap_if_constexpr)
     core.dtype.is_int = kinds(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
     share_shapes(core)
     prepare_once_a_launch(interpreter)
@@ -40,6 +41,11 @@ def dtype_by_name(make):
 def identical_first(equal):
     "Most types that are compared are one and the same."
     return lambda self, other: self is other or equal(self, other)
+
+
+def tensors_first(tensor, unwrap):
+    "Most of what is unwrapped is a tensor, and stays as it is."
+    return lambda x: x if type(x) is tensor else unwrap(x)
 
 
 def give_semantic(semantic, is_builtin):
