@@ -27,9 +27,10 @@ setup: .venv/installed
 demo: setup
 	.venv/bin/sparse-nb demo $(ARGS)
 
-# one thread a process, and compiled kernels are kept from run to run
+# one thread a process; compiled kernels and Python's bytecode are kept from run to run
 test test-all: export OMP_NUM_THREADS = 1
 test test-all: export TRITON_CACHE_DIR = $(CURDIR)/.cache/triton
+test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: setup
 	$(PYTEST) $(ARGS)

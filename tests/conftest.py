@@ -1,5 +1,5 @@
-"""What all tests share: one torch thread a process, models that are loaded once, and the processor time of each
-test."""
+"""What all tests share: one torch thread and one heap a process, models that are loaded once, and the processor time of
+each test."""
 import gc
 import io
 import multiprocessing
@@ -10,6 +10,9 @@ from contextlib import redirect_stderr, redirect_stdout
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes side by side fight for the cores otherwise
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # before transformers: no test needs the network
+# of the processes started from here: memory that a tensor gave back is kept, not asked of the system again for the next
+for name, kept in {"MALLOC_MMAP_THRESHOLD_": 2**32, "MALLOC_TRIM_THRESHOLD_": 2**33}.items():
+    os.environ.setdefault(name, str(kept))
 
 import pytest
 import torch

@@ -1,7 +1,10 @@
 """Triton's interpreter, quicker: it makes types, shapes and the language anew for each operation, and works out whether
 integers overflow without telling. Kernels compute what they computed before."""
 import functools
+import inspect
 import math
+
+import numpy as np
 
 
 def patch():
@@ -13,9 +16,13 @@ def patch():
     if not triton.__version__.startswith("3.7."): return
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # what it finds needs `debug` to be told
     interpreter._get_np_dtype = dtype_by_name(interpreter._get_np_dtype)
-    interpreter._patch_attr = give_semantic(interpreter)
+    interpreter._patch_builtin = give_semantic(interpreter.interpreter_semantic, core.is_builtin)
     core.dtype.__eq__ = identical_first(core.dtype.__eq__)
     semantic.TritonSemantic.computation_type_impl = functools.cache(semantic.TritonSemantic.computation_type_impl)
+    semantic.TritonSemantic.binary_op_type_checking_impl = fit_by_type(
+        interpreter, core.tensor, semantic.TritonSemantic.binary_op_type_checking_impl)
+    core._unwrap_if_constexpr = tensors_first(core.tensor, core._unwrap_if_constexpr)
+    core.dtype.is_int = kinds(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
     share_shapes(core)
     prepare_once_a_launch(interpreter)
 
@@ -36,14 +43,71 @@ def identical_first(equal):
     return lambda self, other: self is other or equal(self, other)
 
 
-def give_semantic(interpreter):
-    "A function of the language is given the interpreter's semantic, in place of any other."
-    def patch_attr(obj, name, member, builder, scope):
+def tensors_first(tensor, unwrap):
+    "Most of what is unwrapped is a tensor, and stays as it is."
+    return lambda x: x if type(x) is tensor else unwrap(x)
+
+
+def give_semantic(semantic, is_builtin):
+    "The functions of a part of the language, looked for once, are given the interpreter's semantic."
+    known = {}
+
+    def given(member):
+        inner = getattr(member, "__wrapped__", member)  # what is around it only asks whether there is a semantic
+
         def call(*args, **kwargs):
-            kwargs["_semantic"] = interpreter.interpreter_semantic
-            return member(*args, **kwargs)
-        scope.set_attr(obj, name, call)
-    return patch_attr
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+        return call
+
+    def patch_builtin(part, builder, scope):
+        if part not in known:
+            known[part] = [(name, given(x)) for name, x in inspect.getmembers(part) if is_builtin(x)]
+        for name, call in known[part]: scope.set_attr(part, name, call)
+    return patch_builtin
+
+
+def kinds(names):
+    "Whether a type is one of those of `names`."
+    names = frozenset(names)
+    return lambda self: self.name in names
+
+
+def fit_by_type(interpreter, tensor, fit):
+    """What becomes of two operands depends on their types and on a number's value, and is known from the time before:
+    the types that they take, and the tensor that a number becomes beside a tensor that stays as it is."""
+    types, constants, handle = {}, {}, interpreter.TensorHandle
+
+    def become(self, x, wanted):
+        "`x` of the scalar type and the shape of `wanted`"
+        if x.type.name == wanted.name: return x
+        if x.type.scalar != wanted.scalar: x = self.cast(x, wanted.scalar)
+        if x.type.name == wanted.name: return x
+        data = x.handle.data
+        wide = np.broadcast_to(data, wanted.shape) if x.type.is_block() else np.full(wanted.shape, data, data.dtype)
+        return tensor(handle(wide, x.handle.dtype.scalar), wanted)
+
+    def fit_again(self, lhs, rhs, *flags, **named):
+        left, right = type(lhs) is tensor, type(rhs) is tensor
+        if named or not (left or right): return fit(self, lhs, rhs, *flags, **named)
+        if left and right:
+            key = lhs.type.name, rhs.type.name, flags
+            if key not in types:
+                fitted = fit(self, lhs, rhs, *flags)
+                types[key] = fitted[0].type, fitted[1].type
+                return fitted
+            return become(self, lhs, types[key][0]), become(self, rhs, types[key][1])
+        stays, number = (lhs, rhs) if left else (rhs, lhs)
+        if type(number) not in (int, float, bool): return fit(self, lhs, rhs, *flags)
+        key = left, stays.type.name, type(number), number, flags
+        if key not in constants:
+            fitted = fit(self, lhs, rhs, *flags)
+            if fitted[1 - left] is stays:
+                constants[key] = fitted[left]
+                constants[key].handle.data.flags.writeable = False  # of all that follow
+            return fitted
+        return (lhs, constants[key]) if left else (constants[key], rhs)
+    return fit_again
 
 
 def share_shapes(core):
@@ -73,16 +137,20 @@ def share_shapes(core):
 
 def prepare_once_a_launch(interpreter):
     """The language is prepared for a function that a kernel calls, which takes a third of the interpreter's time: once
-    for each function and launch."""
-    prepared, launch = set(), interpreter.GridExecutor.__call__
+    a launch, for all functions that see the same of it."""
+    prepared, launch, tl = set(), interpreter.GridExecutor.__call__, interpreter.tl
+
+    @functools.cache
+    def seen(fn): return tl in (own := [x for x in fn.__globals__.values() if inspect.ismodule(x)]), tl.core in own
 
     def launch_afresh(self, *args, **kwargs):
         prepared.clear()
+        prepared.add(seen(self.fn))
         return launch(self, *args, **kwargs)
 
     def call(self, *args, **kwargs):
-        if self.fn not in prepared: interpreter._patch_lang(self.fn)
-        prepared.add(self.fn)
+        if seen(self.fn) not in prepared: interpreter._patch_lang(self.fn)
+        prepared.add(seen(self.fn))
         try: return self.rewrite()(*args, **kwargs)
         except Exception as error: raise interpreter.InterpreterError(repr(error)) from error
 
