@@ -6,13 +6,13 @@
 __all__ = ['KEYS', 'quantise', 'Int8Keys', 'Int8Error', 'int8_error', 'index_of', 'reweighted', 'bytes_read']
 
 # %% ../nbs/15_santa_keys.ipynb #b4ff262e
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from .core.checks import check_choice, check_inputs, check_scores
 from .core.exact import masked_scores, no_autocast, promote, to_device_of, visible_range
-from .core.methods import State, Stats, check_state, with_room
+from .core.methods import Beside, State, Stats, check_state
 from .core.selection import has_kernels, take_rows
 
 # %% ../nbs/15_santa_keys.ipynb #3b9e92de
@@ -29,13 +29,10 @@ def quantise(
     return codes.nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8), unit
 
 # %% ../nbs/15_santa_keys.ipynb #1a55fc11
-class Int8Keys(State):
+class Int8Keys(Beside, State):
     "Keys as whole numbers, `rows` [B, G, N, D], int8, and a `unit` for each [B, G, N]."
-    __slots__ = ("unit",)
-
-    def __init__(self):
-        super().__init__()
-        self.unit = None
+    beside: ClassVar[tuple[str, ...]] = ("unit",)
+    unit = None
 
     def features(self, k, v):
         "Codes and units, as `quantise` gives them."
@@ -51,26 +48,6 @@ class Int8Keys(State):
         if self.rows is not None: rows, unit = torch.cat([self.rows, rows], 2), torch.cat([self.unit, unit], 2)
         self.rows, self.unit = rows, unit
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
-        super().pick_rows(rows)
-        if self.rows is not None: self.unit = self.unit[rows.to(self.unit.device)]
-
-    def crop(self, length):
-        "As `State.crop`."
-        super().crop(length)
-        if self.rows is not None: self.unit = self.unit[:, :, :length]
-
-    def reset(self):
-        "As `State.reset`."
-        super().reset()
-        self.unit = None
-
-    def fix(self, capacity):
-        "As `State.fix`."
-        super().fix(capacity)
-        self.unit = with_room(self.unit, capacity)
-
     def put(self, k, v, at):
         "As `State.put`; on a GPU by one launch."
         if has_kernels(k[:, :, :1]) and not torch.compiler.is_compiling():
@@ -79,11 +56,6 @@ class Int8Keys(State):
         rows, unit = self.features(k.index_select(2, at), None)
         self.rows.index_copy_(2, at, rows)
         self.unit.index_copy_(2, at, unit)
-
-    def free(self, length, k):
-        "As `State.free`."
-        super().free(length, k)
-        self.unit = self.unit[:, :, :length]
 
 # %% ../nbs/15_santa_keys.ipynb #1a0f7e7a
 class Int8Error(NamedTuple):

@@ -1000,6 +1000,38 @@ def test_vattention_reads_all_where_a_value_is_no_number(guarantee):
     assert stats.certificate.exact.flatten().tolist() == [False, True]
 
 
+@kernel
+@pytest.mark.parametrize("plugin", ["upper", "plain"])
+@pytest.mark.parametrize("guarantee", ["numerator", "output"])
+def test_vattention_promises_in_any_unit_of_the_values(guarantee, plugin):
+    p = problem(1, 2, 1, 900, 16, FP32, spread=0.2)
+    p.v.add_(3)
+    s = vattention.VAttention(0.03, 0.3, 3, 7, 0.05, 0.3, guarantee=guarantee, plugin=plugin,
+                              predictor=baselines.Quest(page=8))
+    run = lambda power: s.decode(p.q, p.k, p.v * 2.0**power, seed=3, return_stats=True, backend="triton")[1].certificate
+    plain = run(0)
+    assert not plain.exact.any() and (plain.asked > vattention.CLT_LEAST).any()
+    for power in (-40, 54): assert torch.equal(run(power).asked, plain.asked)  # 54: squares of sums leave float32
+    assert run(70).exact.all()                                                 # those of the values do, too
+
+
+@kernel
+def test_vattention_reads_lengths_that_were_cut():
+    "Those of an index that was cropped lie as long as they were."
+    p = problem(1, 2, 2, 900, 16, FP32, spread=0.2)
+    p.v.mul_(torch.linspace(0.5, 4, 900, device=DEVICE)[:, None]).add_(3)
+    s = vattention.VAttention(0.3, 0.3, 3, 7, 0.05, 0.3, guarantee="output", predictor=baselines.Quest(page=8))
+    state, whole = s.new_state(), s.new_state()
+    state.append(p.k, p.v)
+    state.crop(700)
+    k, v = p.k[:, :, :700], p.v[:, :, :700]
+    whole.append(k, v)
+    assert not state.lengths.is_contiguous()
+    found = [s.decode(p.q, k, v, seed=3, state=x, return_stats=True, backend="triton") for x in (state, whole)]
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(*(x.certificate.asked for _, x in found)) and not found[0][1].certificate.exact.all()
+
+
 kl_bounds = steps._kl_bounds
 
 @triton.jit

@@ -6,7 +6,7 @@
 __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'SPARE', 'SAMPLE', 'Stats', 'visible_keys', 'stats_of', 'Entry',
            'method_class', 'Settings', 'own_arguments', 'Method', 'starts_of', 'PrefillByDecode', 'PrefillByPattern',
            'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform', 'check_heard', 'check_new_keys', 'check_picked',
-           'check_length', 'with_room', 'FixedLength', 'State', 'WithLengths', 'with_lengths', 'first_shown',
+           'check_length', 'with_room', 'FixedLength', 'State', 'Beside', 'WithLengths', 'with_lengths', 'first_shown',
            'slots_used', 'Fitted', 'block_keys', 'BlockRows', 'written_rows', 'FixedBlocks', 'BlockState',
            'check_state', 'ChosenByKernels', 'Predictor', 'weights_id']
 
@@ -626,17 +626,55 @@ class State(FixedLength):
 
 
 # %% ../../nbs/07_methods.ipynb #a1e09f02
-class WithLengths:
-    "Of a `State`: that it also keeps the `lengths` of the values [B, G, N], float32 or float64."
-    lengths = None
+class Beside:
+    """Of a `State`: that it keeps more than its rows of each key, in tensors [B, G, N, ...] that `beside` names.
+
+    Subclasses say what new keys add to them (`extend`, `put`).
+    """
+    beside: ClassVar[tuple[str, ...]]
+
+    def _change(self, change):
+        for name in self.beside:
+            if (x := getattr(self, name)) is not None: setattr(self, name, change(x))
 
     def settings(self):
         "As `State.settings`."
-        return {name: x for name, x in super().settings().items() if name != "lengths"}
+        return {name: x for name, x in super().settings().items() if name not in self.beside}
 
     def buffers(self):
         "As `State.buffers`."
-        return [*(x for x in super().buffers() if x is not self.lengths), self.lengths]
+        own = [x for name in self.beside if (x := getattr(self, name)) is not None]
+        return [*(x for x in super().buffers() if all(x is not y for y in own)), *own]
+
+    def pick_rows(self, rows):
+        "As `State.pick_rows`."
+        super().pick_rows(rows)
+        self._change(lambda x: x[rows.to(x.device)])
+
+    def crop(self, length):
+        "As `State.crop`."
+        super().crop(length)
+        self._change(lambda x: x[:, :, :length])
+
+    def reset(self):
+        "As `State.reset`."
+        super().reset()
+        self._change(lambda x: None)
+
+    def fix(self, capacity):
+        "As `State.fix`."
+        super().fix(capacity)
+        if self.fixed: self._change(lambda x: with_room(x, capacity))
+
+    def free(self, length, k):
+        "As `State.free`."
+        super().free(length, k)
+        self._change(lambda x: x[:, :, :length])
+
+class WithLengths(Beside):
+    "Of a `State`: that it also keeps the `lengths` of the values [B, G, N], float32 or float64."
+    beside: ClassVar[tuple[str, ...]] = ("lengths",)
+    lengths = None
 
     def extend(self, k, v, **heard):
         "As `State.extend`."
@@ -644,38 +682,16 @@ class WithLengths:
         new = promote(v).norm(dim=-1)
         self.lengths = new if self.lengths is None else torch.cat([self.lengths, new], 2)
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
-        super().pick_rows(rows)
-        if self.lengths is not None: self.lengths = self.lengths[rows.to(self.lengths.device)]
-
-    def crop(self, length):
-        "As `State.crop`."
-        super().crop(length)
-        if self.lengths is not None: self.lengths = self.lengths[:, :, :length]
-
-    def reset(self):
-        "As `State.reset`."
-        super().reset()
-        self.lengths = None
-
-    def fix(self, capacity):
-        "As `State.fix`."
-        super().fix(capacity)
-        if self.fixed: self.lengths = with_room(self.lengths, capacity)
-
     def put(self, k, v, at, **heard):
         "As `State.put`."
         super().put(k, v, at, **heard)
         self.lengths.index_copy_(2, at, promote(v.index_select(2, at)).norm(dim=-1).to(self.lengths.dtype))
 
-    def free(self, length, k):
-        "As `State.free`."
-        super().free(length, k)
-        self.lengths = self.lengths[:, :, :length]
-
+# %% ../../nbs/07_methods.ipynb #a1e09f04
 @functools.cache
-def _with_lengths(kind): return type(kind.__name__, (WithLengths, kind), {"__module__": kind.__module__})
+def _with_lengths(kind):
+    beside = (*WithLengths.beside, *getattr(kind, "beside", ()))
+    return type(kind.__name__, (WithLengths, kind), dict(__module__=kind.__module__, beside=beside))
 
 def with_lengths(
     state: State, # a new one

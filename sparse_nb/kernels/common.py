@@ -197,10 +197,10 @@ def refusal(
         return ValueError(f"q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got {q.device}")
 
 def contiguous(
-    *bounds: torch.Tensor | None, # kv_start, kv_len, each [B]
-) -> list:                        # the same, one number after the other
-    "Bounds as the kernels read them."
-    return [x if x is None else x.contiguous() for x in bounds]
+    *given: torch.Tensor | None, # kv_start and kv_len [B], or what else is read so
+) -> list:                       # the same, one number after the other
+    "Tensors as the kernels read them."
+    return [x if x is None else x.contiguous() for x in given]
 
 # %% ../../kernels/common.ipynb #5a1c0e02
 def layout_of(

@@ -402,7 +402,9 @@ def _of_vectors(m_ptr, o_ptr, own_ptr, own2_ptr, unit, bh, m_r, C, CP, reach, n_
     own2_1, own2_all = tl.sum(tl.where((o_p < CP // 4)[None, :], own2, 0.), 1), tl.sum(own2, 1)
     n_2, rest, least = tl.maximum(n_all - n_1, 1.), n_s - n_all, tl.maximum(n_all, 1.)
     size = whole + every * (rest / least)
-    size = tl.sqrt(tl.sum(size * size, 1))
+    peak = tl.max(tl.abs(size), 1)[:, None]
+    size /= tl.where(peak > 0, peak, 1.)                              # whose squares stay within float32
+    size = tl.sqrt(tl.sum(size * size, 1)) * tl.max(peak, 1)
     if PLUGIN == "plain":
         mean = every / least
         spread = tl.maximum(own2_all - n_all * tl.sum(mean * mean, 1), 0.) / tl.maximum(n_all - 1, 1.)
@@ -424,7 +426,7 @@ def _of_vectors(m_ptr, o_ptr, own_ptr, own2_ptr, unit, bh, m_r, C, CP, reach, n_
         size -= n_s * radius
         size = tl.maximum(tl.where(size == size, size, 0.), 0.)
         spread = tl.maximum(left - seen, 0.) / tl.maximum(rest - 1, 1.)
-    return spread, size
+    return tl.where(own2_all < float("inf"), spread, float("inf")), size
 
 # %% ../../kernels/vattention.ipynb #b0d9e7f3
 @triton.jit
@@ -644,7 +646,7 @@ def launch(
     launches: int = 8,                                        # how many of them
 ) -> Found:
     "Launch the kernels, or the first of them: then the rest of what is returned is not filled."
-    kv_start, kv_len = contiguous(kv_start, kv_len)
+    kv_start, kv_len, lengths = contiguous(kv_start, kv_len, lengths)
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     (K, CP, CE, look, sample), LR, W = _sizes(q, k, s, L, lengths is not None), H // L, triton.cdiv(N, 32)
     C, S, BD, PDL = CP + CE, K + N, look["BD"], look["PDL"]
