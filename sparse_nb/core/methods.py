@@ -957,8 +957,9 @@ def check_state(
     "Raise TypeError or ValueError unless `state` is of the kind and the settings of `own`, and of just these keys."
     if not isinstance(state, type(own)):
         raise TypeError(f"state must be {type(own).__name__} or None, got {type(state).__name__}")
-    for name, x in own.settings().items():
-        if (got := state.settings()[name]) != x: raise ValueError(f"state must have {name} {x!r}, got {got!r}")
+    if not torch.compiler.is_compiling():  # where older compilers cannot list attributes
+        for name, x in own.settings().items():
+            if (got := state.settings()[name]) != x: raise ValueError(f"state must have {name} {x!r}, got {got!r}")
     if len(state) != k.shape[2]: raise ValueError(f"state must hold as many keys as k, {k.shape[2]}, got {len(state)}")
     if state.rows.shape[:2] != k.shape[:2]:
         raise ValueError(f"state must be for [B, G] = {list(k.shape[:2])}, got {list(state.rows.shape[:2])}")

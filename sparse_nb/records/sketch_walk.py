@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PIECED', 'RULES', 'SMALL', 'PIECES', 'RIVALS', 'WALKING', 'ALL', 'FEW', 'PLAIN', 'SHORT', 'LONG', 'EASY', 'HARD',
-           'SOME', 'DECODES', 'LOSSES', 'READ', 'EACH', 'CORE', 'READS', 'blocks_by', 'deciders', 'readers',
+           'SOME', 'DECODES', 'LOSSES', 'READ', 'REFINED', 'EACH', 'CORE', 'READS', 'blocks_by', 'deciders', 'readers',
            'shared_readers', 'named', 'grids', 'loss_grids', 'quick_grids', 'sized_alike', 'forced_loss', 'losses',
            'pairs_of', 'record']
 
@@ -65,6 +65,8 @@ def readers(
     lines, each = max(64, round(density * length / 4)), blocks_by(density)
     found = {f"{name} each": replace(each[name], heads="each")
              for name in ("fine16 max", "fine4 max", "oracle", "oracle max")}
+    found |= {f"{name} refined": replace((each | found)[name], refine=2)
+              for name in ("fine16 max", "fine16 max each")}
     return found | {"xattention": XAttention(density=density, query_block=64, key_block=64),
             "vertical-slash": VerticalSlash(lines, lines, rounding="pool")}
 
@@ -113,8 +115,10 @@ LOSSES = [ # likewise, but the last
     ("witness", EASY[1:2], 8000, dict.fromkeys((0.05, 0.1, 0.2), (*LONG, *RIVALS)), 100)]
 READ = ("mean", "mean max", "fine16", "fine16 max", "oracle", "oracle max", "paper", "random", "xattention",
         "vertical-slash")
-EACH = "fine4", "fine4 max", "fine4 max each", "fine16 max each", "oracle each", "oracle max each"
-CORE = "mean", "mean max", "fine4", "fine16 max", "fine4 max each", "oracle", "oracle max each", "paper", "xattention"
+REFINED = "fine16 max refined", "fine16 max each refined"
+EACH = "fine4", "fine4 max", "fine4 max each", "fine16 max each", "oracle each", "oracle max each", *REFINED
+CORE = "mean", "mean max", "fine4", "fine16 max", "fine4 max each", "oracle", "oracle max each", "paper", "xattention", \
+    *REFINED
 READS = [ # model, tasks, length, prompts, density -> names of arms, rivals that set their own share
     ("pocket", (*HARD, "variable_tracking"), 2048, 200, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
     ("pocket", HARD, 8192, 100, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
