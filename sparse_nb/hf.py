@@ -7,7 +7,7 @@ __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method',
            'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call', 'ForwardPass',
            'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
            'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'Turn', 'heard_of',
-           'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'note_request', 'begin_pass',
+           'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'parts_of', 'note_request', 'begin_pass',
            'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register',
            'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override',
            'capture']
@@ -46,6 +46,7 @@ from .models.cache import (
 from .models.capturing import Captured, capture, check_ids
 from .models.override import (
     attention_configs, attention_override, check_evaluates, check_replaceable, kind_of, modeling_files, own_attention)
+from .models.replay import replayed
 from .models.rotation import as_complex, rotation_of, unrotate
 from .models.view import View, prompt_view, shown_places, view_of
 
@@ -64,6 +65,7 @@ def sparsify(
     audit: bool = False,          # also compare every decoded query with exact attention?
     offload: bool = False,        # keep keys and values of layers that decode with a method in host memory?
     crossover=None,               # decode exactly a layer whose cache has fewer keys: a count; "auto": as records say
+    replay: bool = False,         # record compiled steps once and play them back, as `replayed`?
 ) -> "Session": # also a context manager
     """Put methods in place of the attention of every layer, for every way to `generate` that keeps a cache.
 
@@ -76,15 +78,16 @@ def sparsify(
     models that do not fit, when called or, for masks and features of a layer that a method cannot honour, when the
     model runs.
     """
-    return Session(model, prefill, decode, dense_layers, setup, seed, stats, audit, offload, crossover)
+    return Session(model, prefill, decode, dense_layers, setup, seed, stats, audit, offload, crossover, replay)
 
 # %% ../nbs/70_hf.ipynb #e36041f7
 _running = set()  # names of the attention functions of sessions
 
 class Session:
     "A model with methods in place of its attention; `restore`, or the end of a `with` block, gives the model back."
-    def __init__(self, model, prefill, decode, dense_layers, setup, seed, stats, audit, offload, crossover):
-        for name, x in (("stats", stats), ("audit", audit), ("offload", offload)): check_flag(name, x)
+    def __init__(self, model, prefill, decode, dense_layers, setup, seed, stats, audit, offload, crossover, replay):
+        flags = dict(stats=stats, audit=audit, offload=offload, replay=replay)
+        for name, x in flags.items(): check_flag(name, x)
         check_choice("setup", setup, ("prompt", "context", "A", "B"))
         own, streams = check_model(model), Streams(seed)
         self.plan = plan_of(model, prefill, decode, dense_layers)
@@ -107,6 +110,7 @@ class Session:
                 self._undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             first = next(iter(self.plan.layers.values()))
             self._undo.callback(first.register_forward_hook(functools.partial(check_reached, self.dispatch)).remove)
+            if replay: self._undo.enter_context(replayed(next(parts_of(model))))
         except BaseException:
             self._undo.close()
             raise
@@ -774,6 +778,12 @@ def _(query, key, value, start, stop, newest, seed, heard, angles, number, layer
     return torch.empty_like(query)
 
 # %% ../nbs/70_hf.ipynb #0e572974
+def parts_of(
+    model, # a transformers decoder, or a wrapper of one
+):
+    "The models of transformers that it is made of, the outermost first."
+    return (m for m in model.modules() if isinstance(m, PreTrainedModel))
+
 def note_request(dispatch, outermost, module, args, kwargs):
     "A model or a part of it is called: refuse what no method does, note how many logits are asked for"
     if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
@@ -840,7 +850,7 @@ def hooks_of(
     away: bool,         # keep the keys of layers with methods in host memory?
 ):
     "Modules and the hooks that run before them, one after the other."
-    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    parts = [*parts_of(model)]
     for part in parts: yield part, functools.partial(note_request, dispatch, part is parts[0])
     first = next(iter(plan.layers.values()))
     yield first, functools.partial(begin_pass, dispatch, list(inspect.signature(first.forward).parameters))

@@ -23,6 +23,7 @@ from sparse_nb.core.methods import CLASSES, Exact, method_class, own_arguments
 from sparse_nb import hf
 from sparse_nb.hf import no_graph, sparsify
 from sparse_nb.lsh import KDEformer, Reformer
+from sparse_nb.models import replay
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
@@ -369,8 +370,9 @@ ON_A_GPU = [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64),
             H2O(budget=256), SnapKV(budget=256), Then(Quest(budget=256), Santa(samples=64))]
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("method", ON_A_GPU, ids=lambda m: repr(m)[:40])
-def test_a_gpu_replays_one_graph(method):
+def test_a_gpu_replays_one_graph(method, recorded):
     from sparse_nb import pocket, tasks
     model, tokenizer = pocket.load("cuda")
     prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt
@@ -378,12 +380,22 @@ def test_a_gpu_replays_one_graph(method):
     inputs, settings = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda"), dict(max_new_tokens=8,
         do_sample=False)
     forget(model)
-    with sparsify(model, decode=method):
+    with sparsify(model, decode=method, replay=recorded):
         want = model.generate(**inputs, **settings)
         for _ in range(2):
             got = model.generate(**inputs, **settings, cache_implementation="static",
                                  compile_config=transformers.CompileConfig(fullgraph=True))
             assert torch.equal(got, want)
+        if not recorded: return
+        cache, played = transformers.StaticCache(config=model.config, max_cache_len=2304), []
+        with pytest.MonkeyPatch.context() as patch:
+            play = replay.Recorded.__call__
+            patch.setattr(replay.Recorded, "__call__", lambda *args: played.append(1) or play(*args))
+            for _ in range(2):
+                got = model.generate(**inputs, **settings, past_key_values=cache)
+                assert torch.equal(got, want)
+                cache.reset()
+        assert len(played) == 5 + 7  # a second prompt goes on with the record
 
 
 # what a compiled step does on a GPU: counted here, where kernels are as good as there, but launch nothing
@@ -474,16 +486,17 @@ def test_what_a_layer_of_a_compiled_step_does(bfloat, method, first, others, mon
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("method", [Quest(budget=64), Saap(budget=0.1), SketchWalk(density=0.2)],
                          ids=lambda m: type(m).__name__)
-def test_a_gpu_tells_caches_apart(method):
+def test_a_gpu_tells_caches_apart(method, recorded):
     "A new cache each time, the last one kept or not, and other memory taken in between."
     from sparse_nb import pocket, tasks
     model, tokenizer = pocket.load("cuda")
     prompt = tasks.make("needle", 1500, seed=0, tokenizer=tokenizer).prompt
     inputs, settings = tokenizer(prompt, return_tensors="pt").to("cuda"), dict(max_new_tokens=8, do_sample=False)
     forget(model)
-    with sparsify(model, decode=method):
+    with sparsify(model, decode=method, replay=recorded):
         want, held = model.generate(**inputs, **settings), []
         for i in range(6):
             cache = transformers.StaticCache(config=model.config, max_cache_len=2048)

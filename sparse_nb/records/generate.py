@@ -168,14 +168,14 @@ def generate_ways(
 ) -> dict:                          # name -> `Way`
     """What `bench_generate` compares.
 
-    A name that ends in `HOST` is the way of the same name with its cache in host memory.
+    Steps of a static cache are recorded and played back, but for those of the model alone. A name that ends in `HOST` is the way of the same name with its cache in host memory.
     """
-    cache = "static" if static else "growing"
-    ways = {PAIR[0]: Way(None, cache), EXACT: Way(dict(decode=Exact()), cache)}
+    cache, more = ("static", dict(replay=True)) if static else ("growing", {})
+    ways = {PAIR[0]: Way(None, cache), EXACT: Way(dict(decode=Exact(), **more), cache)}
     if not static: ways[PAIR[1]] = Way({}, cache)
     if offload and not static: ways[OFFLOADED] = Way(None, "offloaded")
     for name, method in (generate_methods() if methods is None else methods).items():
-        ways[name] = Way(dict(decode=method), cache)
+        ways[name] = Way(dict(decode=method, **more), cache)
         if offload and not static: ways[name + HOST] = Way(dict(decode=method, offload=True), cache)
     return ways
 
@@ -374,6 +374,7 @@ def _row(model, filled, name, way, runs, tokens, found, kernels, tuned):
         except Exception as error: notes["no_kernel"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     method = (way.session or {}).get("decode")
     return dict(way=name, n=filled.n, batch=len(wrote), static=way.cache == "static", tuned=tuned, filled=how,
+                replay=bool((way.session or {}).get("replay")),
                 runs=runs, **quartiles(times)._asdict(), held_bytes=held - base if held else None, same_tokens=same,
                 ready_s=round(ready, 2), kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense,
                 method=None if method is None else method.to_json()) | notes
@@ -430,7 +431,7 @@ def bench_generate(
     meta, rows = machine(device) | about | bandwidth(device, gigabytes=4 if device == "cuda" else 0.01), []
     join_records([*old, dict(meta=meta, rows=[])])  # records that do not go together are refused before the work
     say(f"{meta['weights_bytes'] / 1e9:.1f} GB of weights after {time.perf_counter() - start:.0f} s")
-    few = {NO_KEYS: Way(None, "static" if static else "growing")} if rivals else {}
+    few = {NO_KEYS: Way(dict(replay=True), "static") if static else Way(None, "growing")} if rivals else {}
     for n, runs, asked in [(16, 1, few), *((n, runs, ways) for n, runs in lengths)]:
         ids = torch.randint(1, shape["vocab_size"], (batch, n + 1), generator=torch.Generator().manual_seed(0))
         filled, found = None, {}
