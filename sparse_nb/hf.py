@@ -7,7 +7,7 @@ __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method',
            'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call', 'ForwardPass',
            'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
            'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'Turn', 'heard_of',
-           'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'parts_of', 'note_request', 'begin_pass',
+           'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'note_request', 'begin_pass',
            'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register',
            'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override',
            'capture']
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -45,7 +45,7 @@ from .models.cache import (
     HostLayer, StatefulStaticLayer, fork_cache, heard_one_more, keep_state, layer_of, offload)
 from .models.capturing import Captured, capture, check_ids
 from .models.override import (
-    attention_configs, attention_override, check_evaluates, check_replaceable, kind_of, modeling_files, own_attention)
+    attention_configs, attention_override, check_evaluates, check_replaceable, kind_of, modeling_files, own_attention, parts_of)
 from .models.replay import replayed
 from .models.rotation import as_complex, rotation_of, unrotate
 from .models.view import View, prompt_view, shown_places, view_of
@@ -86,8 +86,7 @@ _running = set()  # names of the attention functions of sessions
 class Session:
     "A model with methods in place of its attention; `restore`, or the end of a `with` block, gives the model back."
     def __init__(self, model, prefill, decode, dense_layers, setup, seed, stats, audit, offload, crossover, replay):
-        flags = dict(stats=stats, audit=audit, offload=offload, replay=replay)
-        for name, x in flags.items(): check_flag(name, x)
+        for name, x in dict(stats=stats, audit=audit, offload=offload, replay=replay).items(): check_flag(name, x)
         check_choice("setup", setup, ("prompt", "context", "A", "B"))
         own, streams = check_model(model), Streams(seed)
         self.plan = plan_of(model, prefill, decode, dense_layers)
@@ -103,14 +102,13 @@ class Session:
         self.dispatch.observe, self._undo = self.counts, ExitStack()
         try:
             self._undo.enter_context(attention_override(model, self.dispatch, mask=own))
-            name = model.config.get_text_config()._attn_implementation
-            _running.add(name)
+            _running.add(name := model.config.get_text_config()._attn_implementation)
             self._undo.callback(_running.discard, name)
             for module, hook in hooks_of(model, self.plan, self.dispatch, offload):
                 self._undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            first = next(iter(self.plan.layers.values()))
-            self._undo.callback(first.register_forward_hook(functools.partial(check_reached, self.dispatch)).remove)
-            if replay: self._undo.enter_context(replayed(next(parts_of(model))))
+            first, reached = next(iter(self.plan.layers.values())), functools.partial(check_reached, self.dispatch)
+            self._undo.callback(first.register_forward_hook(reached).remove)
+            if replay: self._undo.enter_context(replayed(parts_of(model)[0]))
         except BaseException:
             self._undo.close()
             raise
@@ -125,8 +123,8 @@ class Session:
     def __exit__(self, *error): self.restore()
 
     def __repr__(self):
-        over = "" if self.open else ", over"
-        return "\n".join([f"Session({self.model}, setup={self.setup!r}, seed={self.seed!r}{over})", *self.plan.lines()])
+        end = ")" if self.open else ", over)"
+        return "\n".join([f"Session({self.model}, setup={self.setup!r}, seed={self.seed!r}{end}", *self.plan.lines()])
 
     def restore(self):
         "Give the model its own attention back; a second time does nothing."
@@ -778,12 +776,6 @@ def _(query, key, value, start, stop, newest, seed, heard, angles, number, layer
     return torch.empty_like(query)
 
 # %% ../nbs/70_hf.ipynb #0e572974
-def parts_of(
-    model, # a transformers decoder, or a wrapper of one
-):
-    "The models of transformers that it is made of, the outermost first."
-    return (m for m in model.modules() if isinstance(m, PreTrainedModel))
-
 def note_request(dispatch, outermost, module, args, kwargs):
     "A model or a part of it is called: refuse what no method does, note how many logits are asked for"
     if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
@@ -850,7 +842,7 @@ def hooks_of(
     away: bool,         # keep the keys of layers with methods in host memory?
 ):
     "Modules and the hooks that run before them, one after the other."
-    parts = [*parts_of(model)]
+    parts = parts_of(model)
     for part in parts: yield part, functools.partial(note_request, dispatch, part is parts[0])
     first = next(iter(plan.layers.values()))
     yield first, functools.partial(begin_pass, dispatch, list(inspect.signature(first.forward).parameters))
