@@ -117,8 +117,8 @@ READ = ("mean", "mean max", "fine16", "fine16 max", "oracle", "oracle max", "pap
         "vertical-slash")
 REFINED = "fine16 max refined", "fine16 max each refined"
 EACH = "fine4", "fine4 max", "fine4 max each", "fine16 max each", "oracle each", "oracle max each", *REFINED
-CORE = "mean", "mean max", "fine4", "fine16 max", "fine4 max each", "oracle", "oracle max each", "paper", "xattention", \
-    *REFINED
+CORE = ("mean", "mean max", "fine4", "fine16 max", "fine4 max each", "oracle", "oracle max each", "paper",
+        "xattention", *REFINED)
 READS = [ # model, tasks, length, prompts, density -> names of arms, rivals that set their own share
     ("pocket", (*HARD, "variable_tracking"), 2048, 200, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
     ("pocket", HARD, 8192, 100, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
