@@ -355,12 +355,7 @@ class OfKeys(State):
         if self.before and k_before is None:
             raise ValueError("k_before must be the keys before RoPE, got None: pass them in a call of your own; in a "
                              "model, read the whole prompt in the session")
-        if not self.before: return k
-        if not isinstance(k_before, torch.Tensor):
-            raise TypeError(f"k_before must be a torch.Tensor, got {type(k_before).__name__}")
-        if k_before.shape != k.shape:
-            raise ValueError(f"k_before must have the shape of k, {list(k.shape)}, got {list(k_before.shape)}")
-        return k_before
+        return k_before if self.before else k
 
     def reset(self):
         "As `State.reset`; the next keys decide anew."
@@ -389,8 +384,11 @@ class Clusters(OfKeys):
         self.waits = self.held = self.kept = None
 
     def extend(self, k, v, k_before=None, q_before=None, shown=None):
-        "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
+        "As `State.extend`. ValueError for keys before RoPE that are not there or do not fit, and centroids likewise."
         x = self.wanted(k, k_before)
+        if not isinstance(x, torch.Tensor): raise TypeError(f"k_before must be a torch.Tensor, got {type(x).__name__}")
+        if x.shape != k.shape:
+            raise ValueError(f"k_before must have the shape of k, {list(k.shape)}, got {list(x.shape)}")
         if not self.begun: self.begin, self.begun = first_shown(self.begin, len(self), k, shown)
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
