@@ -774,13 +774,6 @@ def learnt(state, what, device):
         if part not in parts: raise ValueError(f"partition must be a file with {part}, got {file}")
     return parts
 
-def learnt_factor(state, q):
-    "The factor of each head of `q` on the second order. ValueError for a file without one, or with other heads."
-    factor = learnt(state, ("factor",), q.device)["factor"]
-    if len(factor) != q.shape[1]:
-        raise ValueError(f"partition must have factors of {q.shape[1]} heads, got {len(factor)}")
-    return factor
-
 def asked_queries(s, q, state, q_before):
     "The queries that the router of `s` asks with. ValueError for queries before RoPE that are not there."
     if not state.before: return q
@@ -831,6 +824,13 @@ def near_scores(s, state, q, k, near, first, scale):
     return log_weights(q, keys, scale).masked_fill(~used[:, None, None], -math.inf)
 
 # %% ../nbs/40_saap.ipynb #ea35be5a
+def learnt_factor(state, q):
+    "The factor of each head of `q` on the second order. ValueError for a file without one, or with other heads."
+    factor = learnt(state, ("factor",), q.device)["factor"]
+    if len(factor) != q.shape[1]:
+        raise ValueError(f"partition must have factors of {q.shape[1]} heads, got {len(factor)}")
+    return factor
+
 def step(s, q, k, v, state, first, far, scale, q_before):
     "The `Step` of queries [B, H, 1, D] whose first visible keys are `first` [B, 1, 1] and whose ranges `far`."
     tail = s.tail != "drop" and v is not None
