@@ -778,7 +778,8 @@ def asked_queries(s, q, state, q_before):
     "The queries that the router of `s` asks with. ValueError for queries before RoPE that are not there."
     if not state.before: return q
     if q_before is None or q_before.shape != q.shape:
-        got = None if q_before is None else list(q_before.shape)
+        got = "None: pass them in a call of your own; in a model, read the prompt with this router" if (
+            q_before is None) else list(q_before.shape)
         raise ValueError(f"q_before must be the queries before RoPE, {list(q.shape)}, for router={s.router!r} and keys "
                          f"before RoPE, got {got}")
     return q_before

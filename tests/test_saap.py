@@ -1049,6 +1049,13 @@ def test_each_layer_takes_its_own_partition(llama, file):
     with sparsify(llama, decode=other), pytest.raises(ValueError, match="cache must keep the index of .* got layer 0"):
         llama(IDS[:, :1], past_key_values=cache)
 
+def test_a_cache_of_another_router_says_what_it_lacks(llama, file):
+    cache, s = DynamicCache(config=llama.config), Saap(6, window=8, partition=file)
+    with sparsify(llama, decode=s): ids_of(llama, past_key_values=cache)
+    with torch.no_grad(), sparsify(llama, decode=dataclasses.replace(s, router="mlp")):
+        with pytest.raises(ValueError, match="q_before .* got None: .* in a model, read the prompt with this router"):
+            llama(IDS[:, :1], past_key_values=cache)
+
 def test_a_prompt_is_read_for_an_index_that_hears_it(llama):
     "`accuracy` answers as generation does, though other methods share its reading"
     model, tokenizer = pocket.load()
