@@ -13,6 +13,7 @@ __all__ = ['KMEANS', 'AT_ONCE', 'NETWORKS', 'PARTS', 'EVERY', 'TAILS', 'ROUTERS'
 
 # %% ../nbs/40_saap.ipynb #3c143375
 import math
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
@@ -204,7 +205,11 @@ def save_partition(
         if part not in PARTS or not layer.isdecimal():
             raise ValueError(f"parts must be named by layer and one of {', '.join(PARTS)}, got {name!r}")
     about = dict(model=weights_id(model), kmeans=kmeans, before_rope=str(before_rope))
-    save_file({name: x.contiguous() for name, x in parts.items()}, str(path), metadata=about)
+    whole = Path(path).with_name(f".{Path(path).name}.{os.urandom(4).hex()}")  # readers see the old file or the new one
+    try:
+        save_file({name: x.contiguous() for name, x in parts.items()}, str(whole), metadata=about)
+        whole.replace(path)
+    finally: whole.unlink(missing_ok=True)
 
 class AboutPartition(NamedTuple):
     "What a file says of itself."
@@ -213,6 +218,47 @@ class AboutPartition(NamedTuple):
     before_rope: bool # of keys before RoPE?
     parts: dict       # layer -> names of its parts
 
+# %% ../nbs/40_saap.ipynb #5aa90f1e
+network_parts = lambda router: tuple(f"{router}_{part}" for part in NETWORKS.get(router, ()))  # in a file
+
+class Source(NamedTuple):
+    "Where centroids are from."
+    partition: str        # as in `about_partition`
+    layer: int | None     # None: of no layer
+    stamp: tuple | None   # tells the file from one that is written in its place
+
+def source_of(partition, layer=None):
+    "The `Source` of a layer as the file is at the moment."
+    try: found = os.stat(partition_file(partition))
+    except OSError: return Source(str(partition), layer, None)
+    return Source(str(partition), layer, (found.st_ino, found.st_mtime_ns, found.st_size))
+
+def check_file(
+    parts: dict, # of one layer, as in `save_partition`
+    where: str,  # what errors call it
+):
+    "ValueError for parts of a layer that do not fit each other, and for NaN and inf."
+    centroids = parts["centroids"]
+    if centroids.ndim != 3 or not 1 <= centroids.shape[1] < 2**15:
+        raise ValueError(f"{where} must have centroids [G, C, D] with 1 to {2**15 - 1} clusters, got "
+                         f"{list(centroids.shape)}")
+    groups, C, D = centroids.shape
+    sizes = {"centroids": (groups, C, D)}
+    if "factor" in parts: sizes["factor"] = len(parts["factor"].flatten()),
+    for router, names in NETWORKS.items():
+        w = parts.get(f"{router}_{names[0]}")
+        if w is None: continue
+        heads, hidden = len(w), w.shape[-1]
+        shapes = ((heads, D, C), (heads, C)) if len(names) == 2 else (
+            (heads, D, hidden), (heads, hidden), (heads, hidden, C), (heads, C))
+        sizes |= {f"{router}_{name}": shape for name, shape in zip(names, shapes)}
+    for name, shape in sizes.items():
+        if name not in parts: continue
+        if (got := tuple(parts[name].shape)) != shape or shape[0] % groups:
+            raise ValueError(f"{where} must have {name} of shape {list(shape)}, for a multiple of {groups} heads, got "
+                             f"{list(got)}")
+        if not torch.isfinite(parts[name]).all(): raise ValueError(f"{where} must be finite, got NaN or inf in {name}")
+
 # %% ../nbs/40_saap.ipynb #b9da4a15
 def partition_file(partition):
     "Where the file of a partition lies."
@@ -220,8 +266,9 @@ def partition_file(partition):
     return Path(partition).expanduser()
 
 @lru_cache(maxsize=1024)
-def _open(partition, layer, device):
+def _open(source, device):
     "The tensors of a layer by part, or, for layer None, `AboutPartition`."
+    partition, layer, _ = source
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(str(partition_file(partition)), "pt") as file:
@@ -234,7 +281,9 @@ def _open(partition, layer, device):
             if "centroids" not in held.get(layer, ()):
                 raise ValueError(f"layer must be one of those in the partition {partition!r}, {sorted(held)}, got "
                                  f"{layer}")
-            return {part: file.get_tensor(f"{layer}.{part}").float().to(device) for part in held[layer]}
+            parts = {part: file.get_tensor(f"{layer}.{part}").float() for part in held[layer]}
+            check_file(parts, f"layer {layer} of the partition {partition!r}")
+            return {part: x.to(device) for part, x in parts.items()}
     except (OSError, SafetensorError, KeyError) as e:
         raise ValueError(f"partition must be 'context', 'pocket' or a file of `save_partition`, got {partition!r}: {e}"
                          ) from None
@@ -243,15 +292,18 @@ def about_partition(
     partition: str, # a file of `save_partition`, or "pocket" for that of the pocket model
 ) -> AboutPartition:
     "What a file says of itself. ValueError for one that is not there or is none of `save_partition`."
-    return _open(str(partition), None, None)
+    return _open(source_of(partition), None)
 
 def partition_parts(
     partition: str,  # as in `about_partition`
     layer: int,      # number of the layer
     device = "cpu",  # where the tensors are wanted
 ) -> dict:           # part -> tensor, float32
-    "The parts of a layer, read once and shared. Raises as `about_partition`, and ValueError for a layer it lacks."
-    return _open(str(partition), layer, torch.device(device))
+    """The parts of a layer, read once and shared, until the file is another.
+
+    Raises as `about_partition` and `check_file`, and ValueError for a layer it lacks.
+    """
+    return _open(source_of(partition, layer), torch.device(device))
 
 # %% ../nbs/40_saap.ipynb #7877d479
 def router_scores(
@@ -324,7 +376,7 @@ class Clusters(OfKeys):
         before_rope: bool | None, # of `OfKeys`
         centroids = None,  # [G, C, D], made before; None: of the context
         asks: bool = False, # does the method ask for queries before RoPE?
-        source = None,      # file and layer of the centroids; None: of none
+        source = None,      # `Source` of the centroids; None: no file
     ):
         super().__init__(before_rope, asks)
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
@@ -332,8 +384,11 @@ class Clusters(OfKeys):
         self.waits = self.held = self.kept = None
 
     def extend(self, k, v, k_before=None, q_before=None, shown=None):
-        "As `State.extend`. ValueError for keys before RoPE that are not there, and for centroids of another shape."
+        "As `State.extend`. ValueError for keys before RoPE that are not there or do not fit, and centroids likewise."
         x = self.wanted(k, k_before)
+        if not isinstance(x, torch.Tensor): raise TypeError(f"k_before must be a torch.Tensor, got {type(x).__name__}")
+        if x.shape != k.shape:
+            raise ValueError(f"k_before must have the shape of k, {list(k.shape)}, got {list(x.shape)}")
         if not self.begun: self.begin, self.begun = first_shown(self.begin, len(self), k, shown)
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
@@ -576,7 +631,7 @@ class Partition(SummedInPlace):
     def look_at(self, k, v):
         "As `State.look_at`: room for sums, and the lists of the kernels."
         super().look_at(k, v)
-        if self.source is not None: partition_parts(*self.source, k.device)  # no graph copies them from the host
+        if self.source is not None: _open(self.source, k.device)  # no graph copies them from the host
         if has_kernels(k[:, :, :1]): self.kept = listed(self, k, v, *self.far(k.shape[2]))
 
     def pick_rows(self, rows):
@@ -625,7 +680,7 @@ def keys_to_read(
     "How many keys of each cluster are read, the lower number of two equal ranks first."
     order = rank.sort(dim=-1, descending=True, stable=True).indices
     n = count.gather(-1, order)
-    if budget is None: taken = n * (torch.arange(n.shape[-1], device=n.device) < probes)
+    if budget is None: taken = n * (torch.arange(n.shape[-1], device=n.device) < min(probes, n.shape[-1]))
     else: taken = torch.minimum((budget[:, None, None] - n.cumsum(-1) + n).clamp(min=0), n)
     return torch.zeros_like(n).scatter(-1, order, taken)
 
@@ -713,23 +768,25 @@ def rest_of(state, k, v, read, taken, most):
     return moments_of(torch.cat([(count - taken)[..., None].to(sums.dtype), sums[..., 1:]], -1), k.shape[3])
 
 def learnt(state, what, device):
-    "The parts of the file that a state's centroids are from. ValueError for one that lacks `what`."
-    parts = {} if state.source is None else partition_parts(*state.source, device)
-    if what not in parts: raise ValueError(f"partition must be a file with {what}, got {state.source or 'no file'}")
+    "The parts of the file that a state's centroids are from. ValueError for one that lacks a part of `what`."
+    parts, file = ({}, "no file") if state.source is None else (_open(state.source, device), state.source[:2])
+    for part in what:
+        if part not in parts: raise ValueError(f"partition must be a file with {part}, got {file}")
     return parts
 
 def asked_queries(s, q, state, q_before):
     "The queries that the router of `s` asks with. ValueError for queries before RoPE that are not there."
     if not state.before: return q
     if q_before is None or q_before.shape != q.shape:
-        got = None if q_before is None else list(q_before.shape)
+        got = "None: pass them in a call of your own; in a model, read the prompt with this router" if (
+            q_before is None) else list(q_before.shape)
         raise ValueError(f"q_before must be the queries before RoPE, {list(q.shape)}, for router={s.router!r} and keys "
                          f"before RoPE, got {got}")
     return q_before
 
 def networks_guess(s, asked, state, count):
     "log a_c of clusters of `count` keys [B, G, C], but for a number that is the same for all clusters."
-    scores = router_scores(asked, learnt(state, f"{s.router}_{NETWORKS[s.router][0]}", asked.device), s.router)
+    scores = router_scores(asked, learnt(state, network_parts(s.router), asked.device), s.router)
     check_scores(scores)
     log_n = count.clamp(min=1).log().repeat_interleave(asked.shape[1] // count.shape[1], 1)
     return scores.log_softmax(-1) - log_n[:, :, None]
@@ -768,6 +825,13 @@ def near_scores(s, state, q, k, near, first, scale):
     return log_weights(q, keys, scale).masked_fill(~used[:, None, None], -math.inf)
 
 # %% ../nbs/40_saap.ipynb #ea35be5a
+def learnt_factor(state, q):
+    "The factor of each head of `q` on the second order. ValueError for a file without one, or with other heads."
+    factor = learnt(state, ("factor",), q.device)["factor"]
+    if len(factor) != q.shape[1]:
+        raise ValueError(f"partition must have factors of {q.shape[1]} heads, got {len(factor)}")
+    return factor
+
 def step(s, q, k, v, state, first, far, scale, q_before):
     "The `Step` of queries [B, H, 1, D] whose first visible keys are `first` [B, 1, 1] and whose ranges `far`."
     tail = s.tail != "drop" and v is not None
@@ -795,7 +859,7 @@ def step(s, q, k, v, state, first, far, scale, q_before):
     out, rest = None, None
     if tail:
         rest = rest_of(state, k, v, chosen, taken, index.shape[-1])
-        factor = learnt(state, "factor", q.device)["factor"] if s.tail == "fitted" else None
+        factor = learnt_factor(state, q) if s.tail == "fitted" else None
         out = merge_states(weighted_state(q, k, v, selection, scale=scale, backend="auto"),
                            tail_state(q, rest, scale, s.tail, factor)).output().to(q.dtype)
     elif v is not None: out = weighted_attention(q, k, v, selection, scale=scale)
@@ -815,6 +879,14 @@ def check_index(state, own, k):
     check_state(state, own, k)
     if (size := state.fit.shape[-1]) != k.shape[3]:
         raise ValueError(f"state must be of keys of the head size {k.shape[3]}, got {size}")
+
+def check_unused(state, given, context):
+    "ValueError for what `saap_decode` is given beside an index and would not use: it was settled when that was made."
+    for name, x in given.items():
+        if x is not None: raise ValueError(f"{name} must be None where partition is an index, which has its own")
+    for name, x in context.items():
+        if name in CONTEXT and (got := getattr(state, name)) != x:
+            raise ValueError(f"{name} must be that of the index, {got!r}, or left out, got {x!r}")
 
 def indexed(s, q, k, v, state):
     "`state` if it is an index of just these keys, a new one for None. Raises as `check_index`."
@@ -838,7 +910,7 @@ def bytes_of_index(s, state, q, far):
     """
     size, networks = q.shape[3], 0
     if s.router in NETWORKS:
-        parts = partition_parts(*state.source)
+        parts = _open(state.source, torch.device("cpu"))
         networks = sum(parts[f"{s.router}_{part}"].numel() for part in NETWORKS[s.router]) // state.rows.shape[1]
     numbers = dict(moments=size + 2, centroid=size + 1).get(s.router, 1)
     if s.tail != "drop": numbers += size if s.router == "moments" else 2 * size + 1
@@ -874,12 +946,13 @@ def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_before):
     repeats, far = q.shape[1] // k.shape[1], lambda: far_of(s, state, first, end, 0)
     index = lists_of(s, k, v, state, far, any(masks[x] is not None for x in ("kv_start", "kv_len")))
     given = {}
-    if s.tail == "fitted": given["factor"] = learnt(state, "factor", q.device)["factor"]
+    if s.tail == "fitted": given["factor"] = learnt_factor(state, q)
     if s.router != "moments":
         asked = asked_queries(s, q, state, q_before)
         if s.router == "centroid": given |= dict(centroids=state.fit, ask=asked)
         else: given["guess"] = networks_guess(s, asked, state, index.sums[..., 0])[:, :, 0]
-    settings = kernels.Settings(s.budget, s.probes, s.rank == "density", s.tail)
+    probes = None if s.probes is None else min(s.probes, state.clusters)
+    settings = kernels.Settings(s.budget, probes, s.rank == "density", s.tail)
     found = kernels.decode(q, k, v, index, settings, **given, scale=scale, kv_start=masks["kv_start"],
                            kv_len=masks["kv_len"])
     if not return_stats: return found.out
@@ -920,10 +993,11 @@ class Partitioned(Predictor):
             return Partition(self.clusters, self.kmeans, self.iterations, self.seed, self.before_rope, asks=asks,
                              ends=(self.sinks, self.window))
         if self.layer is None: raise ValueError("layer must be a number outside of a model, got None")
-        about, fit = about_partition(self.partition), partition_parts(self.partition, self.layer)["centroids"]
+        source = source_of(self.partition, self.layer)
+        about, fit = _open(source._replace(layer=None), None), _open(source, torch.device("cpu"))["centroids"]
         self.check_parts(about)
         asks = about.before_rope and self.router != "moments"
-        return Partition(fit.shape[1], about.kmeans, 0, 0, about.before_rope, fit, asks, (self.partition, self.layer),
+        return Partition(fit.shape[1], about.kmeans, 0, 0, about.before_rope, fit, asks, source,
                          ends=(self.sinks, self.window))
 
     def at_layer(self, layer):
@@ -932,7 +1006,7 @@ class Partitioned(Predictor):
 
     def check_parts(self, about):
         "ValueError for a layer of the file `about` that lacks what router or tail ask for."
-        wants = ["centroids", *(f"{x}_{NETWORKS[x][0]}" for x in NETWORKS if x == self.router)]
+        wants = ["centroids", *network_parts(self.router)]
         if self.tail == "fitted": wants.append("factor")
         for layer in about.parts if self.layer is None else [self.layer]:
             for part in wants:
@@ -1103,12 +1177,14 @@ def saap_decode(
                     window=window)
     if isinstance(partition, Partition):
         check_index(partition, partition, k)
+        check_unused(partition, dict(k_before=k_before, layer=layer), context)
         if partition.source is not None: settings |= dict(zip(("partition", "layer"), partition.source))
         return run(Saap(**settings, **context), q, k, v, partition, masks, scale, return_stats, q_before, backend)
     centroids = partition if isinstance(partition, torch.Tensor) else None
     if centroids is None: s = Saap(**settings, partition=partition, layer=layer, **context)
     else:
         if centroids.ndim != 3: raise ValueError(f"partition must have shape [G, C, D], got {list(centroids.shape)}")
+        if centroids.dtype not in FLOATS: raise TypeError(f"partition must be floating, got {centroids.dtype}")
         check_keys(centroids[None], centroids.new_ones(1, centroids.shape[1], dtype=torch.bool))
         s = Saap(**settings, layer=layer, **dict(clusters=centroids.shape[1]) | context)
     state = s.new_state() if centroids is None else Partition(

@@ -169,6 +169,11 @@ def test_all_clusters_are_exact_attention(clusters, tail, router):
         got = saap_decode(q, k, v, clusters=clusters, tail=tail, router=router, sinks=2, window=4, **how, **masks)
         assert_close(got, attention(q, k, v, **masks), 1e-12)
 
+@pytest.mark.parametrize("probes", [8, 1000, 2**63])
+def test_more_clusters_than_there_are_is_all_of_them(probes):
+    q, k, v = inputs()
+    assert_close(saap_decode(q, k, v, probes=probes, clusters=8, window=4), attention(q, k, v), 1e-12)
+
 @pytest.mark.parametrize("keys", [1, 2, 5, 11, 12])
 def test_few_keys_are_all_read(keys):
     q, k, v = inputs(keys=keys)
@@ -739,6 +744,15 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: saap_decode(Q, K, V, torch.zeros(3, 5, 16)), ValueError,
      r"partition must have shape \[G, C, D\] = \[2, 5, 16\], got \[3, 5, 16\]"),
     (lambda: saap_decode(Q, K, V, torch.full((2, 5, 16), math.nan)), ValueError, "must be finite"),
+    (lambda: saap_decode(Q, K, V, torch.ones(2, 5, 16).long()), TypeError, "partition must be floating, got torch.int"),
+    (lambda: saap_decode(Q, K, V, STATE, k_before=K), ValueError, "k_before must be None where partition is an index"),
+    (lambda: saap_decode(Q, K, V, STATE, layer=0), ValueError, "layer must be None where partition is an index"),
+    (lambda: saap_decode(Q, K, V, STATE, clusters=8), ValueError, "clusters must be that of the index, 7, .* got 8"),
+    (lambda: saap_decode(Q, K, V, STATE, kmeans="plain"), ValueError, "kmeans must be that of the index, 'spherical'"),
+    (lambda: saap_decode(Q, K, V, k_before=K[:, :1], **SMALL), ValueError,
+     r"k_before must have the shape of k, \[2, 2, 60, 16\], got \[2, 1, 60, 16\]"),
+    (lambda: saap_decode(Q, K, V, k_before=K[:, :, :9], **SMALL), ValueError, "k_before must have the shape of k"),
+    (lambda: Saap(**SMALL).new_state().append(K, V, k_before=3), TypeError, "k_before must be a torch.Tensor, got int"),
     (lambda: saap_decode(Q[:, :, :, :8], K[..., :8], V[..., :8], STATE), ValueError, "head size"),
     (lambda: fit_partition(K[0], 4), ValueError, r"k must have shape \[B, G, n, D\]"),
     (lambda: fit_partition(K.long(), 4), TypeError, "k must be a floating tensor, got torch.int64"),
@@ -1029,11 +1043,18 @@ def test_each_layer_takes_its_own_partition(llama, file):
     cache, s = DynamicCache(config=llama.config), Saap(6, window=8, partition=file)
     with sparsify(llama, decode=s): ids_of(llama, past_key_values=cache)
     for i, layer in enumerate(cache.layers):
-        assert layer.state.source == (file, i)
+        assert layer.state.source[:2] == (file, i)
         assert torch.equal(layer.state.fit[0], partition_parts(file, i)["centroids"])
     other = Saap(6, window=8, before_rope=True, clusters=5)
     with sparsify(llama, decode=other), pytest.raises(ValueError, match="cache must keep the index of .* got layer 0"):
         llama(IDS[:, :1], past_key_values=cache)
+
+def test_a_cache_of_another_router_says_what_it_lacks(llama, file):
+    cache, s = DynamicCache(config=llama.config), Saap(6, window=8, partition=file)
+    with sparsify(llama, decode=s): ids_of(llama, past_key_values=cache)
+    with torch.no_grad(), sparsify(llama, decode=dataclasses.replace(s, router="mlp")):
+        with pytest.raises(ValueError, match="q_before .* got None: .* in a model, read the prompt with this router"):
+            llama(IDS[:, :1], past_key_values=cache)
 
 def test_a_prompt_is_read_for_an_index_that_hears_it(llama):
     "`accuracy` answers as generation does, though other methods share its reading"
@@ -1092,6 +1113,47 @@ def test_wrong_files_are_refused_by_name(llama, file, tmp_path):
                     q_before=x.q_before[:, :, [-1]])
     with pytest.raises(ValueError, match="parts must be named by layer and one of centroids, .*, got '0.mlp'"):
         save_partition({"0.mlp": torch.zeros(1)}, tmp_path / "x.safetensors", llama)
+
+@pytest.mark.parametrize("router, tail, changed, message", [
+    ("moments", "drop", dict(centroids=torch.full((2, 5, 16), math.nan)), "finite, got NaN or inf in centroids"),
+    ("moments", "drop", dict(centroids=torch.zeros(2, 0, 16)), r"1 to 32767 clusters, got \[2, 0, 16\]"),
+    ("moments", "drop", dict(centroids=torch.zeros(1, 2**15, 1)), r"1 to 32767 clusters, got \[1, 32768, 1\]"),
+    ("moments", "drop", dict(centroids=torch.zeros(5, 16)), r"centroids \[G, C, D\] .* got \[5, 16\]"),
+    ("moments", "fitted", dict(factor=torch.full((4,), math.inf)), "must be finite, got NaN or inf in factor"),
+    ("moments", "fitted", dict(factor=torch.ones(5)), r"factor of shape \[5\], for a multiple of 2 heads"),
+    ("moments", "fitted", dict(factor=torch.ones(2)), "partition must have factors of 4 heads, got 2"),
+    ("mlp", "drop", dict(mlp_b1=None), "partition must hold mlp_b1 for router='mlp' .* in layer 1"),
+    ("mlp", "drop", dict(mlp_w2=None), "partition must hold mlp_w2 for router='mlp' .* in layer 1"),
+    ("mlp", "drop", dict(mlp_w2=torch.zeros(2, 6, 5), mlp_b2=torch.zeros(2, 5)), r"mlp_w2 of shape \[4, 6, 5\], "),
+    ("mlp", "drop", dict(mlp_w2=torch.zeros(4, 6, 3), mlp_b2=torch.zeros(4, 3)), r"mlp_w2 of shape \[4, 6, 5\]"),
+    ("linear", "drop", dict(linear_b=torch.zeros(5)), r"layer 1 of .* linear_b of shape \[2, 5\], .* got \[5\]"),
+], ids=lambda x: x if isinstance(x, str) else ", ".join(x))
+def test_parts_that_do_not_fit_are_refused_by_name(llama, tmp_path, router, tail, changed, message):
+    "Before the first token is written; not read as far as they go"
+    path = spoilt(llama, tmp_path / "spoilt.safetensors", **{f"1.{name}": x for name, x in changed.items()})
+    s = Saap(6, window=8, partition=path, router=router, tail=tail)
+    with pytest.raises(ValueError, match=message), sparsify(llama, decode=s): ids_of(llama)
+
+def test_a_file_that_is_written_anew_is_read_anew(llama, tmp_path):
+    "Centroids and model are those of the new file, and an index of the old one is refused"
+    path, other = str(tmp_path / "own.safetensors"), copy.deepcopy(llama)
+    torch.nn.init.normal_(other.model.layers[0].mlp.up_proj.weight)
+    save_partition(parts_of(llama), path, llama)
+    x = capture(llama, IDS[:1], before_rope=True)[0]
+    s = Saap(3, window=9, partition=path, layer=0)
+    old = s.new_state()
+    old.append(x.k, x.v, k_before=x.k_before)
+    s.decode(*x.seen(-1), state=old)
+    turned = {name: -y if name.endswith("centroids") else y for name, y in parts_of(llama).items()}
+    save_partition(turned, path, llama)
+    assert torch.equal(s.new_state().fit, turned["0.centroids"])
+    assert torch.equal(partition_parts(path, 1)["centroids"], turned["1.centroids"])
+    with pytest.raises(ValueError, match="state must have source"): s.decode(*x.seen(-1), state=old)
+    Saap(partition=path).check_model(llama)
+    save_partition(turned, path, other)
+    assert about_partition(path).model == weights_id(other)
+    with pytest.raises(ValueError, match="model must have the weights"): Saap(partition=path).check_model(llama)
+    assert [file.name for file in tmp_path.iterdir()] == ["own.safetensors"]
 
 def test_the_pocket_has_a_partition():
     "Of its own weights, all layers, with a router and factors from 0 to 1; it answers with it"
