@@ -730,15 +730,29 @@ def test_readme_says_what_the_records_of_sketch_walk_say():
     launches, prompts = (json.loads((folder / f"nvidia_h200_{name}.json").read_text())["rows"]
                          for name in ("sketch_walk_launches", "prefill"))
     said = re.search(r"reads 10 % of the blocks, takes a step ([\d.]+) times .* at 131k keys, ([\d.]+) at 524k and "
-                     r"([\d.]+) at 1M .* 131k positions, choice included, ([\d.]+) times as fast as FlashAttention-4, "
+                     r"([\d.]+) at 1M, .* one for a group ([\d.]+) at 131k and ([\d.]+) at 524k .* 131k positions, "
+                     r"choice included, ([\d.]+) times as fast as FlashAttention-4, "
                      r"([\d.]+) times cuDNN and ([\d.]+) times FlashAttention-2", text)
-    step = {row["n"]: row["median_us"] for row in launches if row.get("launch") == "merge"
-            and (row["asked"], row["index"], row["block"], row.get("heads", "group")) == (0.1, "fine4", 64, "group")}
+    step, each = ({row["n"]: row["median_us"] for row in launches if row.get("launch") == "merge" and (
+        row["asked"], row["index"], row["block"], row["heads"]) == (0.1, "fine4", 64, x)} for x in ("group", "each"))
     dense = {n: min(row["median_us"] for row in launches if row["n"] == n and "variant" in row) for n in step}
     at = {row["method"]: row["median_us"] for row in prompts if row.get("method") and row["n"] == 131072}
     assert list(said.groups()) == [f"{x:.1f}" for x in (
-        *(dense[n] / step[n] for n in (131072, 524288, 1048576)),
+        *(dense[n] / step[n] for n in (131072, 524288, 1048576)), *(dense[n] / each[n] for n in (131072, 524288)),
         *(at[name] / at["sketch_walk_10"] for name in ("fa4", "sdpa_cudnn", "sdpa_flash")))]
+
+
+def test_readme_says_what_the_record_of_choosers_says():
+    rows = json.loads((ROOT / "kernels/results/nvidia_h200_choose.json").read_text())["rows"]
+    said = re.search(r"of each head, are slower .*?: ([\d.]+) to ([\d.]+) times as fast at 32k keys, ([\d.]+) to "
+                     r"([\d.]+) at 131k and ([\d.]+) to ([\d.]+) at 524k", (ROOT / "README.md").read_text())
+    want = []
+    for n in (32768, 131072, 524288):
+        dense = min(row["median_us"] for row in rows if row["n"] == n and "variant" in row)
+        faster = [dense / row["median_us"] for row in rows if row["n"] == n and row.get("launch") == "attend"]
+        assert len(faster) == 4 and max(faster) < 1
+        want += [min(faster), max(faster)]
+    assert list(said.groups()) == [f"{x:.2f}" for x in want]
 
 
 def test_readme_says_what_the_record_of_whole_models_says():

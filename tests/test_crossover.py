@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from sparse_nb.baselines import HashAttention, Quest
+from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
 from sparse_nb.core.methods import Exact, method_class
 from sparse_nb.crossover import CROSSOVERS, crossover_keys, first_win
 from sparse_nb.records.recorder import recorded
@@ -40,6 +40,14 @@ def test_the_table_is_what_the_records_say(own):
     assert first_win(times) == own.keys
 
 
+@pytest.mark.parametrize("method", ["Quest", "DoubleSparsity", "Adamas", "HashAttention"])
+def test_a_way_that_loses_wherever_it_was_recorded_is_not_in_the_table(method):
+    rows = recorded("choose")[H200]["rows"]
+    times = {x["n"]: (x["median_us"], min(y["median_us"] for y in rows if y["method"] in DENSE and y["n"] == x["n"]))
+             for x in rows if x["method"] == method and x["launch"] == "attend"}
+    assert len(times) == 3 and first_win(times) is None and method not in {x.method for x in CROSSOVERS}
+
+
 @pytest.mark.parametrize("own", CROSSOVERS, ids=lambda x: f"{x.method}-{x.keys}")
 def test_the_table_speaks_of_settings_that_exist(own):
     given = json.loads(method_class(own.method)().to_json())
@@ -61,10 +69,14 @@ def test_first_win(times, want): assert first_win(times) == want
     (Saap(budget=100), None, None), (Saap(probes=3), None, None), (Saap(clusters=2048), None, None),
     (SketchWalk(), None, 32768), (SketchWalk(density=0.01), None, 32768), (SketchWalk(density=0.21), None, None),
     (SketchWalk(block=32), None, None), (SketchWalk(index="mean"), None, None),
+    (SketchWalk(heads="each", density=0.1), None, 131072), (SketchWalk(heads="each", density=0.05), None, 131072),
+    (SketchWalk(heads="each", density=0.11), None, None), (SketchWalk(heads="each"), None, None),
+    (SketchWalk(heads="all", density=0.1), None, None),
     (VAttention(predictor=HashAttention()), 0.1, 131072), (VAttention(predictor=HashAttention()), 0.11, None),
     (VAttention(predictor=HashAttention()), None, None), (VAttention(predictor=Quest()), 0.05, None),
     (VAttention(), 0.05, None), (VAttention(predictor=HashAttention(), share=False), 0.05, None),
-    (Exact(), None, None), (Quest(), None, None)], ids=str)
+    (Exact(), None, None), (Quest(), None, None), (DoubleSparsity(), None, None), (Adamas(), None, None),
+    (HashAttention(layer=0), None, None)], ids=str)
 def test_which_settings_a_row_is_for(method, density, want):
     assert crossover_keys(method, density=density, gpu=H200) == want
     assert crossover_keys(method, density=density, gpu="NVIDIA H100") is None
