@@ -168,7 +168,8 @@ def generate_ways(
 ) -> dict:                          # name -> `Way`
     """What `bench_generate` compares.
 
-    Steps of a static cache are recorded and played back, but for those of the model alone. A name that ends in `HOST` is the way of the same name with its cache in host memory.
+    Steps of a static cache are recorded and played back, but for those of the model alone. A name that ends in `HOST`
+    is the way of the same name with its cache in host memory.
     """
     cache, more = ("static", dict(replay=True)) if static else ("growing", {})
     ways = {PAIR[0]: Way(None, cache), EXACT: Way(dict(decode=Exact(), **more), cache)}
