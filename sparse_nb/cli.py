@@ -839,8 +839,8 @@ def _generate(
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt; 32768,131072 if not given.",
                                          show_default=False)] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    static: Annotated[bool, typer.Option("--static", help="With a static cache, for which transformers compiles the "
-                                                          "step into a CUDA graph.")] = False,
+    static: Annotated[bool, typer.Option("--static", help="With a static cache: steps are compiled, and those of "
+                                                          "methods recorded and played back.")] = False,
     tuned: Annotated[bool, typer.Option("--tuned", help="With --static: matrix products by kernels that the compiler "
                                                         "searches for.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Also with the cache in host memory.")] = False,
