@@ -127,7 +127,7 @@ class Replay:
         if isinstance(seen, int): return compiled(past_key_values=past_key_values, **given)
         return seen(past_key_values, tensors)
 
-# %% ../../nbs/78_replay.ipynb #e1a0c022
+# %% ../../nbs/78_replay.ipynb #e1a0c025
 @contextmanager
 def replayed(
     model, # a transformers decoder
