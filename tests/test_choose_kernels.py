@@ -248,6 +248,7 @@ def test_methods(case):
 def test_equal_keys(name):
     "All scores are equal: the first visible keys."
     q, k, masks = problem(2, 2, 2, 100, 64, FP32, True)
+    q, k = (x.nan_to_num().mul(256).round().div(256) for x in (q, k))  # sums that are exact in any order
     k = k[:1, :, 50:51].expand(2, 2, 100, 64).contiguous()
     got = check_method(METHODS[name](0.3, 0), q, k, **masks)
     assert got.index[0, 0, 0, :30].tolist() == list(range(30))

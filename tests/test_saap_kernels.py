@@ -427,6 +427,9 @@ def test_a_key_is_put_in_one_launch(dtype, D, layout, plain, rotation, width):
     p = problem(B, G, 1, N, D, dtype, layout=layout, seed=D)
     generator = torch.Generator(DEVICE).manual_seed(1)
     fit = torch.randn(B, G, C, D, device=DEVICE, generator=generator)
+    exact = dtype == FP32 and rotation is None  # sums: elsewhere a processor's products round equal centroids apart
+    if exact:
+        for x in p.k, fit: x.mul_(256).round_().div_(256)
     fit[:, :, 30:] = fit[:, :, :7]
     turn, wanted = None, p.k[:, :, at:at + 1]
     if rotation is not None:
@@ -444,7 +447,8 @@ def test_a_key_is_put_in_one_launch(dtype, D, layout, plain, rotation, width):
         put_key(k, number, fit, ids[..., 0], plain=plain, turn=None if alone else turn, held=held, alone=alone)
         assert_close(held[:, :, at:at + 1], wanted, rtol=2e-6 if dtype == FP32 else 2 * torch.finfo(dtype).eps)
         want = nearest_cluster(wanted.float(), fit.to(dtype).float(), "plain" if plain else "spherical")
-        assert torch.equal(ids[:, :, at:at + 1, 0].long(), want) and int(want.max()) < 30
+        found = ids[:, :, at:at + 1, 0].long()
+        assert torch.equal(found % 30, want % 30) and (found.max() < 30 and want.max() < 30 or not (exact or GPU))
         assert (ids >= 0).sum() == B * G and (held != 0).any(-1).sum() == B * G
 
 
