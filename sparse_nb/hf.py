@@ -44,9 +44,8 @@ from .metrics import relative_error
 from .models.cache import (
     HostLayer, StatefulStaticLayer, fork_cache, heard_one_more, keep_state, layer_of, offload)
 from .models.capturing import Captured, capture, check_ids
-from sparse_nb.models.override import (
-    attention_configs, attention_override, check_evaluates, check_replaceable, kind_of, modeling_files, own_attention,
-    parts_of)
+from .models.override import (attention_configs, attention_override, check_evaluates, check_replaceable,
+    kind_of, modeling_files, own_attention, parts_of)
 from .models.replay import replayed
 from .models.rotation import as_complex, rotation_of, unrotate
 from .models.view import View, prompt_view, shown_places, view_of
