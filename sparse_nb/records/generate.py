@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LLAMA', 'TINY', 'PAIR', 'EXACT', 'NO_KEYS', 'HOST', 'OFFLOADED', 'DENSE_WAYS', 'TUNED', 'LIMITS', 'RATIOS', 'OF_HOST',
            'OF_EAGER', 'OF_PARTS', 'OF_PROMPT', 'token_times', 'Filled', 'fill', 'Way', 'generate_methods',
-           'generate_ways', 'must_read', 'weight_bytes', 'attention_time', 'random_model', 'random_networks',
-           'with_networks', 'measure_way', 'add_rivals', 'add_parts', 'join_records', 'bench_generate', 'quick_methods',
-           'record', 'targets']
+           'generate_ways', 'must_read', 'weight_bytes', 'asked_queries', 'attention_time', 'random_model',
+           'random_networks', 'with_networks', 'measure_way', 'add_rivals', 'add_parts', 'join_records',
+           'bench_generate', 'quick_methods', 'record', 'targets']
 
 # %% ../../kernels/records/generate.ipynb #f4a3764c
 import gc
@@ -194,28 +194,46 @@ def weight_bytes(
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return sum(p.nbytes for p in model.parameters()) - (0 if table is head else table.nbytes)
 
+@torch.no_grad()
+def asked_queries(
+    model,                     # a transformers decoder
+    filled: Filled,
+) -> list:                     # of each layer [B, H, 1, D]
+    "What the next token asks, with exact attention in every layer."
+    from sparse_nb.hf import sparsify
+    found = []
+    class Asked(Method):
+        def decode(self, q, k, v, **settings):
+            found.append(q.clone())
+            return Exact().decode(q, k, v, **settings)
+    with sparsify(model, decode=Asked()):
+        model(input_ids=filled.ids[:, -1:], attention_mask=torch.ones_like(filled.ids), use_cache=True,
+              past_key_values=filled.static(model))
+    return found
+
 def _attentions(model, filled, way, layers):
-    "A call for one query of each of the last `layers` layers, and how many of the model's layers are exact instead"
+    "A call for the next token in `layers` layers from all over the model, and how many layers are exact instead"
     from sparse_nb.hf import Streams, attention_layers, by_layer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    modules, (B, _, room, D) = attention_layers(model), filled.keys[0].shape
+    modules, (B, _, room, _) = attention_layers(model), filled.keys[0].shape
     methods = by_layer("decode", (way.session or {}).get("decode"), modules, "decode")
     dense = [i for i, m in methods.items() if isinstance(m, Exact)] if len(set(map(type, methods.values()))) > 1 else []
-    chosen = [i for i in modules if i not in dense][-layers:]
+    others = [i for i in modules if i not in dense]
+    chosen = others[len(others) // layers // 2::max(1, len(others) // layers)][:layers]
+    q = dict(zip(modules, asked_queries(model, filled)))
     torch.manual_seed(0)
-    q = torch.randn(B, model.config.num_attention_heads, 1, D, device=model.device, dtype=model.dtype)
-    seeds = Streams(0).heads(modules[chosen[0]], *q.shape[:2], q.device)
+    seeds = Streams(0).heads(modules[chosen[0]], *q[chosen[0]].shape[:2], model.device)
     k, v = ({i: x[i][:, :, :filled.n] for i in chosen} for x in (filled.keys, filled.values))
     states = {i: m.new_state() for i in chosen if (m := methods[i]) is not None}
     for i, state in states.items():
-        told = dict(q=torch.randn_like(q.expand(-1, -1, filled.n, -1))) if needs_queries(methods[i]) else {}
+        told = dict(q=torch.randn_like(q[i].expand(-1, -1, filled.n, -1))) if needs_queries(methods[i]) else {}
         if state is not None: state.append(k[i], v[i], **told)
-    mask = torch.arange(room, device=q.device) < filled.n
+    mask = torch.arange(room, device=model.device) < filled.n
     mask = mask.expand(B, 1, 1, room).contiguous()
     def own(i):
         static = way.cache == "static"
         given = [x[i] for x in ((filled.keys, filled.values) if static else (k, v))]
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](modules[i], q, *given, mask if static else None,
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](modules[i], q[i], *given, mask if static else None,
                                                scaling=modules[i].scaling)[0]
     def call():
         step = methods[chosen[0]].new_step() if states else None
@@ -224,7 +242,7 @@ def _attentions(model, filled, way, layers):
             else:
                 given = dict(state=states[i], step=step)
                 given = {name: x for name, x in given.items() if x is not None}
-                out = methods[i].decode(q, k[i], v[i], seed=seeds[i], scale=modules[i].scaling, **given)
+                out = methods[i].decode(q[i], k[i], v[i], seed=seeds[i], scale=modules[i].scaling, **given)
         return out
     return call, len(chosen), len(dense)
 
@@ -233,7 +251,7 @@ def attention_time(
     model,            # a transformers decoder
     filled: Filled,
     way: Way,         # whose attention
-    layers: int = 4,  # at most; the last ones
+    layers: int = 4,  # at most, evenly from the first to the last
 ) -> tuple:           # microseconds of one layer, and how many layers of the model are exact instead
     "Time the attention of a token alone. Raises whatever the method raises where no graph can hold it."
     call, count, dense = _attentions(model, filled, way, layers)
@@ -377,7 +395,7 @@ def _row(model, filled, name, way, runs, tokens, found, kernels, tuned):
     return dict(way=name, n=filled.n, batch=len(wrote), static=way.cache == "static", tuned=tuned, filled=how,
                 replay=bool((way.session or {}).get("replay")),
                 runs=runs, **quartiles(times)._asdict(), held_bytes=held - base if held else None, same_tokens=same,
-                ready_s=round(ready, 2), kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense,
+                ready_s=round(ready, 2), kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense, asked="by the model",
                 method=None if method is None else method.to_json()) | notes
 
 def _said(row):

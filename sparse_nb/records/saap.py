@@ -56,8 +56,10 @@ def at_equal_bytes(
     length: int,  # tokens of a prompt
 ):
     "The method with so many rows more that it reads as many bytes as `s` does, index included, of a 16-bit cache."
-    own = 4 * s.clusters * (2 * SIZE + 2) + 4 * s.budget
-    return replace(method, budget=method.budget + round((own - method.index_bytes(SIZE) * length) / (4 * SIZE)))
+    of_index = lambda x: 4 * x.clusters * (2 * SIZE + 2) + 4 * x.budget
+    own, listed = of_index(s), isinstance(method, Saap)
+    more = own - (of_index(method) if listed else method.index_bytes(SIZE) * length)
+    return replace(method, budget=method.budget + round(more / (4 * SIZE + 4 * listed)))
 
 def arms(
     model: str,      # "pocket" or "witness"
@@ -77,8 +79,8 @@ def arms(
              "pages": Pages(s.budget, sinks=SINKS, window=s.window, clusters=pages, before_rope=False),
              "quest-64": Quest(rows, 64), "topk": TopK(rows)}
     if model == "pocket": found["hash_attention"] = HashAttention(rows)
-    found |= {f"{name} bytes": at_equal_bytes(found[name], s, length) for name in ("quest-64", "hash_attention")
-              if name in found}
+    alike = "quest-64", "hash_attention" if model == "pocket" else "pages"
+    found |= {f"{name} bytes": at_equal_bytes(found[name], s, length) for name in alike}
     if every:
         found |= {"offline mass": replace(offline, rank="mass"),
                   "offline mass drop": replace(offline, rank="mass", tail="drop"),
