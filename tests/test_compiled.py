@@ -397,6 +397,19 @@ def test_a_gpu_replays_one_graph(method, recorded):
                 cache.reset()
         assert len(played) == 5 + 7  # a second prompt goes on with the record
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ON_A_GPU, ids=lambda m: repr(m)[:40])
+def test_a_gpu_reads_host_memory(method):
+    from sparse_nb import pocket, tasks
+    model, tokenizer = pocket.load("cuda")
+    prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt for i, length in enumerate((2048, 1500))]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda")
+    wrote = []
+    for offload in (False, True):
+        with sparsify(model, decode=method, offload=offload):
+            wrote.append(model.generate(**inputs, max_new_tokens=70, min_new_tokens=70, do_sample=False))
+    assert torch.equal(*wrote)
+
 
 # what a compiled step does on a GPU: counted here, where kernels are as good as there, but launch nothing
 

@@ -591,17 +591,17 @@ def score_tile(tiles, s, BD):
 
 # %% ../../kernels/sketch_walk.ipynb #12ce6a3e
 def _likely(k, v, s, tiles, lists, PDL):
-    "Blocks of a list that may be fetched ahead; 0 where a block is not one stretch of memory, or there is no engine"
+    "Blocks of a list that may be fetched ahead; 0 where a block is not one stretch of the GPU's memory, or no engine is"
     size, D = k.element_size(), k.shape[3]
     fits = all(x.stride()[2:] == (D, 1) and x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0
                and x.stride(1) * size % 16 == 0 for x in (k, v)) and D * size % 16 == 0 and s.block >= 16
-    return int(tiles.select[2] * 1e6 / (2 * s.block * D * size * k.shape[0] * lists)) if fits and PDL else 0
+    return int(tiles.select[2] * 1e6 / (2 * s.block * D * size * k.shape[0] * lists)) if fits and PDL and k.is_cuda else 0
 
 def _launch_lists(k, v, s, tiles, score, part_m, part_l, place, share, blocks, readers, count, LP, PDL, more):
     "From the scores of all heads to the blocks that each group reads: two launches, or three for lists of heads"
     (B, H, X), G, N, S, (few, BT, _) = score.shape, *k.shape[1:3], part_m.shape[1], tiles.select
     each, L = (H // G, H) if s.heads == "each" else (0, G)
-    new = functools.partial(torch.empty, device=k.device, dtype=torch.int32)
+    new = functools.partial(torch.empty, device=score.device, dtype=torch.int32)
     key, cut, parts, likely = new(B * L, X), new(B * L, 2), triton.cdiv(X, BT), _likely(k, v, s, tiles, L, PDL)
     ends, BM, same = each or int(X > tiles.twice[0]), triton.next_power_of_2(X), dict(BT=BT, PDL=PDL)
     makers = 1 if ends else parts
@@ -709,7 +709,7 @@ def no_kernel(
 
 def decode(
     q: torch.Tensor,                      # queries [B, H, 1, D] on a GPU, D <= 256; above 32 but for an index of means
-    k: torch.Tensor,                      # keys [B, G, N, D], any strides
+    k: torch.Tensor,                      # keys [B, G, N, D], any strides; on the GPU or in pinned host memory
     v: torch.Tensor,                      # values [B, G, N, D], likewise
     index: Index,                         # of these keys; the newest block is not read, and is written once it is full
     settings: Settings,
