@@ -1022,7 +1022,8 @@ class Partitioned(Predictor):
         about, got = about_partition(self.partition), weights_id(model)
         if got != about.model:
             raise ValueError(f"model must have the weights that the partition {self.partition!r} was made from, "
-                             f"{about.model[:12]}, got {got[:12]}: make one for this model (`train_partition`)")
+                             f"{about.model[:12]}, got {got[:12]}: make one for this model "
+                             "(`saap_training.train_partition`)")
         layers = model.config.get_text_config().num_hidden_layers
         if max(about.parts, default=layers) >= layers:
             raise ValueError(f"partition must be of the {layers} layers of the model, got {self.partition!r} of layers "

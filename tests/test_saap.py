@@ -793,7 +793,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparse_nb import pocket
 from sparse_nb.evaluate import accuracy
 from sparse_nb.hf import attention_override, capture, prefill, sparsify
-from sparse_nb.records.saap_partition import fit_router, train_partition
+from sparse_nb.saap_training import fit_router, train_partition
 from sparse_nb.tasks import make
 from test_hf import IDS, build, gpt2
 

@@ -26,11 +26,11 @@ from ..core.selection import weighted_attention, weighted_state
 from ..evaluate import accuracy
 from ..models.capturing import capture
 from .recorder import machine, read_record, write_record
-from .saap_partition import (
-    KINDS, Lessons, lesson_texts, make_partition, model_centroids)
+from .saap_partition import KINDS, lesson_texts, make_partition
 from sparse_nb.saap import (
     Partition, Saap, keys_to_read, nearest_cluster, newest_of_each, partition_parts, router_scores, steps,
     tail_state)
+from ..saap_training import Lessons, model_centroids
 from ..tasks import make, prompt_tokens
 from ..text import token_bits
 
