@@ -4,20 +4,23 @@
 
 # %% auto #0
 __all__ = ['QUERIES_AT_ONCE', 'MOMENTUM', 'EPS', 'FACTORS', 'BUDGETS', 'POINTS', 'cluster_shares', 'normed', 'folded', 'or_all',
-           'new_router', 'fit_router', 'factor_errors', 'Lessons', 'model_centroids', 'routers_of', 'train_partition']
+           'new_router', 'check_learning', 'check_examples', 'fit_router', 'factor_errors', 'token_ids', 'bar',
+           'watched', 'Lessons', 'model_centroids', 'asked_of', 'routers_of', 'check_routers', 'train_partition']
 
 # %% ../nbs/42_saap_training.ipynb #7a1c40d5
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .core.checks import check_choice, check_count
+from .core.checks import check_choice, check_count, check_flag, check_number
 from .core.exact import attention, exponentials, grouped, promote
 from .core.selection import weighted_state
 from .models.capturing import capture
 from .saap import (
-    NETWORKS, Partition, Saap, cluster_sums, fit_partition, log_weights, nearest_cluster, steps)
+    NETWORKS, Partition, Saap, check_kmeans, cluster_sums, fit_partition, log_weights, nearest_cluster, steps)
 
 # %% ../nbs/42_saap_training.ipynb #b9826250
 QUERIES_AT_ONCE = 256
@@ -86,6 +89,33 @@ def new_router(heads, size, hidden, clusters, kind, g):
     if kind == "linear": return [draw(size, clusters), torch.zeros(heads, clusters)]
     return [draw(size, hidden), torch.zeros(heads, hidden), draw(hidden, clusters), torch.zeros(heads, clusters)]
 
+# %% ../nbs/42_saap_training.ipynb #7a1c40da
+def check_learning(kind, groups, hidden, steps, queries, rate, seed):
+    "Raise TypeError or ValueError for settings of `fit_router` that can never work."
+    check_choice("kind", kind, tuple(NETWORKS))
+    for name, x in ("hidden", hidden), ("steps", steps), ("queries", queries): check_count(name, x)
+    if groups is not None: check_count("groups", groups)
+    check_number("rate", rate)
+    if not 0 < rate < math.inf: raise ValueError(f"rate must be positive and finite, got {rate}")
+    check_count("seed", seed, 0, 2**63 - 1)
+
+def check_examples(
+    examples: list, # as of `fit_router`
+):
+    "Raise TypeError or ValueError for what no router can learn from, by name."
+    of_three = "examples must be a list of three tensors each, got"
+    if not isinstance(examples, (list, tuple)): raise TypeError(f"{of_three} {type(examples).__name__}")
+    for x in examples:
+        if not isinstance(x, tuple) or len(x) != 3 or not all(isinstance(y, torch.Tensor) for y in x):
+            raise TypeError(f"{of_three} {type(x).__name__}{f' of {len(x)}' if isinstance(x, tuple) else ''}")
+        if x[2].dtype != torch.bool: raise TypeError(f"examples must say which count by bool, got {x[2].dtype}")
+        if [y.ndim for y in x] != [3, 3, 2] or not x[0].shape[:2] == x[1].shape[:2] == x[2].shape:
+            raise ValueError("examples must have shapes [H, n, D], [H, n, C], [H, n], got "
+                             f"{', '.join(str(list(y.shape)) for y in x)}")
+    if len({(len(x[0]), x[0].shape[2], x[1].shape[2]) for x in examples}) > 1:
+        raise ValueError("examples must have the same H, D and C, got others")
+    if not any(x[2].any() for x in examples): raise ValueError("examples must hold a query that counts, got none")
+
 # %% ../nbs/42_saap_training.ipynb #efff7921
 def fit_router(
     examples: list,        # one a prompt: queries x [H, n, D], shares [H, n, C] and which count [H, n]
@@ -99,13 +129,14 @@ def fit_router(
     seed: int = 0,         # of the start, the prompts and the queries
     progress=None,         # called as `progress(step, loss)` with the mean loss of the queries, a tensor
 ) -> dict:                 # part -> tensor, as in `save_partition`, the norm folded
-    "The paper's query classifier by its KL loss. ValueError for no examples, or none whose queries count."
-    check_choice("kind", kind, tuple(NETWORKS))
-    for name, x in (("hidden", hidden), ("steps", steps), ("queries", queries)): check_count(name, x, 1)
+    "The paper's query classifier by its KL loss. Raises as `check_learning` and `check_examples`."
+    check_learning(kind, groups, hidden, steps, queries, rate, seed)
+    check_examples(examples)
     if groups is not None:  # the queries of a group are more queries of one network
+        if (heads := len(examples[0][0])) % groups:
+            raise ValueError(f"groups must divide the heads of examples, {heads}, got {groups}")
         examples = [tuple(y.unflatten(0, (groups, -1)).flatten(1, 2) for y in x) for x in examples]
     examples = [x for x in examples if x[2].any()]
-    if not examples: raise ValueError("examples must hold a query that counts, got none")
     device, g = examples[0][0].device, torch.Generator().manual_seed(seed)
     heads, _, size = examples[0][0].shape
     w = [x.to(device) for x in new_router(heads, size, hidden, examples[0][1].shape[2], kind, g)]
@@ -165,23 +196,66 @@ def factor_errors(
     return torch.stack(errors).mean(0)
 
 # %% ../nbs/42_saap_training.ipynb #e0aed562
+def token_ids(
+    texts: list,    # strings, or token ids of each, tensors [N]
+    tokenizer,      # of the model, for strings; None where there are none
+    size: int,      # of the model's vocabulary
+) -> list:          # of tensors [N], int64, on the CPU
+    "The token ids of texts. TypeError or ValueError for what is none, or where strings have no tokenizer."
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise TypeError(f"texts must be a list of strings or of tensors of token ids, got {type(texts).__name__}")
+    if not texts: raise ValueError("texts must hold at least one, got none")
+    if any(isinstance(x, str) for x in texts):
+        if tokenizer is None: raise ValueError("tokenizer must be that of the model where texts are strings, got None")
+        if not callable(tokenizer):
+            raise TypeError(f"tokenizer must be one of transformers, got {type(tokenizer).__name__}")
+    found = []
+    for i, x in enumerate(texts):
+        if isinstance(x, str): x = torch.tensor(tokenizer(x, verbose=False).input_ids, dtype=torch.int64)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"texts must be strings or tensors of token ids, got {type(x).__name__} in place {i}")
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"texts must be strings, or int32 or int64, got {x.dtype} in place {i}")
+        if x.ndim != 1: raise ValueError(f"texts must have shape [N], got {list(x.shape)} in place {i}")
+        if len(x) and not 0 <= x.min() <= x.max() < size:
+            raise ValueError(f"texts must be token ids in [0, {size}), got {x.min()} to {x.max()} in place {i}")
+        found.append(x.long().cpu())
+    return found
+
+# %% ../nbs/42_saap_training.ipynb #7a1c40dd
 POINTS = 256  # keys a centroid that k-means learns from
+
+def bar(items, total, what, progress):
+    "`items` behind a bar, which is seen where `progress` is True."
+    from tqdm.auto import tqdm
+    return tqdm(items, desc=what, total=total, disable=progress is not True)
+
+def watched(items, total, what, progress):
+    "`items` one after the other, with a bar or with lines, as `progress` of `train_partition` says."
+    for i, x in enumerate(bar(items, total, what, progress)):
+        yield x
+        if callable(progress): progress(f"text {i + 1} of {total}: {what}")
 
 class Lessons(NamedTuple):
     "Texts of a model, and which of their queries are asked."
     model: object    # a transformers decoder
-    prompts: list    # token ids of each text, tensors [N]
+    texts: list      # token ids of each, tensors [N]
     queries: int     # of each text: a quarter its last ones, the others drawn from the last 7/8 of it
     seed: int        # of this draw
 
-    def captured(self):
-        "For each text its layers, as of `capture`, one text after the other."
-        g = torch.Generator().manual_seed(self.seed)
-        for ids in self.prompts:
-            n, last = len(ids), self.queries // 4
+    def check(self):
+        "ValueError for texts that are too short."
+        for n in map(len, self.texts):
             if n - n // 8 < self.queries:
-                raise ValueError(f"prompts must be long enough for {self.queries} queries in the last 7/8 of each, got "
+                raise ValueError(f"texts must be long enough for {self.queries} queries in the last 7/8 of each, got "
                                  f"one of {n} tokens")
+
+    def captured(self):
+        "For each text its layers, as of `capture`, one text after the other. Raises as `check`."
+        self.check()
+        g = torch.Generator().manual_seed(self.seed)
+        for ids in self.texts:
+            n, last = len(ids), self.queries // 4
             at = n // 8 + torch.randperm(n - n // 8 - last, generator=g)[:self.queries - last]
             yield capture(self.model, ids.to(self.model.device), before_rope=True,
                           positions=[*at.sort().values.tolist(), *range(n - last, n)])
@@ -193,16 +267,40 @@ def model_centroids(
     before_rope: bool, # of keys before RoPE?
     seed: int,         # of the keys that are taken, and of the first centroids
     sinks: int = 1,    # first keys of each text, left out
-    progress=None,     # called as `progress(text)`
+    progress=False,    # as of `train_partition`
 ) -> dict:             # layer -> [G, C, D]
     "K-means on the keys of all texts, for each layer and key/value head."
-    g, held, each = torch.Generator().manual_seed(seed), {}, -(-POINTS * clusters // len(lessons.prompts))
-    for number, layers in enumerate(lessons.captured()):
-        some = sinks + torch.randperm(layers[0].k.shape[2] - sinks, generator=g)[:each].to(layers[0].k.device)
+    g, held, total = torch.Generator().manual_seed(seed), {}, len(lessons.texts)
+    for layers in watched(lessons.captured(), total, "keys", progress):
+        some = sinks + torch.randperm(layers[0].k.shape[2] - sinks, generator=g)[:-(-POINTS * clusters // total)]
+        some = some.to(layers[0].k.device)
         for x in layers: held.setdefault(x.layer, []).append((x.k_before if before_rope else x.k)[:, :, some].float())
-        if progress: progress(number)
     return {layer: fit_partition(torch.cat(keys, 2), clusters, kmeans=kmeans, seed=seed)[0]
             for layer, keys in held.items()}
+
+# %% ../nbs/42_saap_training.ipynb #7a1c40e0
+def asked_of(
+    lessons: Lessons,
+    fits: dict,        # layer -> centroids [G, C, D]
+    kmeans: str,       # one of `KMEANS`
+    before_rope: bool, # are they of keys before RoPE?
+    window: int,       # as of `train_partition`, and so the rest
+    reach: int,
+    fitted: int,
+    progress,
+) -> tuple:            # layer -> examples of `fit_router`; layer -> for each head the number of its factor in `FACTORS`
+    "What the queries of all texts ask of the clusters, and which factors make their outputs best."
+    examples, errors = {}, {}
+    for number, layers in enumerate(watched(lessons.captured(), len(lessons.texts), "queries", progress)):
+        for x in layers:
+            fit = fits[x.layer]
+            ids = nearest_cluster(x.k_before if before_rope else x.k, fit[None], kmeans)[0]
+            found = cluster_shares(x.q[0], x.k[0], ids, x.positions, fit.shape[1], window=window, reach=reach,
+                                   scale=x.scale)
+            examples.setdefault(x.layer, []).append(((x.q_before if before_rope else x.q)[0], *found))
+            if number % fitted == 0:
+                errors.setdefault(x.layer, []).append(factor_errors(x, fit, kmeans, before_rope))
+    return examples, {layer: torch.stack(found).mean(0).argmin(0) for layer, found in errors.items()}
 
 # %% ../nbs/42_saap_training.ipynb #eb8837e1
 def routers_of(
@@ -210,52 +308,82 @@ def routers_of(
     kind: str,      # of `NETWORKS`
     seed: int,
     settings: dict, # for `fit_router`
-    say,            # called with a line of text
+    progress,       # as of `train_partition`
 ) -> dict:          # layer -> part -> tensor
     "The networks of all layers, which are trained side by side: one step for all takes little longer than for one."
-    layers, losses = list(examples), []
+    layers, losses, seen = list(examples), [], bar(None, settings["steps"], kind, progress)
+    def watch(step, loss):
+        losses.append(loss)
+        seen.update()
     together = [tuple(torch.cat(y) for y in zip(*text)) for text in zip(*examples.values())]
-    if settings.get("groups") is not None: settings = settings | dict(groups=settings["groups"] * len(layers))
-    found = fit_router(or_all(together), kind=kind, seed=seed, progress=lambda step, x: losses.append(x), **settings)
+    if settings["groups"] is not None: settings = settings | dict(groups=settings["groups"] * len(layers))
+    found = fit_router(or_all(together), kind=kind, seed=seed, progress=watch, **settings)
     n, losses = max(1, len(losses) // 5), torch.stack(losses).tolist()
+    learnt = f"loss {sum(losses[:n]) / n:.3f}, at last {sum(losses[-n:]) / n:.3f}"
+    seen.set_postfix_str(learnt)
+    seen.close()
     queries = sum(float(counts.sum(1).double().mean()) for _, _, counts in together)
-    say(f"{kind}: {queries:,.0f} queries a head, loss {sum(losses[:n]) / n:.3f}, at last {sum(losses[-n:]) / n:.3f}")
+    if callable(progress): progress(f"{kind}: {queries:,.0f} queries a head, {learnt}")
     return {layer: {part: x.chunk(len(layers))[i] for part, x in found.items()} for i, layer in enumerate(layers)}
 
+def check_routers(model, routers, seed, groups, hidden, steps, rate):
+    "Raise TypeError or ValueError for names and settings of routers that do not fit or work."
+    if not isinstance(routers, (tuple, list)):
+        raise TypeError(f"routers must be a tuple of names, got {type(routers).__name__}")
+    for kind in routers: check_choice("routers", kind, tuple(NETWORKS))
+    check_learning("mlp", groups, hidden, steps, 1, rate, seed)
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    of_keys = getattr(config, "num_key_value_heads", None) or heads
+    fit = [str(x) for x in range(of_keys, heads + 1, of_keys) if heads % x == 0]
+    if groups is not None and str(groups) not in fit:
+        raise ValueError(f"groups must be {' or '.join(fit)}, of {heads} heads with keys of {of_keys}, got {groups}")
+
+# %% ../nbs/42_saap_training.ipynb #7a1c40df
 def train_partition(
     model,                      # a transformers decoder
-    prompts: list,              # token ids of each text, tensors [N]
+    texts: list,                # strings, or token ids of each, tensors [N]
     clusters: int = 128,        # C
     *,
+    tokenizer=None,             # of the model, where texts are strings
     kmeans: str = "spherical",  # one of `KMEANS`
     before_rope: bool = True,   # of keys before RoPE?
     routers: tuple = ("mlp",),  # of `NETWORKS`, to be trained on these centroids
-    queries: int = 256,         # of each text to learn from
+    queries: int = 256,         # of each text to learn from, 4 or more
     fitted: int = 1,            # factors are fitted on every one, second, ... text
     window: int = 255,          # last keys of a query, which no router need find
     reach: int = 255,           # a query is learnt from if its heaviest key is at least so far back
+    groups: int | None = None,  # of `fit_router`, and the next three likewise
+    hidden: int = 64,
+    steps: int = 2000,
+    rate: float = 3e-3,
     seed: int = 0,              # of everything drawn
-    progress=None,              # called with a line of text
-    **settings,                 # for `fit_router`
+    progress=True,              # show bars? or a function, called with lines of text
 ) -> dict:                      # `layer.part` -> tensor, float16, for `save_partition`
-    "Centroids, routers and factors for every layer of `model`. Raises as `Lessons.captured` and `fit_router`."
-    say = progress or (lambda line: None)
-    lessons, examples, errors = Lessons(model, prompts, queries, seed), {}, {}
-    fits = model_centroids(lessons, clusters, kmeans, before_rope, seed,
-                           progress=lambda i: say(f"text {i + 1} of {len(prompts)}: keys"))
-    for number, layers in enumerate(lessons.captured()):
-        for x in layers:
-            fit = fits[x.layer]
-            ids = nearest_cluster(x.k_before if before_rope else x.k, fit[None], kmeans)[0]
-            found = cluster_shares(x.q[0], x.k[0], ids, x.positions, clusters, window=window, reach=reach,
-                                   scale=x.scale)
-            examples.setdefault(x.layer, []).append(((x.q_before if before_rope else x.q)[0], *found))
-            if number % fitted == 0:
-                errors.setdefault(x.layer, []).append(factor_errors(x, fit, kmeans, before_rope))
-        say(f"text {number + 1} of {len(prompts)}: queries")
-    best = {layer: torch.stack(found).mean(0).argmin(0) for layer, found in errors.items()}
+    """Centroids, routers and factors for every layer of `model`.
+
+    Raises TypeError or ValueError for arguments that cannot work, before the model runs, and as `capture`.
+    """
+    if not hasattr(model, "get_input_embeddings"):
+        raise TypeError(f"model must be a decoder of transformers, got {type(model).__name__}")
+    texts = token_ids(texts, tokenizer, model.get_input_embeddings().num_embeddings)
+    check_kmeans(clusters, kmeans, 0, seed)
+    check_flag("before_rope", before_rope)
+    for name, x, least in (("queries", queries, 4), ("fitted", fitted, 1), ("window", window, 1), ("reach", reach, 0)):
+        check_count(name, x, least)
+    settings = dict(groups=groups, hidden=hidden, steps=steps, rate=rate)
+    check_routers(model, routers, seed, **settings)
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"progress must be True, False or a function, got {type(progress).__name__}")
+    lessons = Lessons(model, texts, queries, seed)
+    lessons.check()
+    if routers and (longest := max(map(len, texts))) < window + 2:
+        raise ValueError(f"texts must hold one of more than {window + 1} tokens, for routers to learn from keys before "
+                         f"the window, got {longest} at most")
+    fits = model_centroids(lessons, clusters, kmeans, before_rope, seed, progress=progress)
+    examples, best = asked_of(lessons, fits, kmeans, before_rope, window, reach, fitted, progress)
     parts = {layer: dict(centroids=fit, factor=torch.tensor(FACTORS, device=fit.device)[best[layer]])
              for layer, fit in fits.items()}
     for kind in routers:
-        for layer, own in routers_of(examples, kind, seed, settings, say).items(): parts[layer] |= own
+        for layer, own in routers_of(examples, kind, seed, settings, progress).items(): parts[layer] |= own
     return {f"{i}.{part}": x.half().contiguous().cpu() for i, own in parts.items() for part, x in own.items()}

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparse_nb import saap
+from sparse_nb import saap, saap_training
 from sparse_nb.attention import (
     Exact, Method, Predictor, assert_close, attention, attention_scores, attention_weights)
 from sparse_nb.core import methods
@@ -1214,7 +1215,8 @@ def test_a_partition_is_trained_and_used(llama, tmp_path):
     prompts = [torch.randint(3, 64, (n,), generator=g) for n in (90, 110)]
     how = dict(clusters=5, routers=("mlp", "linear"), queries=24, window=8, reach=8, steps=10, hidden=6)
     said = []
-    parts = train_partition(llama, prompts, seed=2, progress=said.append, **how)
+    parts = train_partition(llama, prompts, seed=2, **how, progress=said.append)
+    how["progress"] = False
     again = train_partition(llama, prompts, seed=2, **how)
     assert parts.keys() == again.keys() and all(torch.equal(parts[name], again[name]) for name in parts)
     assert not torch.equal(parts["0.centroids"], train_partition(llama, prompts, seed=3, **how)["0.centroids"])
@@ -1227,5 +1229,91 @@ def test_a_partition_is_trained_and_used(llama, tmp_path):
     for s in (Saap(6, window=8, partition=str(tmp_path / "own.safetensors"), router=router, tail="fitted")
               for router in ("mlp", "linear")):
         with sparsify(llama, decode=s): assert ids_of(llama).shape == (1, 8)
-    with pytest.raises(ValueError, match="prompts must be long enough for 24 queries .* got one of 20 tokens"):
-        train_partition(llama, [prompts[0][:20]], **how)
+
+def letters(text, **options):
+    "A tokenizer of the tiny model: a number for each character"
+    return SimpleNamespace(input_ids=[3 + ord(c) % 61 for c in text])
+
+TEXTS = ["The river " * 9, "A mill by the river, " * 5]
+QUICK = dict(clusters=5, queries=24, window=8, reach=8, steps=10, hidden=6, seed=2, progress=False)
+
+def test_texts_are_strings_or_token_ids(llama):
+    of_strings = train_partition(llama, TEXTS, tokenizer=letters, **QUICK)
+    ids = [torch.tensor(letters(text).input_ids, dtype=dtype) for text, dtype in zip(TEXTS, (torch.int32, torch.int64))]
+    for texts in (ids, (TEXTS[0], ids[1])):
+        again = train_partition(llama, texts, tokenizer=letters, **QUICK)
+        assert again.keys() == of_strings.keys() and all(torch.equal(again[x], of_strings[x]) for x in again)
+
+def test_training_shows_bars_or_says_lines_or_nothing(llama, capsys):
+    how = dict(QUICK, tokenizer=letters, routers=("mlp", "linear"))
+    train_partition(llama, TEXTS, **how)
+    assert capsys.readouterr() == ("", "")
+    train_partition(llama, TEXTS, **how | dict(progress=True))
+    out, bars = capsys.readouterr()
+    assert out == "" and all(f"{what}: 100%" in bars for what in ("keys", "queries", "mlp", "linear"))
+    assert "2/2" in bars and "10/10" in bars and "at last" in bars
+    said = []
+    train_partition(llama, TEXTS, **how | dict(progress=said.append))
+    assert capsys.readouterr() == ("", "")
+    assert said[:4] == ["text 1 of 2: keys", "text 2 of 2: keys", "text 1 of 2: queries", "text 2 of 2: queries"]
+    assert [line.split(":")[0] for line in said[4:]] == ["mlp", "linear"] and "loss" in said[4]
+
+@pytest.mark.parametrize("changed, error, message", [
+    (dict(texts="The river"), TypeError, "texts must be a list of strings or of tensors of token ids, got str"),
+    (dict(texts=torch.ones(2, 90).long()), TypeError, "texts must be a list of strings .* got Tensor"),
+    (dict(texts=3), TypeError, "texts must be a list of strings .* got int"),
+    (dict(texts=iter(TEXTS)), TypeError, "texts must be a list of strings .* got list_iterator"),
+    (dict(texts=[]), ValueError, "texts must hold at least one, got none"),
+    (dict(tokenizer=None), ValueError, "tokenizer must be that of the model where texts are strings, got None"),
+    (dict(tokenizer="pocket"), TypeError, "tokenizer must be one of transformers, got str"),
+    (dict(texts=[TEXTS[0], 3]), TypeError, "texts must be strings or tensors of token ids, got int in place 1"),
+    (dict(texts=[torch.ones(90)]), TypeError, "texts must be .* int32 or int64, got torch.float32 in place 0"),
+    (dict(texts=[torch.ones(1, 90).long()]), ValueError, r"texts must have shape \[N\], got \[1, 90\] in place 0"),
+    (dict(texts=[torch.full((90,), 64)]), ValueError, r"texts must be token ids in \[0, 64\), got 64 to 64 in place 0"),
+    (dict(texts=[torch.full((90,), -1)]), ValueError, r"texts must be token ids in \[0, 64\), got -1 to -1 in"),
+    (dict(texts=[*TEXTS, "too few"]), ValueError, "texts must be long enough for 24 queries .* got one of 7 tokens"),
+    (dict(texts=[""]), ValueError, "texts must be long enough for 24 queries .* got one of 0 tokens"),
+    (dict(window=104), ValueError, "texts must hold one of more than 105 tokens, .* got 105 at most"),
+    (dict(window=0), ValueError, "window must be at least 1, got 0"),
+    (dict(reach=-1), ValueError, "reach must be at least 0, got -1"),
+    (dict(queries=3), ValueError, "queries must be at least 4, got 3"),
+    (dict(fitted=0), ValueError, "fitted must be at least 1, got 0"),
+    (dict(clusters=0), ValueError, "clusters must be at least 1"),
+    (dict(clusters=2.0), TypeError, "clusters must be an int, got float"),
+    (dict(kmeans="cosine"), ValueError, "kmeans must be one of spherical, plain, got 'cosine'"),
+    (dict(before_rope=1), TypeError, "before_rope must be a bool, got int"),
+    (dict(seed=2**63), ValueError, "seed must be at least 0 and at most"),
+    (dict(routers="mlp"), TypeError, "routers must be a tuple of names, got str"),
+    (dict(routers=("tree",)), ValueError, "routers must be one of mlp, linear, got 'tree'"),
+    (dict(groups=3), ValueError, "groups must be 2 or 4, .* got 3"),
+    (dict(groups=1), ValueError, "groups must be 2 or 4, .* got 1"),
+    (dict(hidden=0), ValueError, "hidden must be at least 1, got 0"),
+    (dict(steps=0), ValueError, "steps must be at least 1, got 0"),
+    (dict(rate=0.0), ValueError, "rate must be positive and finite, got 0.0"),
+    (dict(rate="1"), TypeError, "rate must be a number, got str"),
+    (dict(progress=3), TypeError, "progress must be True, False or a function, got int"),
+    (dict(model=3), TypeError, "model must be a decoder of transformers, got int"),
+], ids=lambda x: ", ".join(x) if isinstance(x, dict) else None)
+def test_training_names_bad_input_before_it_begins(llama, monkeypatch, changed, error, message):
+    monkeypatch.setattr(saap_training, "capture", None)  # runs the model
+    given = dict(QUICK, model=llama, texts=TEXTS, tokenizer=letters) | changed
+    with pytest.raises(error, match=message): train_partition(given.pop("model"), given.pop("texts"), **given)
+
+@pytest.mark.parametrize("changed, error, message", [
+    (dict(examples=3), TypeError, "examples must be a list of three tensors each, got int"),
+    (dict(examples=[]), ValueError, "examples must hold a query that counts, got none"),
+    (dict(examples=[lessons(0)[:2]]), TypeError, "examples must be a list of three tensors each, got tuple of 2"),
+    (dict(examples=[(*lessons(0)[:2], 3)]), TypeError, "examples must be a list of three tensors each, got tuple of 3"),
+    (dict(examples=[(*lessons(0)[:2], torch.ones(4, 39).bool())]), ValueError,
+     r"examples must have shapes \[H, n, D\], \[H, n, C\], \[H, n\], got \[4, 40, 6\], \[4, 40, 5\], \[4, 39\]"),
+    (dict(examples=[lessons(0), lessons(1, heads=3)]), ValueError, "examples must have the same H, D and C"),
+    (dict(examples=[(*lessons(0)[:2], torch.ones(4, 40))]), TypeError, "examples must say .* bool, got torch.float32"),
+    (dict(groups=3), ValueError, "groups must divide the heads of examples, 4, got 3"),
+    (dict(kind="tree"), ValueError, "kind must be one of mlp, linear, got 'tree'"),
+    (dict(queries=0), ValueError, "queries must be at least 1, got 0"),
+    (dict(rate=math.nan), ValueError, "rate must be positive and finite, got nan"),
+    (dict(seed=-1), ValueError, "seed must be at least 0"),
+], ids=lambda x: ", ".join(x) if isinstance(x, dict) else None)
+def test_a_router_names_bad_input(changed, error, message):
+    given = dict(examples=[lessons(0)], steps=2) | changed
+    with pytest.raises(error, match=message): fit_router(given.pop("examples"), **given)

@@ -59,7 +59,7 @@ def make_partition(
     out=None,            # the safetensors file; None: `partition_path`
     *,
     quick: bool = False, # short texts and few steps
-    say=print,           # called with lines on the way
+    progress=print,      # as of `train_partition`
 ) -> Path:               # the file
     "Train the partition of a model, unless its file is there."
     out = Path(out or partition_path(name, seen)).expanduser()
@@ -70,7 +70,7 @@ def make_partition(
     texts = lesson_texts(name, tokenizer, tasks, *((1, (600,)) if quick else (16,)))
     few = dict(queries=128, window=64, reach=64, steps=100) if quick else dict(
         queries=-(-ASKED // len(texts)), fitted=len(texts) // 16, steps=4000)
-    parts = train_partition(model, texts, progress=say, **few)
+    parts = train_partition(model, texts, progress=progress, **few)
     out.parent.mkdir(parents=True, exist_ok=True)
     whole = out.with_name(f".{out.name}.{torch.randint(10**9, ()).item()}")  # several processes may make it at once
     save_partition(parts, whole, model)
@@ -84,4 +84,4 @@ def record(
 ) -> Path:               # the file
     "Train the partition of the pocket model that the package ships."
     Path(out).unlink(missing_ok=True)
-    return make_partition("pocket", "all", out, quick=quick, say=say)
+    return make_partition("pocket", "all", out, quick=quick, progress=say)
