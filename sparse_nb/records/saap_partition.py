@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from .. import pocket
+from ..core.checks import check_choice
 from ..grid import load_named
 from ..saap import save_partition
 from ..saap_training import train_partition
@@ -61,7 +62,9 @@ def make_partition(
     quick: bool = False, # short texts and few steps
     progress=print,      # as of `train_partition`
 ) -> Path:               # the file
-    "Train the partition of a model, unless its file is there."
+    "Train the partition of a model, unless its file is there. ValueError for another model, or kind of texts."
+    check_choice("name", name, tuple(LENGTHS))
+    check_choice("seen", seen, ("all", *KINDS))
     out = Path(out or partition_path(name, seen)).expanduser()
     if out.exists(): return out
     model, tokenizer = pocket.load("cuda" if torch.cuda.is_available() else "cpu") if name == "pocket" else (
