@@ -713,8 +713,8 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: Saap(probes=2.0), TypeError, "probes must be an int, got float"),
     (lambda: Saap(clusters=0), ValueError, "clusters must be at least 1"),
     (lambda: Saap(clusters=2**15), ValueError, "clusters must be at least 1 and at most 32767, got 32768"),
-    (lambda: Saap(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
-    (lambda: Saap(window=0), ValueError, "window must be at least 1, got 0"),
+    (lambda: Saap(sinks=-1), ValueError, "sinks must be at least 0 and at most 2147483647, got -1"),
+    (lambda: Saap(window=0), ValueError, "window must be at least 1 and at most 2147483647, got 0"),
     (lambda: Saap(router="mlp"), ValueError, "router must not be what a file holds .* context, got 'mlp'"),
     (lambda: Saap(router="tree"), ValueError, "router must be one of moments, centroid, mlp, linear, got 'tree'"),
     (lambda: Saap(rank="size"), ValueError, "rank must be one of density, mass, got 'size'"),
@@ -759,9 +759,87 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: fit_partition(K.long(), 4), TypeError, "k must be a floating tensor, got torch.int64"),
     (lambda: fit_partition(K, 4, shown=torch.ones(2, 3).bool()), ValueError, r"shown must have shape \[B, n\]"),
     (lambda: STATE.crop(61), ValueError, r"length must lie in \[0, 60\], got 61"),
+    *((lambda x=x, n=n: saap_decode(Q, K, V, **SMALL | {n: x}), ValueError,
+       f"{n} must be at least {least} and at most 2147483647, got {x}")
+      for n, least in (("budget", 0), ("sinks", 0), ("window", 1)) for x in (2**31, 2**63, 2**64, 10**30)),
+    (lambda: Saap(budget=2**31), ValueError, "budget must be at least 0 and at most 2147483647, got 2147483648"),
+    (lambda: saap_decode(Q, K, V, STATE, budget=2**64), ValueError, "budget must be at least 0 and at most 2147483647"),
+    (lambda: Saap(**SMALL).build(K, v=V).fix(2**62), ValueError, "capacity must be at least 60 and at most 2147483647"),
+    (lambda: Saap(**SMALL).build(K, v=V).fix(2**64), ValueError, "capacity must be at least 60 and at most 2147483647"),
+    (lambda: saap_decode(Q, K, None, **SMALL), TypeError, "v must be a torch.Tensor, got NoneType"),
+    (lambda: Saap(**SMALL).decode(Q, K, None), TypeError, "v must be a torch.Tensor, got NoneType"),
+    *((lambda x=x: saap_decode(Q, K, V, k_before=x, **SMALL), TypeError, f"k_before must be a torch.Tensor, got {name}")
+      for x, name in ((3, "int"), ([1.0], "list"), (True, "bool"), (K.numpy(), "ndarray"))),
+    *((lambda x=x: saap_decode(Q, K, V, k_before=x, **SMALL), TypeError,
+       f"k_before must be float16, .* got {x.dtype}")
+      for x in (K.long(), K.bool(), K.cfloat())),
+    (lambda: saap_decode(Q, K, V, k_before=K.to("meta"), **SMALL), ValueError,
+     "k_before must be on the device of q, cpu, or in host memory, got meta"),
+    *((lambda x=x, router=router: saap_decode(Q, K, V, k_before=K, q_before=x, router=router, **SMALL), TypeError,
+       f"q_before must be {message}") for router in ("centroid", "moments")
+      for x, message in ((3, "a torch.Tensor, got int"), ([1.0], "a torch.Tensor, got list"),
+                         (Q.long(), "float16, .* got torch.int64"))),
+    *((lambda x=x: Saap(**SMALL).select(Q, K, q_before=x), error, f"q_before must be {message}")
+      for x, error, message in ((3, TypeError, "a torch.Tensor, got int"),
+                                (Q[:, :1], ValueError, r"of the shape of q, \[2, 6, 1, 16\], got \[2, 1, 1, 16\]"))),
+    (lambda: saap_decode(Q, K, V, k_before=K, q_before=torch.cat([Q, Q], 2), router="centroid", **SMALL), ValueError,
+     r"q_before must be of the shape of q, \[2, 6, 1, 16\], got \[2, 6, 2, 16\]"),
+    (lambda: saap_decode(Q, K, V, k_before=K, q_before=Q.to("meta"), router="centroid", **SMALL), ValueError,
+     "q_before must be on the device of q, cpu, got meta"),
+    (lambda: saap_decode(Q, K, V, torch.ones(2, 5, 16, device="meta")), ValueError,
+     "partition must be on the device of q, cpu, or in host memory, got meta"),
+    (lambda: Saap(**SMALL, router="centroid").new_state().append(K, V, q_before=3), TypeError,
+     "q_before must be a torch.Tensor, got int"),
+    (lambda: Saap(**SMALL).new_state().append(K, V, k_before=K.long()), TypeError,
+     "k_before must be float16, .*, got torch.int64"),
+    (lambda: Saap(**SMALL).new_state().append(K, V, k_before=K.to("meta")), ValueError,
+     "k_before must be on the device of k, cpu, got meta"),
+    *((lambda x=x: Saap(**SMALL).build(x), TypeError, f"k must be a torch.Tensor, got {name}")
+      for x, name in ((3, "int"), (None, "NoneType"), ([1.0], "list"))),
+    (lambda: Saap(**SMALL).build(K.long()), TypeError, "k must be float16, .* got torch.int64"),
+    (lambda: Saap(**SMALL).build(K, v=V.long()), TypeError, "v must be float16, .* got torch.int64"),
+    (lambda: Saap(**SMALL).build(K, v=V.to("meta")), ValueError,
+     "v must be on the device of q, cpu, or in host memory, got meta"),
+    (lambda: Saap(**SMALL).build(K, v=3), TypeError, "v must be a torch.Tensor, got int"),
+    (lambda: Saap(**SMALL).build(K, v=V[..., :8]), ValueError, r"v must have the shape of k, \[2, 2, 60, 16\], got"),
+    (lambda: Saap(**SMALL).state_for(3, K, None), TypeError, "q must be a torch.Tensor, got int"),
+    *((lambda x=x: Saap(**SMALL).priorities(Q, x), TypeError, f"state must be Partition, got {type(x).__name__}")
+      for x in (3, K, None)),
+    *((lambda x=x: Saap(**SMALL).priorities(x, STATE), error, f"q must {message}") for x, error, message in (
+        (3, TypeError, "be a torch.Tensor, got int"), (Q.long(), TypeError, "be float16, .* got torch.int64"),
+        (Q[0], ValueError, r"have shape \[B, H, Q, D\] .* got \[6, 1, 16\]"),
+        (Q[:1], ValueError, r"have shape \[B, H, Q, D\] for 2 sequences, 2 heads of keys and size 16, got \[1, 6"),
+        (Q[:, :5], ValueError, "have shape"), (Q[..., :8], ValueError, "have shape"),
+        (Q.to("meta"), ValueError, "be on the device of state, cpu, got meta"))),
+    *((lambda x=x: about_partition(x), TypeError, f"partition must be a str or a path, got {type(x).__name__}")
+      for x in (3, None, [1.0], K)),
+    (lambda: partition_parts(3, 0), TypeError, "partition must be a str or a path, got int"),
+    *((lambda x=x: partition_parts("pocket", x), TypeError, f"layer must be an int, got {type(x).__name__}")
+      for x in (1.0, None, True)),
+    (lambda: partition_parts("pocket", -1), ValueError, "layer must be at least 0, got -1"),
+    *((lambda x=x: save_partition(x, "x", torch.nn.Linear(2, 2)), TypeError,
+       f"parts must be a dict, got {type(x).__name__}") for x in (3, [1.0], K)),
+    (lambda: save_partition({3: K}, "x", torch.nn.Linear(2, 2)), ValueError, "parts must be named by layer .* got 3"),
+    *((lambda x=x: save_partition({"0.centroids": x}, "x", torch.nn.Linear(2, 2)), TypeError,
+       f"parts must hold floating tensors, got {name} in 0.centroids")
+      for x, name in ((3, "int"), (None, "NoneType"), (K.long(), "torch.int64"))),
+    (lambda: save_partition({"0.centroids": K[0].to("meta")}, "x", torch.nn.Linear(2, 2)), ValueError,
+     "parts must be loaded, got 0.centroids on the meta device"),
+    (lambda: save_partition({"0.centroids": K[0]}, 3, torch.nn.Linear(2, 2)), TypeError,
+     "path must be a str or a path, got int"),
+    (lambda: save_partition({"0.centroids": K[0]}, "x", 3), TypeError, "model must be a torch.nn.Module, got int"),
+    (lambda: Saap(partition="pocket").check_model(3), TypeError, "model must be a torch.nn.Module, got int"),
 ])
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message): call()
+
+@pytest.mark.parametrize("name", ["budget", "sinks", "window"])
+def test_the_largest_counts_read_everything(name):
+    start = torch.tensor([3, 0])
+    for s in Saap(**SMALL | {name: 2**31 - 1}), Saap(**SMALL | {name: 60}):
+        out, stats = s.decode(Q, K, V, kv_start=start, return_stats=True)
+        assert_close(out, attention(Q, K, V, kv_start=start), 1e-5)
+        assert (stats.density == 1).all()
 
 ALARM = 1e-8  # chance that the test below fails for a promise that is kept
 
