@@ -250,15 +250,23 @@ class Lessons(NamedTuple):
                 raise ValueError(f"texts must be long enough for {self.queries} queries in the last 7/8 of each, got "
                                  f"one of {n} tokens")
 
-    def captured(self):
-        "For each text its layers, as of `capture`, one text after the other. Raises as `check`."
+    def captured(
+        self,
+        before_rope: bool = True, # also queries and keys from before RoPE
+    ):
+        """For each text its layers, as of `capture`, one text after the other.
+
+        Raises as `check` and `capture`, and ValueError for a model whose scores are capped or have sinks.
+        """
         self.check()
         g = torch.Generator().manual_seed(self.seed)
         for ids in self.texts:
             n, last = len(ids), self.queries // 4
             at = n // 8 + torch.randperm(n - n // 8 - last, generator=g)[:self.queries - last]
-            yield capture(self.model, ids.to(self.model.device), before_rope=True,
-                          positions=[*at.sort().values.tolist(), *range(n - last, n)])
+            layers = capture(self.model, ids.to(self.model.device), before_rope=before_rope,
+                             positions=[*at.sort().values.tolist(), *range(n - last, n)])
+            for x in layers: x.seen(-1)  # raises for such scores
+            yield layers
 
 def model_centroids(
     lessons: Lessons,
@@ -271,7 +279,7 @@ def model_centroids(
 ) -> dict:             # layer -> [G, C, D]
     "K-means on the keys of all texts, for each layer and key/value head."
     g, held, total = torch.Generator().manual_seed(seed), {}, len(lessons.texts)
-    for layers in watched(lessons.captured(), total, "keys", progress):
+    for layers in watched(lessons.captured(before_rope), total, "keys", progress):
         some = sinks + torch.randperm(layers[0].k.shape[2] - sinks, generator=g)[:-(-POINTS * clusters // total)]
         some = some.to(layers[0].k.device)
         for x in layers: held.setdefault(x.layer, []).append((x.k_before if before_rope else x.k)[:, :, some].float())
@@ -291,7 +299,7 @@ def asked_of(
 ) -> tuple:            # layer -> examples of `fit_router`; layer -> for each head the number of its factor in `FACTORS`
     "What the queries of all texts ask of the clusters, and which factors make their outputs best."
     examples, errors = {}, {}
-    for number, layers in enumerate(watched(lessons.captured(), len(lessons.texts), "queries", progress)):
+    for number, layers in enumerate(watched(lessons.captured(before_rope), len(lessons.texts), "queries", progress)):
         for x in layers:
             fit = fits[x.layer]
             ids = nearest_cluster(x.k_before if before_rope else x.k, fit[None], kmeans)[0]

@@ -1336,6 +1336,20 @@ def test_training_shows_bars_or_says_lines_or_nothing(llama, capsys):
     assert said[:4] == ["text 1 of 2: keys", "text 2 of 2: keys", "text 1 of 2: queries", "text 2 of 2: queries"]
     assert [line.split(":")[0] for line in said[4:]] == ["mlp", "linear"] and "loss" in said[4]
 
+def test_models_without_a_rotation_train_on_keys_as_they_are(tmp_path):
+    model, how = gpt2(), dict(QUICK, tokenizer=letters, before_rope=False)
+    parts = train_partition(model, TEXTS, **how)
+    save_partition(parts, tmp_path / "own.safetensors", model, before_rope=False)
+    s = Saap(6, window=8, partition=str(tmp_path / "own.safetensors"), router="mlp")
+    with sparsify(model, decode=s): assert ids_of(model).shape == (1, 8)
+    with pytest.raises(ValueError, match="before_rope must be False, got True"):
+        train_partition(model, TEXTS, **how | dict(before_rope=True))
+
+@pytest.mark.parametrize("family, got", [("gemma2, capped", "softcap"), ("gpt-oss, sinks", "sinks")])
+def test_scores_that_are_not_of_q_and_k_alone_teach_nothing(family, got):
+    with pytest.raises(ValueError, match=f"scores must be of q and k alone, got layer 0 with {got}"):
+        train_partition(build(family), TEXTS, **QUICK, tokenizer=letters)
+
 @pytest.mark.parametrize("changed, error, message", [
     (dict(texts="The river"), TypeError, "texts must be a list of strings or of tensors of token ids, got str"),
     (dict(texts=torch.ones(2, 90).long()), TypeError, "texts must be a list of strings .* got Tensor"),
