@@ -268,6 +268,7 @@ class Lessons(NamedTuple):
             for x in layers: x.seen(-1)  # raises for such scores
             yield layers
 
+# %% ../nbs/42_saap_training.ipynb #7a1c40eb
 def model_centroids(
     lessons: Lessons,
     clusters: int,     # C
