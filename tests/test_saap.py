@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparse_nb import saap
+from sparse_nb import saap, saap_training
 from sparse_nb.attention import (
     Exact, Method, Predictor, assert_close, attention, attention_scores, attention_weights)
 from sparse_nb.core import methods
@@ -712,8 +713,8 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: Saap(probes=2.0), TypeError, "probes must be an int, got float"),
     (lambda: Saap(clusters=0), ValueError, "clusters must be at least 1"),
     (lambda: Saap(clusters=2**15), ValueError, "clusters must be at least 1 and at most 32767, got 32768"),
-    (lambda: Saap(sinks=-1), ValueError, "sinks must be at least 0, got -1"),
-    (lambda: Saap(window=0), ValueError, "window must be at least 1, got 0"),
+    (lambda: Saap(sinks=-1), ValueError, "sinks must be at least 0 and at most 2147483647, got -1"),
+    (lambda: Saap(window=0), ValueError, "window must be at least 1 and at most 2147483647, got 0"),
     (lambda: Saap(router="mlp"), ValueError, "router must not be what a file holds .* context, got 'mlp'"),
     (lambda: Saap(router="tree"), ValueError, "router must be one of moments, centroid, mlp, linear, got 'tree'"),
     (lambda: Saap(rank="size"), ValueError, "rank must be one of density, mass, got 'size'"),
@@ -758,9 +759,87 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: fit_partition(K.long(), 4), TypeError, "k must be a floating tensor, got torch.int64"),
     (lambda: fit_partition(K, 4, shown=torch.ones(2, 3).bool()), ValueError, r"shown must have shape \[B, n\]"),
     (lambda: STATE.crop(61), ValueError, r"length must lie in \[0, 60\], got 61"),
+    *((lambda x=x, n=n: saap_decode(Q, K, V, **SMALL | {n: x}), ValueError,
+       f"{n} must be at least {least} and at most 2147483647, got {x}")
+      for n, least in (("budget", 0), ("sinks", 0), ("window", 1)) for x in (2**31, 2**63, 2**64, 10**30)),
+    (lambda: Saap(budget=2**31), ValueError, "budget must be at least 0 and at most 2147483647, got 2147483648"),
+    (lambda: saap_decode(Q, K, V, STATE, budget=2**64), ValueError, "budget must be at least 0 and at most 2147483647"),
+    (lambda: Saap(**SMALL).build(K, v=V).fix(2**62), ValueError, "capacity must be at least 60 and at most 2147483647"),
+    (lambda: Saap(**SMALL).build(K, v=V).fix(2**64), ValueError, "capacity must be at least 60 and at most 2147483647"),
+    (lambda: saap_decode(Q, K, None, **SMALL), TypeError, "v must be a torch.Tensor, got NoneType"),
+    (lambda: Saap(**SMALL).decode(Q, K, None), TypeError, "v must be a torch.Tensor, got NoneType"),
+    *((lambda x=x: saap_decode(Q, K, V, k_before=x, **SMALL), TypeError, f"k_before must be a torch.Tensor, got {name}")
+      for x, name in ((3, "int"), ([1.0], "list"), (True, "bool"), (K.numpy(), "ndarray"))),
+    *((lambda x=x: saap_decode(Q, K, V, k_before=x, **SMALL), TypeError,
+       f"k_before must be float16, .* got {x.dtype}")
+      for x in (K.long(), K.bool(), K.cfloat())),
+    (lambda: saap_decode(Q, K, V, k_before=K.to("meta"), **SMALL), ValueError,
+     "k_before must be on the device of q, cpu, or in host memory, got meta"),
+    *((lambda x=x, router=router: saap_decode(Q, K, V, k_before=K, q_before=x, router=router, **SMALL), TypeError,
+       f"q_before must be {message}") for router in ("centroid", "moments")
+      for x, message in ((3, "a torch.Tensor, got int"), ([1.0], "a torch.Tensor, got list"),
+                         (Q.long(), "float16, .* got torch.int64"))),
+    *((lambda x=x: Saap(**SMALL).select(Q, K, q_before=x), error, f"q_before must be {message}")
+      for x, error, message in ((3, TypeError, "a torch.Tensor, got int"),
+                                (Q[:, :1], ValueError, r"of the shape of q, \[2, 6, 1, 16\], got \[2, 1, 1, 16\]"))),
+    (lambda: saap_decode(Q, K, V, k_before=K, q_before=torch.cat([Q, Q], 2), router="centroid", **SMALL), ValueError,
+     r"q_before must be of the shape of q, \[2, 6, 1, 16\], got \[2, 6, 2, 16\]"),
+    (lambda: saap_decode(Q, K, V, k_before=K, q_before=Q.to("meta"), router="centroid", **SMALL), ValueError,
+     "q_before must be on the device of q, cpu, got meta"),
+    (lambda: saap_decode(Q, K, V, torch.ones(2, 5, 16, device="meta")), ValueError,
+     "partition must be on the device of q, cpu, or in host memory, got meta"),
+    (lambda: Saap(**SMALL, router="centroid").new_state().append(K, V, q_before=3), TypeError,
+     "q_before must be a torch.Tensor, got int"),
+    (lambda: Saap(**SMALL).new_state().append(K, V, k_before=K.long()), TypeError,
+     "k_before must be float16, .*, got torch.int64"),
+    (lambda: Saap(**SMALL).new_state().append(K, V, k_before=K.to("meta")), ValueError,
+     "k_before must be on the device of k, cpu, got meta"),
+    *((lambda x=x: Saap(**SMALL).build(x), TypeError, f"k must be a torch.Tensor, got {name}")
+      for x, name in ((3, "int"), (None, "NoneType"), ([1.0], "list"))),
+    (lambda: Saap(**SMALL).build(K.long()), TypeError, "k must be float16, .* got torch.int64"),
+    (lambda: Saap(**SMALL).build(K, v=V.long()), TypeError, "v must be float16, .* got torch.int64"),
+    (lambda: Saap(**SMALL).build(K, v=V.to("meta")), ValueError,
+     "v must be on the device of q, cpu, or in host memory, got meta"),
+    (lambda: Saap(**SMALL).build(K, v=3), TypeError, "v must be a torch.Tensor, got int"),
+    (lambda: Saap(**SMALL).build(K, v=V[..., :8]), ValueError, r"v must have the shape of k, \[2, 2, 60, 16\], got"),
+    (lambda: Saap(**SMALL).state_for(3, K, None), TypeError, "q must be a torch.Tensor, got int"),
+    *((lambda x=x: Saap(**SMALL).priorities(Q, x), TypeError, f"state must be Partition, got {type(x).__name__}")
+      for x in (3, K, None)),
+    *((lambda x=x: Saap(**SMALL).priorities(x, STATE), error, f"q must {message}") for x, error, message in (
+        (3, TypeError, "be a torch.Tensor, got int"), (Q.long(), TypeError, "be float16, .* got torch.int64"),
+        (Q[0], ValueError, r"have shape \[B, H, Q, D\] .* got \[6, 1, 16\]"),
+        (Q[:1], ValueError, r"have shape \[B, H, Q, D\] for 2 sequences, 2 heads of keys and size 16, got \[1, 6"),
+        (Q[:, :5], ValueError, "have shape"), (Q[..., :8], ValueError, "have shape"),
+        (Q.to("meta"), ValueError, "be on the device of state, cpu, got meta"))),
+    *((lambda x=x: about_partition(x), TypeError, f"partition must be a str or a path, got {type(x).__name__}")
+      for x in (3, None, [1.0], K)),
+    (lambda: partition_parts(3, 0), TypeError, "partition must be a str or a path, got int"),
+    *((lambda x=x: partition_parts("pocket", x), TypeError, f"layer must be an int, got {type(x).__name__}")
+      for x in (1.0, None, True)),
+    (lambda: partition_parts("pocket", -1), ValueError, "layer must be at least 0, got -1"),
+    *((lambda x=x: save_partition(x, "x", torch.nn.Linear(2, 2)), TypeError,
+       f"parts must be a dict, got {type(x).__name__}") for x in (3, [1.0], K)),
+    (lambda: save_partition({3: K}, "x", torch.nn.Linear(2, 2)), ValueError, "parts must be named by layer .* got 3"),
+    *((lambda x=x: save_partition({"0.centroids": x}, "x", torch.nn.Linear(2, 2)), TypeError,
+       f"parts must hold floating tensors, got {name} in 0.centroids")
+      for x, name in ((3, "int"), (None, "NoneType"), (K.long(), "torch.int64"))),
+    (lambda: save_partition({"0.centroids": K[0].to("meta")}, "x", torch.nn.Linear(2, 2)), ValueError,
+     "parts must be loaded, got 0.centroids on the meta device"),
+    (lambda: save_partition({"0.centroids": K[0]}, 3, torch.nn.Linear(2, 2)), TypeError,
+     "path must be a str or a path, got int"),
+    (lambda: save_partition({"0.centroids": K[0]}, "x", 3), TypeError, "model must be a torch.nn.Module, got int"),
+    (lambda: Saap(partition="pocket").check_model(3), TypeError, "model must be a torch.nn.Module, got int"),
 ])
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message): call()
+
+@pytest.mark.parametrize("name", ["budget", "sinks", "window"])
+def test_the_largest_counts_read_everything(name):
+    start = torch.tensor([3, 0])
+    for s in Saap(**SMALL | {name: 2**31 - 1}), Saap(**SMALL | {name: 60}):
+        out, stats = s.decode(Q, K, V, kv_start=start, return_stats=True)
+        assert_close(out, attention(Q, K, V, kv_start=start), 1e-5)
+        assert (stats.density == 1).all()
 
 ALARM = 1e-8  # chance that the test below fails for a promise that is kept
 
@@ -793,7 +872,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparse_nb import pocket
 from sparse_nb.evaluate import accuracy
 from sparse_nb.hf import attention_override, capture, prefill, sparsify
-from sparse_nb.records.saap_partition import fit_router, train_partition
+from sparse_nb.saap_training import fit_router, train_partition
 from sparse_nb.tasks import make
 from test_hf import IDS, build, gpt2
 
@@ -1214,7 +1293,8 @@ def test_a_partition_is_trained_and_used(llama, tmp_path):
     prompts = [torch.randint(3, 64, (n,), generator=g) for n in (90, 110)]
     how = dict(clusters=5, routers=("mlp", "linear"), queries=24, window=8, reach=8, steps=10, hidden=6)
     said = []
-    parts = train_partition(llama, prompts, seed=2, progress=said.append, **how)
+    parts = train_partition(llama, prompts, seed=2, **how, progress=said.append)
+    how["progress"] = False
     again = train_partition(llama, prompts, seed=2, **how)
     assert parts.keys() == again.keys() and all(torch.equal(parts[name], again[name]) for name in parts)
     assert not torch.equal(parts["0.centroids"], train_partition(llama, prompts, seed=3, **how)["0.centroids"])
@@ -1227,5 +1307,105 @@ def test_a_partition_is_trained_and_used(llama, tmp_path):
     for s in (Saap(6, window=8, partition=str(tmp_path / "own.safetensors"), router=router, tail="fitted")
               for router in ("mlp", "linear")):
         with sparsify(llama, decode=s): assert ids_of(llama).shape == (1, 8)
-    with pytest.raises(ValueError, match="prompts must be long enough for 24 queries .* got one of 20 tokens"):
-        train_partition(llama, [prompts[0][:20]], **how)
+
+def letters(text, **options):
+    "A tokenizer of the tiny model: a number for each character"
+    return SimpleNamespace(input_ids=[3 + ord(c) % 61 for c in text])
+
+TEXTS = ["The river " * 9, "A mill by the river, " * 5]
+QUICK = dict(clusters=5, queries=24, window=8, reach=8, steps=10, hidden=6, seed=2, progress=False)
+
+def test_texts_are_strings_or_token_ids(llama):
+    of_strings = train_partition(llama, TEXTS, tokenizer=letters, **QUICK)
+    ids = [torch.tensor(letters(text).input_ids, dtype=dtype) for text, dtype in zip(TEXTS, (torch.int32, torch.int64))]
+    for texts in (ids, (TEXTS[0], ids[1])):
+        again = train_partition(llama, texts, tokenizer=letters, **QUICK)
+        assert again.keys() == of_strings.keys() and all(torch.equal(again[x], of_strings[x]) for x in again)
+
+def test_training_shows_bars_or_says_lines_or_nothing(llama, capsys):
+    how = dict(QUICK, tokenizer=letters, routers=("mlp", "linear"))
+    train_partition(llama, TEXTS, **how)
+    assert capsys.readouterr() == ("", "")
+    train_partition(llama, TEXTS, **how | dict(progress=True))
+    out, bars = capsys.readouterr()
+    assert out == "" and all(f"{what}: 100%" in bars for what in ("keys", "queries", "mlp", "linear"))
+    assert "2/2" in bars and "10/10" in bars and "at last" in bars
+    said = []
+    train_partition(llama, TEXTS, **how | dict(progress=said.append))
+    assert capsys.readouterr() == ("", "")
+    assert said[:4] == ["text 1 of 2: keys", "text 2 of 2: keys", "text 1 of 2: queries", "text 2 of 2: queries"]
+    assert [line.split(":")[0] for line in said[4:]] == ["mlp", "linear"] and "loss" in said[4]
+
+def test_models_without_a_rotation_train_on_keys_as_they_are(tmp_path):
+    model, how = gpt2(), dict(QUICK, tokenizer=letters, before_rope=False)
+    parts = train_partition(model, TEXTS, **how)
+    save_partition(parts, tmp_path / "own.safetensors", model, before_rope=False)
+    s = Saap(6, window=8, partition=str(tmp_path / "own.safetensors"), router="mlp")
+    with sparsify(model, decode=s): assert ids_of(model).shape == (1, 8)
+    with pytest.raises(ValueError, match="before_rope must be False, got True"):
+        train_partition(model, TEXTS, **how | dict(before_rope=True))
+
+@pytest.mark.parametrize("family, got", [("gemma2, capped", "softcap"), ("gpt-oss, sinks", "sinks")])
+def test_scores_that_are_not_of_q_and_k_alone_teach_nothing(family, got):
+    with pytest.raises(ValueError, match=f"scores must be of q and k alone, got layer 0 with {got}"):
+        train_partition(build(family), TEXTS, **QUICK, tokenizer=letters)
+
+@pytest.mark.parametrize("changed, error, message", [
+    (dict(texts="The river"), TypeError, "texts must be a list of strings or of tensors of token ids, got str"),
+    (dict(texts=torch.ones(2, 90).long()), TypeError, "texts must be a list of strings .* got Tensor"),
+    (dict(texts=3), TypeError, "texts must be a list of strings .* got int"),
+    (dict(texts=iter(TEXTS)), TypeError, "texts must be a list of strings .* got list_iterator"),
+    (dict(texts=[]), ValueError, "texts must hold at least one, got none"),
+    (dict(tokenizer=None), ValueError, "tokenizer must be that of the model where texts are strings, got None"),
+    (dict(tokenizer="pocket"), TypeError, "tokenizer must be one of transformers, got str"),
+    (dict(texts=[TEXTS[0], 3]), TypeError, "texts must be strings or tensors of token ids, got int in place 1"),
+    (dict(texts=[torch.ones(90)]), TypeError, "texts must be .* int32 or int64, got torch.float32 in place 0"),
+    (dict(texts=[torch.ones(1, 90).long()]), ValueError, r"texts must have shape \[N\], got \[1, 90\] in place 0"),
+    (dict(texts=[torch.full((90,), 64)]), ValueError, r"texts must be token ids in \[0, 64\), got 64 to 64 in place 0"),
+    (dict(texts=[torch.full((90,), -1)]), ValueError, r"texts must be token ids in \[0, 64\), got -1 to -1 in"),
+    (dict(texts=[*TEXTS, "too few"]), ValueError, "texts must be long enough for 24 queries .* got one of 7 tokens"),
+    (dict(texts=[""]), ValueError, "texts must be long enough for 24 queries .* got one of 0 tokens"),
+    (dict(window=104), ValueError, "texts must hold one of more than 105 tokens, .* got 105 at most"),
+    (dict(window=0), ValueError, "window must be at least 1, got 0"),
+    (dict(reach=-1), ValueError, "reach must be at least 0, got -1"),
+    (dict(queries=3), ValueError, "queries must be at least 4, got 3"),
+    (dict(fitted=0), ValueError, "fitted must be at least 1, got 0"),
+    (dict(clusters=0), ValueError, "clusters must be at least 1"),
+    (dict(clusters=2.0), TypeError, "clusters must be an int, got float"),
+    (dict(kmeans="cosine"), ValueError, "kmeans must be one of spherical, plain, got 'cosine'"),
+    (dict(before_rope=1), TypeError, "before_rope must be a bool, got int"),
+    (dict(seed=2**63), ValueError, "seed must be at least 0 and at most"),
+    (dict(routers="mlp"), TypeError, "routers must be a tuple of names, got str"),
+    (dict(routers=("tree",)), ValueError, "routers must be one of mlp, linear, got 'tree'"),
+    (dict(groups=3), ValueError, "groups must be 2 or 4, .* got 3"),
+    (dict(groups=1), ValueError, "groups must be 2 or 4, .* got 1"),
+    (dict(hidden=0), ValueError, "hidden must be at least 1, got 0"),
+    (dict(steps=0), ValueError, "steps must be at least 1, got 0"),
+    (dict(rate=0.0), ValueError, "rate must be positive and finite, got 0.0"),
+    (dict(rate="1"), TypeError, "rate must be a number, got str"),
+    (dict(progress=3), TypeError, "progress must be True, False or a function, got int"),
+    (dict(model=3), TypeError, "model must be a decoder of transformers, got int"),
+], ids=lambda x: ", ".join(x) if isinstance(x, dict) else None)
+def test_training_names_bad_input_before_it_begins(llama, monkeypatch, changed, error, message):
+    monkeypatch.setattr(saap_training, "capture", None)  # runs the model
+    given = dict(QUICK, model=llama, texts=TEXTS, tokenizer=letters) | changed
+    with pytest.raises(error, match=message): train_partition(given.pop("model"), given.pop("texts"), **given)
+
+@pytest.mark.parametrize("changed, error, message", [
+    (dict(examples=3), TypeError, "examples must be a list of three tensors each, got int"),
+    (dict(examples=[]), ValueError, "examples must hold a query that counts, got none"),
+    (dict(examples=[lessons(0)[:2]]), TypeError, "examples must be a list of three tensors each, got tuple of 2"),
+    (dict(examples=[(*lessons(0)[:2], 3)]), TypeError, "examples must be a list of three tensors each, got tuple of 3"),
+    (dict(examples=[(*lessons(0)[:2], torch.ones(4, 39).bool())]), ValueError,
+     r"examples must have shapes \[H, n, D\], \[H, n, C\], \[H, n\], got \[4, 40, 6\], \[4, 40, 5\], \[4, 39\]"),
+    (dict(examples=[lessons(0), lessons(1, heads=3)]), ValueError, "examples must have the same H, D and C"),
+    (dict(examples=[(*lessons(0)[:2], torch.ones(4, 40))]), TypeError, "examples must say .* bool, got torch.float32"),
+    (dict(groups=3), ValueError, "groups must divide the heads of examples, 4, got 3"),
+    (dict(kind="tree"), ValueError, "kind must be one of mlp, linear, got 'tree'"),
+    (dict(queries=0), ValueError, "queries must be at least 1, got 0"),
+    (dict(rate=math.nan), ValueError, "rate must be positive and finite, got nan"),
+    (dict(seed=-1), ValueError, "seed must be at least 0"),
+], ids=lambda x: ", ".join(x) if isinstance(x, dict) else None)
+def test_a_router_names_bad_input(changed, error, message):
+    given = dict(examples=[lessons(0)], steps=2) | changed
+    with pytest.raises(error, match=message): fit_router(given.pop("examples"), **given)

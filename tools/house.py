@@ -24,7 +24,7 @@ HOUSE = [  # floor by floor, from the ground
     ["models.rotation", "models.cache", "models.override", "models.view", "models.capturing",
      "models.replay"],
     ["hf", "pocket", "witness", "corpus", "plots"],
-    ["evaluate", "text", "grid", "bench", "rivals", "tuning", "claims"],
+    ["evaluate", "text", "grid", "bench", "rivals", "tuning", "saap_training", "claims"],
     ["records.*"],
     ["cli", "demo", "worth"],
 ]
@@ -59,7 +59,8 @@ FORBIDDEN = [  # rooms, and rooms below that they must not import
     (["bench", "rivals"], [*METHODS, "compose"]),
     (["core.checks", "core.streams", "core.exact", "core.bounds", "core.methods", "metrics", "tasks", "attention",
       "compose", "models.*", "hf", "pocket", "witness",
-      "corpus", "plots", "evaluate", "text", "grid", "bench", "rivals", "tuning", "claims"], ["kernels.*"]),
+      "corpus", "plots", "evaluate", "text", "grid", "bench", "rivals", "tuning", "saap_training",
+      "claims"], ["kernels.*"]),
 ]
 NEEDS = {"kernels.*": {"torch", "triton"}}  # room: all that it may import from elsewhere, the standard library aside
 DOORS = {"attention"}                       # rooms that hold imports and nothing else

@@ -151,7 +151,7 @@ def make(
     say=print,  # hears of it
 ) -> Path: # of the grid's results
     "Do one grid of the record. Raises as `finish`."
-    for wanted in sorted(partitions_of(grid)): make_partition(*wanted, say=say)
+    for wanted in sorted(partitions_of(grid)): make_partition(*wanted, progress=say)
     return finish(grid, out, name, say)
 
 def record(

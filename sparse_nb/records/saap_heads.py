@@ -26,11 +26,11 @@ from ..core.selection import weighted_attention, weighted_state
 from ..evaluate import accuracy
 from ..models.capturing import capture
 from .recorder import machine, read_record, write_record
-from .saap_partition import (
-    KINDS, Lessons, lesson_texts, make_partition, model_centroids)
+from .saap_partition import KINDS, lesson_texts, make_partition
 from sparse_nb.saap import (
     Partition, Saap, keys_to_read, nearest_cluster, newest_of_each, partition_parts, router_scores, steps,
     tail_state)
+from ..saap_training import Lessons, model_centroids
 from ..tasks import make, prompt_tokens
 from ..text import token_bits
 
@@ -406,7 +406,7 @@ def record(
     model, tokenizer = loaded()
     length, tasks, prompts, each = (700, ASKED[1:2], 1, 1) if quick else (LENGTH, ASKED, PROMPTS, 4)
     files = dict.fromkeys([*KINDS, "all"], "pocket")
-    if not quick: files |= {kind: str(make_partition("pocket", kind, say=say)) for kind in KINDS}
+    if not quick: files |= {kind: str(make_partition("pocket", kind, progress=say)) for kind in KINDS}
     kinds = [other_kind(task) for task in tasks] if quick else [*KINDS]
     lengths = {600: (600,), 601: (600,)} if quick else {n: (n,) for n in TRAINED}
     sizes = {(kind, c): fit for c in SIZES[:2 if quick else None] for kind, fit in centroids_for(
