@@ -26,6 +26,7 @@ from sparse_nb import hf
 from sparse_nb.hf import no_graph, sparsify
 from sparse_nb.lsh import KDEformer, Reformer
 from sparse_nb.models import override, replay
+from sparse_nb.models.view import view_of
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
@@ -585,3 +586,32 @@ def test_beams_of_padded_sequences_in_compiled_steps(llama):
     forget(llama)
     given = dict(ids=PADDED, attention_mask=MASK, num_beams=3)
     with sparsify(llama, decode=TopK(budget=0.3)): assert torch.equal(compiled(llama, **given), ids_of(llama, **given))
+
+def test_what_a_step_sees_is_found_by_sums_and_extremes(llama):
+    "A compiler shares a row of keys among programs for these; for the place of an extreme one program walks it all."
+    seen = set()
+    def backend(graph, inputs):
+        seen.update(str(x.target) for x in graph.graph.nodes)
+        return graph
+    forget(llama)
+    with torch.no_grad(), sparsify(llama, decode=TopK(budget=0.3)):
+        step, cache = torch.compile(llama, backend=backend, fullgraph=True), filled(llama)
+        step(IDS[:, :1].expand(2, 1), attention_mask=torch.cat([MASK, STEP], 1), past_key_values=cache)
+    assert {"amin", "amax", "sum"} <= seen and not {"argmin", "argmax"} & seen, seen
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_what_a_query_sees_row_by_row(queries):
+    "One run, runs with holes, and, of a query among others, nothing: then the last key."
+    g = torch.Generator().manual_seed(0)
+    q, k, places = torch.zeros(16, 1, queries, 4), torch.zeros(16, 1, 12, 4), torch.arange(12)
+    first, last = torch.rand(16, 2, generator=g).mul(12).long().sort(-1).values.unbind(1)
+    run = (places >= first[:, None]) & (places <= last[:, None])
+    some = run & (torch.arange(16)[:, None] > 2) if queries > 1 else run
+    for shown in (run, run | (torch.rand(16, 12, generator=g) > 0.5), some):
+        view = view_of(shown[:, None, None].expand(16, 1, queries, 12), queries - 1, q, k, False)
+        of = lambda x, b, otherwise: otherwise if x is None else int(x[b])
+        for b, row in enumerate(shown):
+            want = places[row].tolist() or [view.end - 1]
+            if view.index is None: got = [*range(of(view.start, b, 0), of(view.stop, b, view.end))]
+            else: got = view.index[b, :of(view.stop, b, 0)].tolist()
+            assert got == want and int(view.count[b]) == len(want)
