@@ -31,7 +31,6 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .core.checks import Step, check_choice, check_count, check_flag, check_integer, check_seed, once
@@ -45,7 +44,7 @@ from .models.cache import (
     HostLayer, StatefulStaticLayer, fork_cache, heard_one_more, keep_state, layer_of, offload)
 from .models.capturing import Captured, capture, check_ids
 from .models.override import (attention_configs, attention_override, check_evaluates, check_replaceable,
-    kind_of, modeling_files, own_attention, parts_of)
+    kind_of, modeling_files, own_attention, parts_of, step_mask)
 from .models.replay import replayed
 from .models.rotation import as_complex, rotation_of, unrotate
 from .models.view import View, prompt_view, shown_places, view_of
@@ -930,7 +929,7 @@ def register(
             raise ValueError(f"{what} must keep no index and take no steps (`sparsify` can), got {method!r}")
     reads, decodes = (None if isinstance(m, Exact) else m for m in (prefill, decode))
     AttentionInterface.register(name, Dispatch(reads, decodes, Streams(seed), lambda module: dense_or_refuse))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(name, step_mask)
     return name
 
 # %% ../nbs/70_hf.ipynb #d8d60977

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
+from transformers.masking_utils import create_masks_for_generate
+
 from sparse_nb.attention import Selection, Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.compose import Then
@@ -23,7 +25,8 @@ from sparse_nb.core.methods import CLASSES, Exact, method_class, own_arguments
 from sparse_nb import hf
 from sparse_nb.hf import no_graph, sparsify
 from sparse_nb.lsh import KDEformer, Reformer
-from sparse_nb.models import replay
+from sparse_nb.models import override, replay
+from sparse_nb.models.view import view_of
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
@@ -517,3 +520,111 @@ def test_a_gpu_tells_caches_apart(method, recorded):
                                  compile_config=transformers.CompileConfig(fullgraph=True))
             assert torch.equal(got, want)
             held[:] = [cache] if i % 3 else [torch.empty(1 << 12 + i, device="cuda") for _ in range(i)]
+
+
+# the mask of a step: as transformers makes it, in fewer operations
+
+STEP = torch.ones(2, 1, dtype=torch.long)
+SHOWN = {  # of two sequences whose static cache holds 40 keys and gets one, with room for 48
+    "nothing said": None, "all": torch.ones(2, 41), "padded": torch.cat([MASK, STEP], 1),
+    "a hole": torch.cat([MASK, STEP], 1) * (torch.arange(41) != 20),
+    "the newest hidden": torch.cat([MASK, 0 * STEP], 1),
+    "a row hidden": torch.cat([MASK, STEP], 1) * torch.tensor([[0], [1]]), "too short": MASK[:, :30],
+    "too long": torch.ones(2, 44), "as long as the room": torch.ones(2, 48), "longer": torch.ones(2, 60)}
+CHUNKED = dict(vocab_size=64, hidden_size=64, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=4,
+               num_attention_heads=4, num_key_value_heads=2, head_dim=16, attention_chunk_size=16, num_local_experts=2)
+
+def chunked():
+    torch.manual_seed(0)
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**CHUNKED)).eval()
+
+def filled(model):
+    "A static cache that has read `PADDED`."
+    cache = transformers.StaticCache(config=model.config, max_cache_len=48)
+    with torch.no_grad(): model(PADDED, attention_mask=MASK, past_key_values=cache)
+    return cache
+
+def masks_of(model, cache, shown, queries=1):
+    "What `generate` makes of a mask [B, n] for a step, by kind of layer."
+    shown = None if shown is None else shown.long()
+    made = create_masks_for_generate(model.config, torch.empty(2, queries, 0), shown, cache)
+    return made if isinstance(made, dict) else dict(all=made)
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "gemma3, window", "gemma2, capped", "chunked"])
+def test_a_session_makes_the_masks_of_the_model(name):
+    model = chunked() if name == "chunked" else build(name)
+    for queries in (1, 3):
+        for said, shown in SHOWN.items():
+            cache = filled(model)
+            want = masks_of(model, cache, shown, queries)
+            with sparsify(model, decode={0: None}): got = masks_of(model, cache, shown, queries)
+            assert got.keys() == want.keys()
+            for kind, x in want.items():
+                assert type(got[kind]) is type(x), (said, kind)
+                if x is None: continue
+                assert torch.equal(got[kind], x) and got[kind].dtype == x.dtype, (said, kind)
+
+@pytest.mark.parametrize("shown, most", [("nothing said", 2), ("padded", 5)])
+def test_the_mask_of_a_step_is_made_by_few_operations(llama, shown, most):
+    "transformers' own takes 7 and 14."
+    with sparsify(llama, decode=TopK(budget=0.3)):
+        cache = filled(llama)
+        with Launches() as mode: masks_of(llama, cache, SHOWN[shown])
+    assert 0 < mode.found.total() <= most, mode.found
+
+def moved(mask, by):
+    "What the keys `by` places before are, and nothing at the end."
+    kept = mask[..., :-1] if by > 0 else mask[..., 1:]
+    return torch.nn.functional.pad(kept, (1, 0) if by > 0 else (0, 1))
+
+WRONG = {"nothing": lambda x: x, "padding is shown": lambda x: x.any(0, keepdim=True).expand_as(x),
+         "the newest key is hidden": lambda x: x & moved(x, -1), "a key too many is shown": lambda x: x | moved(x, 1),
+         "the first key is hidden": lambda x: x & moved(x, 1)}
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_mask_of_a_step_writes_other_tokens(wrong, monkeypatch):
+    "So tests of the tokens of compiled steps see one."
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL_MODEL, initializer_range=0.1)).eval()
+    own = override.step_mask
+    def mask(**given):
+        step = given["q_length"] == 1 and isinstance(given["q_offset"], torch.Tensor)
+        return WRONG[wrong](own(**given)) if step else own(**given)
+    monkeypatch.setattr(override, "step_mask", mask)
+    padded = dict(ids=PADDED + (PADDED == 0) * 7, attention_mask=MASK, max_new_tokens=12)
+    with sparsify(model, decode=TopK(budget=1.0)):
+        assert torch.equal(compiled(model, **padded), ids_of(model, **padded)) == (wrong == "nothing")
+
+def test_beams_of_padded_sequences_in_compiled_steps(llama):
+    forget(llama)
+    given = dict(ids=PADDED, attention_mask=MASK, num_beams=3)
+    with sparsify(llama, decode=TopK(budget=0.3)): assert torch.equal(compiled(llama, **given), ids_of(llama, **given))
+
+def test_what_a_step_sees_is_found_by_sums_and_extremes(llama):
+    "A compiler shares a row of keys among programs for these; for the place of an extreme one program walks it all."
+    seen = set()
+    def backend(graph, inputs):
+        seen.update(str(x.target) for x in graph.graph.nodes)
+        return graph
+    forget(llama)
+    with torch.no_grad(), sparsify(llama, decode=TopK(budget=0.3)):
+        step, cache = torch.compile(llama, backend=backend, fullgraph=True), filled(llama)
+        step(IDS[:, :1].expand(2, 1), attention_mask=torch.cat([MASK, STEP], 1), past_key_values=cache)
+    assert {"amin", "amax", "sum"} <= seen and not {"argmin", "argmax"} & seen, seen
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_what_a_query_sees_row_by_row(queries):
+    "One run, runs with holes, and, of a query among others, nothing: then the last key."
+    g = torch.Generator().manual_seed(0)
+    q, k, places = torch.zeros(16, 1, queries, 4), torch.zeros(16, 1, 12, 4), torch.arange(12)
+    first, last = torch.rand(16, 2, generator=g).mul(12).long().sort(-1).values.unbind(1)
+    run = (places >= first[:, None]) & (places <= last[:, None])
+    some = run & (torch.arange(16)[:, None] > 2) if queries > 1 else run
+    for shown in (run, run | (torch.rand(16, 12, generator=g) > 0.5), some):
+        view = view_of(shown[:, None, None].expand(16, 1, queries, 12), queries - 1, q, k, False)
+        of = lambda x, b, otherwise: otherwise if x is None else int(x[b])
+        for b, row in enumerate(shown):
+            want = places[row].tolist() or [view.end - 1]
+            if view.index is None: got = [*range(of(view.start, b, 0), of(view.stop, b, view.end))]
+            else: got = view.index[b, :of(view.stop, b, 0)].tolist()
+            assert got == want and int(view.count[b]) == len(want)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['kind_of', 'parts_of', 'attention_configs', 'check_replaceable', 'check_evaluates', 'modeling_files', 'own_attention',
-           'attention_override']
+           'step_mask', 'attention_override']
 
 # %% ../../nbs/74_override.ipynb #49853dcc
 import itertools
@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # %% ../../nbs/74_override.ipynb #92cd3009
@@ -71,6 +72,33 @@ def own_attention(
         return next(x.eager_attention_forward for x in modeling_files(module) if hasattr(x, "eager_attention_forward"))
     return eager
 
+# %% ../../nbs/74_override.ipynb #7a5c0002
+def step_mask(
+    *,
+    batch_size: int,              # B
+    q_length: int,                # queries
+    kv_length: int,               # keys N, the free room of a static cache included
+    q_offset=0,                   # keys before the first query: an int, or of a static cache an int64 tensor []
+    attention_mask: torch.Tensor | None = None,  # [B, n], bool: not padding
+    device="cpu",                 # of the mask
+    **options,                    # what else a mask function of transformers is given
+) -> torch.Tensor | None:         # [B, 1, Q, N], bool: seen
+    """The mask of "sdpa". That of one query over a static cache is made by few operations."""
+    rows, n = (batch_size, kv_length) if attention_mask is None else attention_mask.shape[:2]
+    one = q_length == 1 and isinstance(q_offset, torch.Tensor) and not q_offset.ndim
+    plain = rows == batch_size and n <= kv_length and not options.get("allow_is_causal_skip", True)
+    causal = options.get("mask_function", causal_mask_function) is causal_mask_function
+    more = any(options.get(x) for x in ("kv_offset", "use_vmap", "allow_is_bidirectional_skip"))
+    if not (one and plain and causal) or more or torch.compiler.is_compiling():
+        own = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+        return own(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+                   attention_mask=attention_mask, device=device, **options)
+    seen = torch.arange(n, device=device) <= q_offset
+    if attention_mask is None: return seen.expand(batch_size, 1, 1, n)
+    whole = attention_mask.new_zeros(batch_size, kv_length)
+    torch.logical_and(attention_mask, seen, out=whole[:, :n])
+    return whole[:, None, None]
+
 # %% ../../nbs/74_override.ipynb #24144b2e
 _fresh = itertools.count()
 
@@ -94,7 +122,7 @@ def attention_override(
     name = f"sparse_nb_{next(_fresh)}"
     before = [(config, config._attn_implementation) for config in attention_configs(model)]
     AttentionInterface.register(name, fn)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[mask])
+    AttentionMaskInterface.register(name, step_mask if mask == "sdpa" else ALL_MASK_ATTENTION_FUNCTIONS[mask])
     try:
         model.set_attn_implementation(name)
         yield model

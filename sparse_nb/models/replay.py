@@ -27,8 +27,9 @@ def places_of(
     found = []
     for x in getattr(cache, "layers", ()):
         if type(x) not in (StaticLayer, StatefulStaticLayer) or not x.is_initialized: return None
-        own = x.keys, x.values, x.cumulative_length, getattr(x, "heard", None)
-        found += [None if y is None else y.data_ptr() for y in own]
+        heard = getattr(x, "heard", None)
+        found += (x.keys.data_ptr(), x.values.data_ptr(), x.cumulative_length.data_ptr(),
+                  None if heard is None else heard.data_ptr())
     return tuple(found) or None
 
 def weights_of(
@@ -74,7 +75,8 @@ class Recorded:
     ):                 # what the step gives
         "Play it back."
         torch._foreach_copy_(self.own, tensors)
-        out = tree_map_only(torch.Tensor, torch.clone, self.play())
+        copied = lambda x: x.clone() if isinstance(x, torch.Tensor) else tree_map_only(torch.Tensor, torch.clone, x)
+        out = {name: copied(x) for name, x in self.play().items()}
         return self.kind(**out, past_key_values=cache)
 
 # %% ../../nbs/78_replay.ipynb #e1a0c013
@@ -99,7 +101,7 @@ class Replay:
         weights, thread = weights_of(self.model), self.thread
         if weights is None or not on_a_gpu(self.model): return self.stock(config)
         if getattr(thread, "weights", None) != weights: thread.weights, thread.records = weights, OrderedDict()
-        return partial(self.step, config)
+        return partial(self.step, config, self.model.device)
 
     def compiled_as(self, config):
         "The model's step, compiled as `config` says but for CUDA graphs."
@@ -110,18 +112,18 @@ class Replay:
             self.compiled[key] = torch.compile(self.model.__call__, **own)
         return self.compiled[key]
 
-    def step(self, config, *, past_key_values=None, **given):
+    def step(self, config, device, *, past_key_values=None, **given):
         "A token: recorded where it can be."
         places = places_of(past_key_values)
         if places is None: return self.stock(config)(past_key_values=past_key_values, **given)
         leaves, _ = tree_flatten(given)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         told = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
-        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self.model.device.type)
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type)
         name, records = (places, tuple(given), told, modes, repr(config)), self.thread.records
         seen, compiled = records.pop(name, 0), self.compiled_as(config)
         if seen == self.warm:
-            seen = Recorded(compiled, past_key_values, given, self.model.device)
+            seen = Recorded(compiled, past_key_values, given, device)
         records[name] = seen + 1 if isinstance(seen, int) else seen
         while len(records) > self.most: records.popitem(last=False)
         if isinstance(seen, int): return compiled(past_key_values=past_key_values, **given)

@@ -69,7 +69,9 @@ def view_of(
         n = (keys if queries == 1 or aligned else queries) - queries + j + 1
         return View(n, torch.full((rows,), n))
     shown = shown_keys(mask, j, queries, keys).expand(rows, -1)
-    n, start, stop = shown.sum(-1), shown.int().argmax(-1), keys - shown.flip(-1).int().argmax(-1)
+    places = torch.arange(keys, device=shown.device)
+    n, start = shown.sum(-1), torch.where(shown, places, keys).amin(-1)
+    stop = torch.where(shown, places, -1).amax(-1) + 1
     if torch.compiler.is_compiling():
         require(stop - start == n,
                 "attention_mask must show one run of keys in a compiled step, got one that hides keys in the middle")
