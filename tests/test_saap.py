@@ -20,6 +20,8 @@ from sparse_nb.attention import (
 from sparse_nb.core import methods
 from sparse_nb.core.methods import weights_id
 from sparse_nb.metrics import clopper_pearson, relative_error
+from sparse_nb.records import saap_heads
+from sparse_nb.records.recorder import results
 from sparse_nb.saap import (
     KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, guessed_shares,
     keys_for_mass, keys_to_read, moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores,
@@ -1409,3 +1411,36 @@ def test_training_names_bad_input_before_it_begins(llama, monkeypatch, changed, 
 def test_a_router_names_bad_input(changed, error, message):
     given = dict(examples=[lessons(0)], steps=2) | changed
     with pytest.raises(error, match=message): fit_router(given.pop("examples"), **given)
+
+    with pytest.raises(ValueError, match="prompts must be long enough for 24 queries .* got one of 20 tokens"):
+        train_partition(llama, [prompts[0][:20]], **how)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 40))
+@settings(max_examples=25)
+def test_what_oracles_of_single_heads_read(seed, clusters, budget):
+    n, g = saap_heads.SINKS + saap_heads.WINDOW + 40, torch.Generator().manual_seed(seed)
+    weight = torch.rand(1, 2, n, generator=g)
+    ids = torch.randint(clusters, (1, 2, n), generator=g)
+    read, far = saap_heads.oracles(weight, {"clusters": ids}, budget), saap_heads.far_mask(n)
+    for group in range(2):
+        w, own = weight[0, group], ids[0, group]
+        heaviest = sorted(far.nonzero()[:, 0].tolist(), key=lambda i: -w[i])[:budget]
+        keys_of = [(far & (own == c)).nonzero()[:, 0].flip(0).tolist() for c in range(clusters)]  # the newest first
+        order = sorted((keys for keys in keys_of if keys), key=lambda keys: -w[keys].double().mean())
+        for rule, wanted in ("top keys", heaviest), ("clusters", sum(order, [])[:budget]):
+            assert (read[rule][0, group] & far).nonzero()[:, 0].tolist() == sorted(wanted), rule
+            assert read[rule][0, group, ~far].all()
+
+def test_single_heads_of_two_models_are_asked_the_same():
+    rules = saap_heads.figures_of(results() / "cpu_saap_heads_witness.json")["rules"]
+    cells = rules.groupby("model")[["rule", "budget", "tail"]].apply(lambda rows: {*map(tuple, rows.to_numpy())})
+    names = {*saap_heads.UNTRAINED, *saap_heads.CEILINGS.values(), "top keys"}
+    assert {x for x, _, _ in cells["witness"]} == names and cells["witness"] == cells["pocket"]
+    assert {x for _, x, _ in cells["witness"]} == set(saap_heads.SHARES)
+    assert rules.groupby(["model", "task"]).seed.nunique().to_dict() == {
+        (model, task): 4 for model, tasks in saap_heads.MODELS.items() for task in tasks}
+    caught = rules[rules["tail"] == "drop"].groupby(["model", "rule", "budget"]).recall.mean()
+    for model, own in caught.groupby(level=0):
+        assert (own.unstack().diff(axis=1).iloc[:, 1:] > 0).all(axis=None)
+        assert (own[model, "top keys"] >= own[model].drop("top keys").unstack().max() - 1e-6).all()

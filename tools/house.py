@@ -47,7 +47,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "records.choose": ["records.gather"],
     "records.first_token": ["records.generate"],
     "records.saap": ["records.saap_partition"],
-    "records.saap_heads": ["records.saap_partition"],
+    "records.saap_heads": ["records.saap", "records.saap_partition"],
     "records.santa_schedule": ["records.sketch_walk"],
     "records.sketch_walk_rules": ["records.sketch_walk"],
     "records.sketch_walk_tiles": ["records.prefill", "records.sketch_walk_launches"],

@@ -134,6 +134,8 @@ RECORDS |= {
                    "SAAP's partitions, ranks, tails and routers on both models"),
     "saap_heads": Record(_HERE + "saap_heads:record", "{gpu}_saap_heads.json",
                          "what clusters catch of the attention of the pocket model's heads", gpu=False),
+    "saap_heads_witness": Record(_HERE + "saap_heads:record_witness", "{gpu}_saap_heads_witness.json",
+                                 "the same for the witness beside the pocket model, without networks", gpu=False),
     "eviction": Record(_HERE + "eviction:record", "{gpu}_eviction.json",
                        "the pocket model's answers with H2O and SnapKV", gpu=False),
     "saap_partition": Record(_HERE + "saap_partition:record", "sparse_nb/pocket_model/saap.safetensors",
