@@ -405,7 +405,8 @@ def test_a_gpu_replays_one_graph(method, recorded):
 def test_a_gpu_reads_host_memory(method):
     from sparse_nb import pocket, tasks
     model, tokenizer = pocket.load("cuda")
-    prompts = [tasks.make("needle", length, seed=i, tokenizer=tokenizer).prompt for i, length in enumerate((2048, 1500))]
+    make = lambda length, seed: tasks.make("needle", length, seed=seed, tokenizer=tokenizer).prompt
+    prompts = [make(2048, 0), make(1500, 1)]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda")
     wrote = []
     for offload in (False, True):

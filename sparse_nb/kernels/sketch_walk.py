@@ -591,11 +591,12 @@ def score_tile(tiles, s, BD):
 
 # %% ../../kernels/sketch_walk.ipynb #12ce6a3e
 def _likely(k, v, s, tiles, lists, PDL):
-    "Blocks of a list that may be fetched ahead; 0 where a block is not one stretch of the GPU's memory, or no engine is"
+    "Blocks of a list that may be fetched ahead; 0 where one is no stretch of the GPU's memory, or there is no engine"
     size, D = k.element_size(), k.shape[3]
     fits = all(x.stride()[2:] == (D, 1) and x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0
                and x.stride(1) * size % 16 == 0 for x in (k, v)) and D * size % 16 == 0 and s.block >= 16
-    return int(tiles.select[2] * 1e6 / (2 * s.block * D * size * k.shape[0] * lists)) if fits and PDL and k.is_cuda else 0
+    if not (fits and PDL and k.is_cuda): return 0
+    return int(tiles.select[2] * 1e6 / (2 * s.block * D * size * k.shape[0] * lists))
 
 def _launch_lists(k, v, s, tiles, score, part_m, part_l, place, share, blocks, readers, count, LP, PDL, more):
     "From the scores of all heads to the blocks that each group reads: two launches, or three for lists of heads"

@@ -211,6 +211,7 @@ def asked_queries(
               past_key_values=filled.static(model))
     return found
 
+# %% ../../kernels/records/generate.ipynb #c1f0a0a5
 def _attentions(model, filled, way, layers):
     "A call for the next token in `layers` layers from all over the model, and how many layers are exact instead"
     from sparse_nb.hf import Streams, attention_layers, by_layer
@@ -395,7 +396,8 @@ def _row(model, filled, name, way, runs, tokens, found, kernels, tuned):
     return dict(way=name, n=filled.n, batch=len(wrote), static=way.cache == "static", tuned=tuned, filled=how,
                 replay=bool((way.session or {}).get("replay")),
                 runs=runs, **quartiles(times)._asdict(), held_bytes=held - base if held else None, same_tokens=same,
-                ready_s=round(ready, 2), kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense, asked="by the model",
+                ready_s=round(ready, 2), kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense,
+                asked="by the model",
                 method=None if method is None else method.to_json()) | notes
 
 def _said(row):
