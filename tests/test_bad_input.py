@@ -90,6 +90,7 @@ SCALES = [
     ("scale is bool", lambda f: f(q, k, scale=True), TypeError, "scale must be a number, got bool"),
     ("scale = 0", lambda f: f(q, k, scale=0), ValueError, "scale must be positive and finite, got 0"),
     ("scale negative", lambda f: f(q, k, scale=-0.5), ValueError, "scale must be positive and finite, got -0.5"),
+    ("scale = 2**63", lambda f: f(q, k, scale=2**63), ValueError, f"scale must be a float from 2**63 on, got {2**63}"),
     ("scale nan", lambda f: f(q, k, scale=nan), ValueError, "scale must be positive and finite, got nan"),
     ("scale inf", lambda f: f(q, k, scale=inf), ValueError, "scale must be positive and finite, got inf"),
 ]

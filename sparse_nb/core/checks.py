@@ -213,6 +213,8 @@ def _check_inputs(q, k, v, causal, positions, kv_start, kv_len, scale, seed):
     if scale is not None:
         check_number("scale", scale)
         if not 0 < scale < math.inf: raise ValueError(f"scale must be positive and finite, got {scale}")
+        if isinstance(scale, int) and scale >= 2**63:
+            raise ValueError(f"scale must be a float from 2**63 on, got {scale}")
     check_seed(seed, q)
     check_bounds(q, kv_start=kv_start, kv_len=kv_len)
     looks = on_cpu_eagerly(q)
