@@ -24,6 +24,7 @@ from sparse_nb.core.methods import BlockState, weights_id
 from sparse_nb.hash_attention import POCKET_WEIGHTS, save_networks, trained_on
 from sparse_nb.metrics import bytes_read
 from sparse_nb.records.hash_networks import fit_maps, hash_examples, train_hash
+from sparse_nb.sketch_walk import SketchWalk
 
 ALARM = 1e-8  # chance that a check of random numbers fails for a correct sampler; about 100 checks
 
@@ -317,6 +318,21 @@ def test_pages_are_exact_after_cuts_of_up_to_64_keys(page):
         state.append(*(keys[:, :, len(state):],) * 2)
         assert torch.equal(state.rows, Quest(page=page).build(keys).rows)
         assert state.tail.shape[2] <= BlockState.KEPT + page
+
+@pytest.mark.parametrize("method", [Quest(page=4), SketchWalk(block=4)], ids=lambda m: type(m).__name__)
+def test_a_new_key_has_one_block_worked_out(method):
+    "What a block without a key is, is known: also of other sequences, and once more for gradients after inference."
+    keys, state, made = pair(30)[0], method.new_state(), []
+    with torch.inference_mode(): state.append(keys[:, :, :9], keys[:, :, :9])
+    reduce = state.reduce
+    state.reduce = lambda *given: made.append(state.count) or reduce(*given)
+    for n in range(9, 20): state.append(*(keys[:, :, n:n + 1],) * 2)
+    state.pick_rows(rows := torch.tensor([1, 1, 0]))
+    keys = keys[rows]
+    for n in range(20, 30): state.append(*(keys[:, :, n:n + 1],) * 2)
+    assert made == [10, *range(10, 31)]
+    (at_once := method.new_state()).append(keys, keys)
+    assert torch.equal(state.rows, at_once.rows)
 
 @pytest.mark.parametrize("page", [1, 3, 16, 40])
 def test_pages_of_padded_sequences_are_those_of_each_alone(page):

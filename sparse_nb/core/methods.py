@@ -795,7 +795,7 @@ SPARE = 16 # blocks that an index has room for beside those it holds, or a fourt
 class BlockRows(State):
     "The rows of `BlockState`, and what it knows of the keys: where blocks begin, and the last keys."
     hears: ClassVar[tuple[str, ...]] = ("shown",)
-    __slots__ = "count", "begin", "tail", "tail_shown", "held"  # held: what `rows` is the beginning of
+    __slots__ = "count", "begin", "tail", "tail_shown", "held", "none"  # held: what `rows` is the beginning of
     KEPT: ClassVar[int] = 64  # so many of the last keys may be taken back exactly
 
     def __init__(
@@ -806,7 +806,7 @@ class BlockRows(State):
     ):
         super().__init__()
         self.size, self.reduce, self.merge = size, reduce, merge
-        self.count, self.begin, self.tail, self.tail_shown, self.held = 0, None, None, None, None
+        self.count, self.begin, self.tail, self.tail_shown, self.held, self.none = 0, None, None, None, None, None
 
     def __len__(self): return self.count
 
@@ -822,7 +822,7 @@ class BlockRows(State):
     def reset(self):
         "Forget all keys."
         super().reset()
-        self.count, self.begin, self.tail, self.tail_shown, self.held = 0, None, None, None, None
+        self.count, self.begin, self.tail, self.tail_shown, self.held, self.none = 0, None, None, None, None, None
 
     def to_keys(
         self,
@@ -837,10 +837,12 @@ class BlockRows(State):
         return x.reshape(len(x), 1, -1, *[1] * (self.rows.ndim - 3))
 
     def empty_row(self):
-        "The row of a block without a shown key [B, G, 1, ...]."
+        "The row of a block without a shown key [B, G, 1, ...], worked out once."
         batch, groups, _, size = self.tail.shape
-        nothing = self.begin.new_zeros(batch, 1, 1, 1, 1, dtype=torch.bool)
-        return self.reduce(self.tail.new_zeros(batch, groups, 1, 1, size), nothing)
+        if self.none is None or self.none.is_inference() and not torch.is_inference_mode_enabled():
+            nothing = self.tail.new_zeros(1, 1, 1, 1, size)
+            self.none = self.reduce(nothing, nothing[..., :1].bool())
+        return self.none.expand(batch, groups, *[-1] * (self.none.ndim - 2))
 
 # %% ../../nbs/07_methods.ipynb #5d81e745
 def written_rows(
