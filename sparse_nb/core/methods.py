@@ -837,12 +837,14 @@ class BlockRows(State):
         return x.reshape(len(x), 1, -1, *[1] * (self.rows.ndim - 3))
 
     def empty_row(self):
-        "The row of a block without a shown key [B, G, 1, ...], worked out once."
-        batch, groups, _, size = self.tail.shape
-        if self.none is None or self.none.is_inference() and not torch.is_inference_mode_enabled():
+        "The row of a block without a shown key [B, G, 1, ...], worked out once; in a compiled step each time."
+        (batch, groups, _, size), compiling = self.tail.shape, torch.compiler.is_compiling()
+        none = None if compiling else self.none
+        if none is None or none.is_inference() and not torch.is_inference_mode_enabled():
             nothing = self.tail.new_zeros(1, 1, 1, 1, size)
-            self.none = self.reduce(nothing, nothing[..., :1].bool())
-        return self.none.expand(batch, groups, *[-1] * (self.none.ndim - 2))
+            none = self.reduce(nothing, nothing[..., :1].bool())
+            if not compiling: self.none = none
+        return none.expand(batch, groups, *[-1] * (none.ndim - 2))
 
 # %% ../../nbs/07_methods.ipynb #5d81e745
 def written_rows(
