@@ -175,21 +175,21 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
     if (tokens := ids.shape[1] + max(sizes)) > _longest(model):
         raise ValueError(f"examples must have at most the {_longest(model)} tokens that the model holds, got {tokens}")
     ids, tail, seeds = ids.to(model.device), int(taken.max()), [e.seed for e in examples]
-    caches, found = {}, []
-    for name, method in methods.items():
-        if (heard := _heard(method)) not in caches:
-            listens = None if heard is None else method
-            caches = {x: cache for x, cache in caches.items() if x is None}  # of those with indexes, one at a time
-            caches[heard] = _read(model, ids[:, :-tail], start, chunk, prefill, seeds, listens)
-        watched = Watch(ids.shape[1] - start + torch.tensor(sizes)) if watch else None
-        both = dict(prefill=prefill, decode=method)
-        written = _write(model, caches[heard], ids[:, -tail:], start, taken, both, max(sizes), seeds, watched)
-        means = watched.means() if watch else [{}] * len(ids)
-        for e, x, size, more in zip(examples, written, sizes, means):
-            text = tokenizer.decode(x[:size], skip_special_tokens=True)
-            found.append(dict(method=name, task=e.task, length=e.length, seed=e.seed, **asdict(score(text, e.answer)),
-                              answer=text, expected=e.answer, **more))
-    return [found[m * len(ids) + i] for i in range(len(ids)) for m in range(len(methods))]
+    heard, found = {}, {}
+    for name, method in methods.items(): heard.setdefault(_heard(method), []).append(name)
+    for index, names in heard.items():  # each is kept only while its methods write
+        listens = None if index is None else methods[names[0]]
+        cache = _read(model, ids[:, :-tail], start, chunk, prefill, seeds, listens)
+        for name in names:
+            watched = Watch(ids.shape[1] - start + torch.tensor(sizes)) if watch else None
+            both = dict(prefill=prefill, decode=methods[name])
+            written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, watched)
+            means = watched.means() if watch else [{}] * len(ids)
+            for i, (e, x, size, more) in enumerate(zip(examples, written, sizes, means)):
+                text = tokenizer.decode(x[:size], skip_special_tokens=True)
+                found[i, name] = dict(method=name, task=e.task, length=e.length, seed=e.seed,
+                                      **asdict(score(text, e.answer)), answer=text, expected=e.answer, **more)
+    return [found[i, name] for i in range(len(ids)) for name in methods]
 
 # %% ../nbs/72_evaluate.ipynb #3cb18e41
 def answers(

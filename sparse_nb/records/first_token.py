@@ -7,7 +7,7 @@ __all__ = ['LENGTHS', 'Nothing', 'reading_ways', 'first_token', 'bench_first_tok
 
 # %% ../../kernels/records/first_token.ipynb #aca39cb6
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ..core.methods import Method, Streaming
 from ..delta import Delta
 from .generate import LLAMA, TINY, random_model
 from .recorder import machine, need_gpu, write_record
+from ..sketch_walk import SketchWalk
 
 # %% ../../kernels/records/first_token.ipynb #85317b3c
 @dataclass(frozen=True)
@@ -34,12 +35,13 @@ def reading_ways(
     window: int = 2048, # last keys that a row sees
     gamma: int = 64,    # rows from anchor to anchor
     tail: int = 128,    # last rows, which are exact
+    densities: Sequence = (0.1, 0.2), # shares of the visible blocks
 ) -> dict:              # name -> method of `sparsify`, or the kernel of PyTorch's own attention
     "What is compared."
     def delta(correction): return Delta(window=window, gamma=gamma, tail=tail, correction=correction)
     return {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
             "streaming": Streaming(sinks=4, window=window), "Eq. 6": delta("delta"), "tangent": delta("tangent"),
-            "no attention": Nothing()}
+            **{f"Sketch&Walk {x:.0%}": SketchWalk(density=x) for x in densities}, "no attention": Nothing()}
 
 @torch.no_grad()
 def first_token(

@@ -123,6 +123,7 @@ RECORDS = {
 # %% ../../kernels/records/recorder.ipynb #2aafb91b
 RECORDS |= {
     "exact": Record(_HERE + "exact:record", "{gpu}_exact.json", "one query that reads all its keys"),
+    "audit": Record(_HERE + "audit:record", "{gpu}_audit.json", "an audit of a step, by the reference"),
     "choose": Record(_HERE + "choose:record", "{gpu}_choose.json", "steps that choose keys, launch by launch"),
     "prefill": Record(_HERE + "prefill:record", "{gpu}_prefill.json", "a prompt: ours, dense rivals, and launches"),
     "first_token": Record(_HERE + "first_token:record", "{gpu}_first_token.json", "a whole model's first token"),

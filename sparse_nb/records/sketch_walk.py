@@ -112,7 +112,7 @@ DECODES = [ # model, tasks, length, density -> names of arms, prompts, tokens of
     ("pocket", HARD, 16384, {0.05: SHORT, 0.1: LONG, 0.2: LONG}, 100, 820_000)]
 LOSSES = [ # likewise, but the last
     ("witness", EASY, 2048, dict.fromkeys((0.05, 0.1, 0.2), (*RULES, *PIECES, *RIVALS, *WALKING)), 200),
-    ("witness", EASY[1:2], 8000, dict.fromkeys((0.05, 0.1, 0.2), (*LONG, *RIVALS)), 100)]
+    ("witness", EASY[1:2], 8000, dict.fromkeys((0.05, 0.1, 0.2), SHORT), 100)]
 READ = ("mean", "mean max", "fine16", "fine16 max", "oracle", "oracle max", "paper", "random", "xattention",
         "vertical-slash")
 REFINED = "fine16 max refined", "fine16 max each refined"
