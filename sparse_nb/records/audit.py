@@ -41,7 +41,8 @@ def measure_audits(
     for name, index in INDEXES.items():
         call = lambda: audit(out, q, k, v, read, samples=SAMPLES, delta=DELTA, seed=1, **index).bound
         recorder.measure_row(call, check, plain=plain, what="audit", index=name, n=case.n)
-        recorder.measure_row(lambda: key_boxes(k, seen, **index)[1], None, plain=plain, what="index", index=name, n=case.n)
+        recorder.measure_row(lambda: key_boxes(k, seen, **index)[1], None, plain=plain, what="index", index=name,
+                             n=case.n)
     call = lambda: audit(out, q, k, v, read, samples=SAMPLES, delta=DELTA, seed=1, bound="clt").bound
     recorder.measure_row(call, None, plain=plain, what="audit", index="none: not proven", n=case.n)
 
