@@ -13,7 +13,7 @@ from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
 from sparse_nb.models import replay
 from sparse_nb.models.replay import places_of, replayed, weights_of
-from sparse_nb.saap import Saap
+from sparse_nb.saap import Partition, Saap
 from sparse_nb.santa import Santa
 from test_compiled import compiling, forget
 from test_hf import build
@@ -67,6 +67,23 @@ def test_what_is_played_is_what_is_written(llama, played, method):
             assert len(played) == answers * (TOKENS - 1) - replay.Replay.warm and len(records_of(llama)) == 1
             cache.reset()
     assert "get_compiled_call" not in vars(llama)
+
+
+def test_an_index_is_told_to_renew_what_ages(llama, played, monkeypatch):
+    "Between two steps, in each answer after every so many tokens, with the number of keys that its cache holds then."
+    forget(llama)
+    told = []
+    monkeypatch.setattr(replay, "EVERY", 2)
+    monkeypatch.setattr(Partition, "renew", lambda self, k, v, known: told.append((int(known), k.shape, v.shape)))
+    with sparsify(llama, decode=Saap(budget=8, sinks=2, window=8, clusters=4), dense_layers=[0], replay=True):
+        cache = static(llama)
+        for _ in range(2):
+            written(llama, cache)
+            cache.reset()
+    layers = llama.config.num_hidden_layers - 1
+    held = [IDS.shape[1] + 2, IDS.shape[1] + 4] * 2  # the last of TOKENS is not read
+    assert [x[0] for x in told] == [n for n in held for _ in range(layers)] and {x[1][2] for x in told} == {64}
+    with sparsify(llama, decode=Quest(budget=12, page=4), replay=True): written(llama, static(llama))  # nothing ages
 
 
 def test_caches_take_turns_and_the_oldest_is_forgotten(llama, played):

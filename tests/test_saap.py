@@ -746,7 +746,7 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: saap_decode(Q, K, V, torch.zeros(2, 5)), ValueError, r"partition must have shape \[G, C, D\], got"),
     (lambda: saap_decode(Q, K, V, torch.zeros(3, 5, 16)), ValueError,
      r"partition must have shape \[G, C, D\] = \[2, 5, 16\], got \[3, 5, 16\]"),
-    (lambda: saap_decode(Q, K, V, torch.full((2, 5, 16), math.nan)), ValueError, "must be finite"),
+    (lambda: saap_decode(Q, K, V, torch.full((2, 5, 16), math.nan)), ValueError, "partition must be finite, got NaN"),
     (lambda: saap_decode(Q, K, V, torch.ones(2, 5, 16).long()), TypeError, "partition must be floating, got torch.int"),
     (lambda: saap_decode(Q, K, V, STATE, k_before=K), ValueError, "k_before must be None where partition is an index"),
     (lambda: saap_decode(Q, K, V, STATE, layer=0), ValueError, "layer must be None where partition is an index"),

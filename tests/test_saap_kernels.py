@@ -490,6 +490,49 @@ def test_lists_of_a_fixed_length_stay_where_they_are():
     step(75, 73)
 
 @kernel
+@pytest.mark.parametrize("few", (False, True))
+def test_lists_are_renewed_in_their_places(few):
+    """What has left the window since goes into the lists, and into the moments, as in lists made of all of it.
+
+    A sequence that had no far key when its length was fixed has no centroids, and stays out of them."""
+    from sparse_nb.kernels.saap import build_index
+    from sparse_nb.saap import Saap, listed
+    p = problem(2, 2, 2, 90, 16, FP32)
+    q, k, v = p.q, p.k.nan_to_num(), p.v.nan_to_num()
+    s, start = Saap(budget=12, sinks=2, window=20, clusters=8), torch.tensor([0, 45 if few else 9], device=DEVICE)
+    state = s.new_state()
+    state.append(k[:, :, :60], v[:, :, :60], shown=torch.arange(60, device=DEVICE) >= start[:, None])
+    state.fix(96)
+    state.look_at(k[:, :, :60], v[:, :, :60])
+    assert (state.waits is not None) is few
+    if not GPU: state.kept = listed(state, k[:, :, :60], v[:, :, :60], *state.far(60))
+    cache = [torch.nn.functional.pad(x, (0, 0, 0, 6), value=float("nan")) for x in (k, v)]
+    for n in range(60, 85): state.put(*cache, torch.tensor([n], device=DEVICE))
+    where, late = [x.data_ptr() for x in state.buffers()], state.kept.index.built.tolist()
+    state.renew(*cache, torch.tensor([85], device=DEVICE))
+    assert [x.data_ptr() for x in state.buffers()] == where and state.late == 0
+    assert late == [41, 47 if few else 41] and state.kept.index.built.tolist() == [66, 47 if few else 66]
+    first, last = torch.tensor([2, start[1] + 2], device=DEVICE), state.kept.index.built
+    want = build_index(*cache, state.rows[..., 0], first, last, 8)
+    for name, x in want._asdict().items():
+        got = getattr(state.kept.index, name)
+        if name == "order":  # behind the lists lies what is in none
+            ends = want.start[..., -1:].expand(*x.shape[:2], x.shape[2])
+            inside = torch.arange(x.shape[2], device=DEVICE) < ends
+            got, x = got.masked_fill(~inside, -1), x.masked_fill(~inside, -1)
+        assert torch.equal(got.nan_to_num(), x.nan_to_num()), name
+    state.put(*cache, torch.tensor([85], device=DEVICE))
+    grown = s.new_state()
+    grown.append(k[:, :, :86], v[:, :, :86])
+    grown.fit, grown.waits = state.fit, None
+    got = s.decode(q, *cache, state=state, backend="triton", kv_start=start,
+                   kv_len=torch.full((2,), 86, device=DEVICE))
+    want = s.decode(q, k[:, :, :86], v[:, :, :86], state=grown, kv_start=start, backend="torch")
+    if few: want[1:] = attention(q[1:], k[1:, :, 45:86], v[1:, :, 45:86])
+    assert_close(got, want, rtol=1e-5)
+
+
+@kernel
 def test_which_backend():
     from sparse_nb.saap import saap_decode
     p = problem(1, 1, 2, 60, 16, FP32)

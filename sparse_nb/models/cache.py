@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['StatefulLayer', 'StatefulDynamicLayer', 'StatefulStaticLayer', 'heard_for', 'keep_places', 'layer_of',
-           'heard_one_more', 'keep_state', 'HostLayer', 'StatefulHostLayer', 'offload', 'fork_cache']
+           'heard_one_more', 'renew_indexes', 'keep_state', 'HostLayer', 'StatefulHostLayer', 'offload', 'fork_cache']
 
 # %% ../../nbs/73_cache.ipynb #6226aad4
 import copy
@@ -188,6 +188,13 @@ def heard_one_more(
 ):
     "Say so on the device, for all layers at once."
     if layers: torch._foreach_copy_([x.heard for x in layers], [newest + 1] * len(layers))
+
+def renew_indexes(
+    cache, # of transformers, or None
+):
+    "Let the states of a fixed length make anew what ages while steps are played back. Not to be called in a step."
+    for x in getattr(cache, "layers", ()):
+        if getattr(x, "heard", None) is not None: x.state.renew(x.keys, x.values, x.heard)
 
 _STATEFUL = {DynamicLayer: StatefulDynamicLayer, StaticLayer: StatefulStaticLayer}
 
