@@ -48,6 +48,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "records.first_token": ["records.generate"],
     "records.saap": ["records.saap_partition"],
     "records.saap_heads": ["records.saap", "records.saap_partition"],
+    "records.saap_promise": ["records.saap_heads"],
     "records.santa_schedule": ["records.sketch_walk"],
     "records.sketch_walk_rules": ["records.sketch_walk"],
     "records.sketch_walk_tiles": ["records.prefill", "records.sketch_walk_launches"],

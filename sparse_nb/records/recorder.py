@@ -137,6 +137,8 @@ RECORDS |= {
                          "what clusters catch of the attention of the pocket model's heads", gpu=False),
     "saap_heads_witness": Record(_HERE + "saap_heads:record_witness", "{gpu}_saap_heads_witness.json",
                                  "the same for the witness beside the pocket model, without networks", gpu=False),
+    "saap_promise": Record(_HERE + "saap_promise:record", "{gpu}_saap_promise.json",
+                           "how often a promise on top of SAAP is broken, head by head, on both models", gpu=False),
     "eviction": Record(_HERE + "eviction:record", "{gpu}_eviction.json",
                        "the pocket model's answers with H2O and SnapKV", gpu=False),
     "saap_partition": Record(_HERE + "saap_partition:record", "sparse_nb/pocket_model/saap.safetensors",
