@@ -79,7 +79,7 @@ def speeches(
 
 # %% ../nbs/84_text.ipynb #7cf29230
 def _check_ahead(model, prefill):
-    "Raise ValueError for a method whose choice for a query knows later tokens: these would help to guess themselves."
+    "Raise ValueError for a method that says its choice for a query knows later tokens: they would guess themselves."
     for i, method in hf.by_layer("prefill", prefill, hf.attention_layers(model), "prefill").items():
         inner = [method, *getattr(method, "__dict__", {}).values()]
         if ahead := next((x for x in inner if getattr(x, "sees_ahead", False)), None):
@@ -99,8 +99,10 @@ def token_bits(
 ) -> tuple: # bits of tokens `read` + 1 to N - 1 [B, N - 1 - read], float64, on the CPU; rows of `forced_decode`
     """How many bits each token of given texts costs the model.
 
-    Raises ValueError for a `read` that leaves no token, for tokens that are read by a method that looks ahead, and as
-    `hf.sparsify`.
+    Raises ValueError for a `read` that leaves no token, for tokens that are read by `SketchWalk` where it chooses by
+    later queries, alone or in another method, and as `hf.sparsify`. `VerticalSlash`, `FlexPrefill`, `XAttention`,
+    `HiP` and `OracleBlocks` choose by later queries, too, and are let through: what they are given is a loss that may
+    have seen what is to come, and no perplexity.
     """
     check_count("read", read, high=ids.shape[-1] - 2)
     check_count("every", every)

@@ -25,7 +25,8 @@ GUESSING += [SketchWalk(heads="all", **SMALL), SketchWalk(heads="averaged", inde
 REFINED = SketchWalk(index="fine16", pool="max", heads="each", refine=2, least=4, **SMALL)
 GUESSING += [REFINED, SketchWalk(index="mean", refine=2, **SMALL)]
 PLAIN = [*GUESSING, SketchWalk(index="oracle", **SMALL), SketchWalk(index="random", **SMALL),
-         SketchWalk(index="oracle", heads="each", **SMALL), SketchWalk(index="random", heads="each", **SMALL)]
+         SketchWalk(index="oracle", heads="each", **SMALL), SketchWalk(index="random", heads="each", **SMALL),
+         SketchWalk(index="random", refine=2, **SMALL)]
 WALKING = [SketchWalk(walk=x, **SMALL) for x in ("softmax", "renormalised", "literal")]
 WALKING += [SketchWalk(walk="softmax", power="matrix", degree=3, index="mean", **SMALL),
             SketchWalk(**SMALL | PAPER), SketchWalk(**SMALL | PAPER, power="matrix", degree=2)]
@@ -123,7 +124,9 @@ def test_a_block_does_not_know_later_blocks_but_its_own_queries(method):
         assert torch.equal(got[:, :, :whole], want[:, :, :whole])
         leaks.append(bool((got - want)[:, :, whole:border].any()))
     # of a matrix power of shares little but the order of the blocks is left
-    assert any(leaks) == (method.index != "random" and method.power == "element" or method in WALKING[5:])
+    blind = method.index == "random" and method.refine == 1
+    assert any(leaks) == (not blind and method.power == "element" or method in WALKING[5:])
+    assert method.sees_ahead == (not blind)
     assert not leaks[0]
 
 def test_without_a_mask_the_future_moves_the_past():
@@ -605,7 +608,12 @@ def test_head_sizes_that_are_no_powers_of_two(size):
     (dict(walk="far"), "walk must be one of softmax"), (dict(power="all"), "power must be one of element, matrix"),
     (dict(heads="none"), "heads must be one of"), (dict(pool="sum"), "pool must be one of mean, max"),
     (dict(dense_layers=-1), "dense_layers must be at least 0"),
+    (dict(degree=33), "degree must be at least 1 and at most 32, got 33"),
+    (dict(degree=10**400, power="matrix", walk="softmax"), "degree must be at least 1 and at most 32, got 1000"),
     (dict(refine=0), "refine must be at least 1"), (dict(least=1), "least must be at least 2"),
+    (dict(refine=10**30), "refine must be at least 1 and at most 1024, got 10000"),
+    (dict(least=2**63), f"least must be at least 2 and at most 1048576, got {2**63}"),
+    (dict(seed=2**63), f"seed must be at least 0 and at most {2**63 - 1}, got {2**63}"),
     (dict(refine=2, walk="softmax"), "refine must be 1 with a walk or an oracle, got 2"),
     (dict(refine=2, index="oracle"), "refine must be 1 with a walk or an oracle, got 2"),
     (dict(walk="softmax", pool="max"), "pool must be 'mean' with a walk"),
@@ -619,6 +627,27 @@ def test_kinds_that_cannot_work():
     for settings in (dict(density="all"), dict(block=64.0), dict(walk=3), dict(degree=2.0), dict(dense_layers=True)):
         with pytest.raises(TypeError, match=f"{next(iter(settings))} must be"): SketchWalk(**settings)
 
+@pytest.mark.parametrize("step", [[], 3])
+@pytest.mark.parametrize("walk", [None, "softmax"])
+def test_steps_that_cannot_work(step, walk):
+    q, k, v = problem(Q=230)
+    method = SketchWalk(walk=walk, **SMALL)
+    for call in (lambda: method.prefill(q, k, v, step=step), lambda: method.pattern(q, k, step=step),
+                 lambda: sketch_walk_prefill(q, k, v, walk=walk, step=step),
+                 lambda: method.select(q, k, state=heard(method, q, k), step=step),
+                 lambda: method.decode(q, k, v, state=heard(method, q, k), step=step)):
+        with pytest.raises(TypeError, match=f"step must be a dict or None, got {type(step).__name__}"): call()
+    with pytest.raises(TypeError, match="step must hold what the layers below have put there, got int for 0"):
+        SketchWalk(walk="softmax", **SMALL).prefill(q, k, v, step={0: 3})
+
+def test_the_highest_degree_tells_the_blocks_of_a_list_apart():
+    "At a degree of 64 most of these lists, of eight layers of 128 blocks, would hold blocks whose share is 0."
+    method, step = SketchWalk(walk="softmax", index="mean", block=32, degree=32), {}
+    for layer in range(8):
+        q, k, _ = problem(B=1, Q=4096, N=4096, seed=layer)
+        found = lists(method, q, k, step=step)
+    assert (step[0].amax(-1) == 1).all() and ((step[0] > 0).sum(-1) >= found.sum(-1) - 2).all()  # but the forced ones
+
 def test_calls_that_cannot_work():
     q, k, v = problem(Q=100)
     walk, plain = SketchWalk(walk="softmax", **SMALL), SketchWalk(**SMALL)
@@ -626,6 +655,10 @@ def test_calls_that_cannot_work():
     calls = [
         (lambda: SketchWalk(block=16).prefill(q, k, v), "block must be 32, 64 or 128, got 16"),
         (lambda: SketchWalk(block=16).pattern(q, k), "block must be 32, 64 or 128, got 16"),
+        (lambda: sketch_walk_prefill(q, k, v, kv_start=torch.tensor([0, 500])),
+         "0 <= kv_start < kv_len <= 230 must hold, got kv_start = 500 and kv_len = 230 in row 1"),
+        (lambda: sketch_walk_prefill(q, k, v, rotation=-1), "rotation must be at least 0 .* got -1"),
+        (lambda: sketch_walk_decode(q, k, v, rotation=2**63), f"rotation must be .* at most {2**63 - 1}, got {2**63}"),
         (lambda: walk.prefill(q, k, v), "state must be the index of this walk, .* got NoneType"),
         (lambda: walk.prefill(q, k, v, state=other), "state must be the index of this walk"),
         (lambda: walk.decode(q[:, :, -1:], k, v), "state must know the queries of all keys for a walk, got None"),
@@ -749,11 +782,23 @@ def test_a_perplexity_that_would_leak_is_refused(llama):
     from sparse_nb.delta import Delta
     from sparse_nb.text import token_bits
     method = SketchWalk(**DENSE)
-    for given in (method, Delta(base=method), {2: method}, replace(method, walk="softmax", index="oracle")):
+    for given in (method, Delta(base=method), {2: method}, replace(method, walk="softmax", index="oracle"),
+                  replace(method, index="random", refine=2)):
         with pytest.raises(ValueError, match="prefill must choose without a look at later tokens .* got SketchWalk in"):
             token_bits(llama, TOKENS, read=100, prefill=given)
     assert len(token_bits(llama, TOKENS, read=100, prefill=replace(method, index="random"))[0][0]) == 99
     assert len(token_bits(llama, TOKENS, read=100, prefill=method, decode=method)[0][0]) == 99
+
+@pytest.mark.parametrize("name, settings", [
+    ("VerticalSlash", dict(vertical=16, slash=16)), ("FlexPrefill", dict(gamma=0.5)), ("XAttention", dict(density=0.3)),
+    ("HiP", {}), ("OracleBlocks", {})])
+def test_losses_that_have_looked_ahead_are_let_through(llama, name, settings):
+    "As the docstring of `token_bits` says: their rows know what is to come."
+    import sparse_nb.patterns as patterns
+    from sparse_nb.text import token_bits
+    method = getattr(patterns, name)(**settings)
+    assert name in token_bits.__doc__ and not getattr(method, "sees_ahead", False)
+    assert len(token_bits(llama, TOKENS, read=100, prefill=method)[0][0]) == 99
 
 @pytest.mark.parametrize("method", [
     SketchWalk(walk="softmax", **DENSE | dict(dense_layers=0)), SketchWalk(**DENSE | dict(dense_layers=0)),

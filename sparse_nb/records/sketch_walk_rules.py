@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RULES', 'EACH', 'MORE', 'PROMPT_RULES', 'MIXED', 'main_direction', 'halved', 'sorted_keys', 'kept', 'rule_scores',
-           'read_by', 'rule_losses', 'row_scores', 'mixed_lists', 'prompt_losses', 'record', 'record_prompts']
+           'read_by', 'rule_losses', 'row_scores', 'mixed_lists', 'prompt_losses', 'rival_arms', 'add_rivals', 'record',
+           'record_prompts']
 
 # %% ../../kernels/records/sketch_walk_rules.ipynb #0c059d36
 import math
@@ -14,15 +15,16 @@ import torch
 import torch.nn.functional as F
 
 from ..attention import attention
+from ..baselines import Adamas, DoubleSparsity, Quest
 from ..core.blocks import BlockPattern, block_attention
 from ..core.exact import masked_scores
-from ..core.methods import weights_id
-from ..evaluate import bits_of
+from ..core.methods import Exact, Streaming, weights_id
+from ..evaluate import accuracy, bits_of
 from ..grid import Grid, Worker
 from ..hf import attention_override, prefill
 from ..models.cache import fork_cache
-from .recorder import machine, write_record
-from .sketch_walk import sized_alike
+from .recorder import machine, read_record, write_record
+from .sketch_walk import HARD, sized_alike
 from ..sketch_walk import (
     SketchWalk, block_scores, heaviest_blocks, in_blocks, prompt_blocks, signed_hadamard)
 
@@ -262,6 +264,37 @@ def prompt_losses(
                                  right=right, nll=float(f"{nll:.5g}")))
     return rows
 
+# %% ../../kernels/records/sketch_walk_rules.ipynb #5e3b1a11
+def rival_arms(
+    length: int, # tokens of a prompt
+) -> dict:       # name -> method
+    "A tenth of the blocks, and as many keys by rivals."
+    keys = math.ceil(length / 64 / 10) * 64
+    return {"fine4": SketchWalk(density=0.1), "quest-32": Quest(keys, 32), "adamas": Adamas(keys),
+            "double sparsity": DoubleSparsity(keys), "streaming": Streaming(4, keys - 4)}
+
+def add_rivals(
+    path: Path,           # of this notebook's record
+    *,
+    quick: bool = False,  # one short prompt
+    command: str = "",    # for the record
+    say=print,            # hears of each task
+) -> Path: # the same
+    "Ask the pocket model with rivals, and put what it answers into a record, in place of what rivals answered there."
+    length, prompts, record = (700, 1, read_record(path)) if quick else (4096, 20, read_record(path))
+    worker, rows, arms = Worker(Grid("pocket", ["kv"], [length], {})), [], rival_arms(length)
+    apart = {name: (lambda i, m=m: Exact() if i < 2 else m) for name, m in arms.items()} | {"exact": Exact()}
+    for task in HARD[1:2] if quick else HARD[1:3]:
+        found = accuracy(worker.model, worker.tokenizer, task, length, apart, prompts=prompts, batch=2, setup="B")
+        rows += [dict(part="rivals", task=task, length=length, seed=x.seed, method=x.method, exact=bool(x.exact))
+                 for x in found.itertuples()]
+        say(f"{task}: {len(rows)} rows of rivals")
+    about = dict(weights=weights_id(worker.model), model="pocket", length=length, command=command,
+                 bytes={name: m.index_bytes(64) for name, m in arms.items()})
+    kept_rows = [x for x in record["rows"] if x.get("part") != "rivals"]
+    return write_record(path, record["meta"] | dict(rivals=machine("cpu") | about), kept_rows + rows)
+
+
 # %% ../../kernels/records/sketch_walk_rules.ipynb #bb6527e3
 def record(
     out,                  # JSON file to write
@@ -269,7 +302,7 @@ def record(
     quick: bool = False,  # one prompt, three rules, the pocket model
     say=print,            # hears of each task
 ) -> Path: # the file
-    "Losses of every rule. Raises as `witness.load`."
+    "Losses of every rule, and the answers of rivals. Raises as `witness.load`."
     name, length, prompts = ("pocket", 700, 1) if quick else ("witness", 2048, 8)
     rules = dict(list(RULES.items())[-3:]) if quick else RULES
     rows, worker = [], None
@@ -279,7 +312,8 @@ def record(
         rows += rule_losses(grid, rules, (0.3,) if quick else (0.1, 0.2), worker)
         say(f"{task}: {len(rows)} rows")
     about = dict(weights=weights_id(worker.model), model=name, length=length)
-    return write_record(Path(out), machine("cpu") | about | dict(bytes={x: y for x, (_, y) in rules.items()}), rows)
+    write_record(Path(out), machine("cpu") | about | dict(bytes={x: y for x, (_, y) in rules.items()}), rows)
+    return add_rivals(Path(out), quick=quick, command="sparse-nb record sketch_walk_rules", say=say)
 
 # %% ../../kernels/records/sketch_walk_rules.ipynb #5e3b1a05
 def record_prompts(
