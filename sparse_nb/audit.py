@@ -93,7 +93,7 @@ class Audit(NamedTuple):
     "What an audit found out, for each head and query [B, H, Q]."
     bound: torch.Tensor # ||out - exact|| / ||exact|| is at most this, with probability 1 - delta; may be infinite
     error: torch.Tensor # the same, estimated
-    drawn: torch.Tensor # rows of keys and values that were read for it, beside the selected ones, int64
+    drawn: torch.Tensor # rows that were read for it, beside the selected ones, int64; one drawn twice counts twice
     proven: bool        # does the bound hold for all inputs? False for "clt", which does not see what it did not draw
     index_bytes: int    # of the index that was read for each key/value head
 
@@ -142,7 +142,7 @@ def _judged(x, out, drawn, bounds):
     m, out = drawn.clamp(min=1).double(), out.double()
     radius, low = (torch.where(drawn > 0, y, 0.0) for y in bounds(m))
     whole, whole_e = x.known + x.rows.sum(-2) / m[..., None], x.known_e + x.terms.sum(-1) / m
-    most = 1 / (x.known_e + low.clamp(min=0))  # of 1 / D, and 1 / D itself where nothing was drawn
+    most = 1 / (x.known_e + low.clamp(min=0))  # of 1 / Z, and 1 / Z itself where nothing was drawn
     there = (-(out * whole).sum(-1) / whole.square().sum(-1).clamp(min=1e-300)).clamp(min=0)
     there = torch.where(drawn > 0, there.minimum(most), most)
     least = (out + there[..., None] * whole).norm(dim=-1) - radius * most
@@ -178,7 +178,7 @@ def audit(
     *,
     samples: int = 256,                   # other keys to read for sure or to draw, at least 8
     delta: float = 0.05,                  # chance that the bound is too small, in (0, 1)
-    bound: str = "boxes",                 # "boxes": proven; "clt": uniform draws, a Gaussian mean, not proven
+    bound: str = "boxes",                 # "boxes": proven; "clt": uniform draws, with replacement, not proven
     bits: int = 4,                        # of the codes of "boxes", from 0 (Quest's boxes) to 8
     page: int = 64,                       # keys of "boxes" that share a range of values
     seed=None,                            # as in `stream_seeds`, and not the one that `selected` came from

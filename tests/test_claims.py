@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from execnb.nbio import mk_cell, new_nb, read_nb, write_nb
 
-from sparse_nb.claims import CLAIMS, VERDICTS, Claim, Row, claim, ledger, missing, rows, table
+from sparse_nb.claims import CLAIMS, VERDICTS, Claim, Row, claim, failures, ledger, missing, rows, table
 
 ROOT = Path(__file__).parents[1]
 GOOD = {"id": "SANTA-7", "verdict": "reproduced", "paper": [49.9, 79.95], "ours": [50.01, 80.02], "tolerance": 0.3}
@@ -56,8 +56,30 @@ def test_rows_are_those_of_the_executed_chapter(chapter):
             .strip() not in shown(nb)] == [], "the chapter shows other rows than nbs/claims holds"
 
 
-def test_the_last_chapter_shows_this_ledger():
-    assert ledger().strip() in shown(read_nb(ROOT / "nbs/90_claims.ipynb")), "run nbs/90_claims.ipynb last"
+@pytest.mark.parametrize("view", [ledger, failures])
+def test_the_last_chapter_shows_this_ledger(view):
+    assert view().strip() in shown(read_nb(ROOT / "nbs/90_claims.ipynb")), "run nbs/90_claims.ipynb last"
+
+
+def cannot_fail(found):
+    "The ids of rows that no tolerance and no sentence, of two words or more, could have upset."
+    return [id for id, row in found.items() if not any(len(x.split()) > 1 for x in row.fails_unless())]
+
+
+def test_every_row_could_have_failed_and_the_last_chapter_says_on_what():
+    assert cannot_fail(rows()) == []
+    page = failures().splitlines()[2:]
+    assert len(page) == len(CLAIMS)
+    for line, (id, row) in zip(page, rows().items()):
+        assert line.startswith(f"| [{id}](") and line.count("<br>") == len(row.fails_unless()) - 1 and "| 1. " in line
+
+
+def test_a_row_that_nothing_could_upset_is_seen(monkeypatch):
+    monkeypatch.setattr("sparse_nb.claims._check_evidence", lambda row: None)
+    bare = [Row("SANTA-7", verdict, paper=1.5, ours="a number", note="NO: it is not so", command="make bench", checks=x)
+            for verdict in VERDICTS if verdict != "reproduced" for x in (None, {}, {"x": True})]
+    assert all(cannot_fail({"SANTA-7": row}) == ["SANTA-7"] for row in bare)
+    assert cannot_fail({"SANTA-7": Row(**GOOD)}) == []
 
 
 # What the ledger refuses.
@@ -71,6 +93,10 @@ def test_the_last_chapter_shows_this_ledger():
      "it is not true that so is that"),
     ("SANTA-7", {"verdict": "holds", "tolerance": None}, "checks must hold a sentence that was checked"),
     ("SANTA-7", {"verdict": "not here", "tolerance": None}, "command must name what would measure it"),
+    ("SANTA-7", {"verdict": "not here", "tolerance": None, "command": "make bench"},
+     "checks must hold a sentence that was checked for 'not here'"),
+    ("SANTA-7", {"verdict": "not here", "tolerance": None, "command": "make bench", "checks": {"it is level": False}},
+     "it is not true that it is level"),
     ("SANTA-7", {"verdict": "plausible"}, "verdict must be one of"),
     ("SANTA-7", {"proof": "obvious"}, "proof"),
     ("SANTA-8", {}, "holds the row of SANTA-7"),
@@ -124,11 +150,12 @@ def test_equal_to_the_tolerance_is_within_it():
 
 @pytest.mark.parametrize("verdict", VERDICTS)
 def test_a_row_shows_its_evidence(verdict):
-    evidence = (dict(tolerance=0.3) if verdict == "reproduced" else dict(command="make bench") if verdict == "not here"
-                else dict(checks={"a | b": True}))
+    evidence = dict(tolerance=0.3) if verdict == "reproduced" else dict(checks={"a | b": True})
+    if verdict == "not here": evidence["command"] = "make bench"
     text = Row("SANTA-18", verdict, paper=1.5, ours=1.6, note="one GPU", **evidence)._repr_markdown_()
     for part in (verdict, "SANTA, Fig. 4", "1.5", "1.6", "one GPU",
-                 {"reproduced": "0.1, allowed 0.3", "not here": "`make bench`"}.get(verdict, "a \\| b")):
+                 "0.1, allowed 0.3" if verdict == "reproduced" else "a \\| b",
+                 "`make bench`" if verdict == "not here" else ""):
         assert part in text
 
 
