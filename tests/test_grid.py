@@ -14,6 +14,7 @@ from sparse_nb.attention import Exact, Streaming, TopK
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.evaluate import accuracy, answers
 from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
+from sparse_nb.records.santa_schedule import reinforce, rewards_by_jobs
 from sparse_nb.tasks import make, prompt_tokens
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
@@ -64,6 +65,16 @@ def test_ray_gives_the_rows_of_this_process_although_a_worker_dies(tiny, tmp_pat
     monkeypatch.undo()
     assert run(here, tmp_path / "ray.jsonl") == (1, 0)
     assert ray_rows() == here_rows() and not failures_of(tmp_path / "ray.jsonl")
+
+
+@pytest.mark.slow
+def test_a_schedule_is_learned_on_ray_as_in_this_process(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    asked = dict(model="pocket", tasks=["frequent_words:ratio=3"], lengths=[512], prompts=4)
+    here, there = (reinforce(rewards_by_jobs(tmp_path / name, **where, **asked), 6, 24, steps=2, episodes=4, rate=0.1)
+                   for name, where in (("here", {}), ("ray", dict(on="ray", workers=2))))
+    assert here == there and {x["reward"] for x in here} - {0.0, 1.0} and any(here[-1]["theta"])
 
 
 # the file
