@@ -901,7 +901,6 @@ def sketch_walk_prefill(
     A block's choice knows all its queries, so a row may see what up to `block` - 1 later tokens have chosen. Raises as
     `check_inputs`, and TypeError or ValueError for settings that can never work and a walk that lacks queries.
     """
-    check_inputs(q, k, v, causal=True, scale=scale, kv_start=kv_start, seed=seed)
     check_count("rotation", rotation, *SEEDS)
     s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation, refine, least)
     return read_prompt(s, q, k, v, seed, scale, kv_start, step, state, backend)
