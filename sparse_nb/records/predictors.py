@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BUDGET', 'QUERIES', 'TASKS', 'LENGTHS', 'PREDICTORS', 'measure', 'record']
 
-# %% ../../kernels/records/predictors.ipynb #65052f83
+# %% ../../kernels/records/predictors.ipynb #7329dec3
 from pathlib import Path
 
 import torch
@@ -20,12 +20,13 @@ from ..models.capturing import capture
 from .recorder import machine, write_record
 from ..tasks import make
 
-# %% ../../kernels/records/predictors.ipynb #0a2b8ae0
+# %% ../../kernels/records/predictors.ipynb #a4621cea
 BUDGET, QUERIES, TASKS, LENGTHS = 0.1, 4, ("multikey", "frequent_words"), (3072, 10000, 32000)
 
 PREDICTORS = {"topk": lambda i: TopK(BUDGET), "quest": lambda i: Quest(BUDGET),
               "double_sparsity": lambda i: DoubleSparsity(BUDGET), "adamas": lambda i: Adamas(BUDGET),
-              "hash_attention": lambda i: HashAttention(BUDGET, "pocket", i), "streaming": lambda i: Streaming(4, BUDGET)}
+              "hash_attention": lambda i: HashAttention(BUDGET, "pocket", i),
+              "streaming": lambda i: Streaming(4, BUDGET)}
 
 def measure(
     layers: list, # what `capture` caught
@@ -41,21 +42,22 @@ def measure(
             found = (top & (chosen.dense(k.shape[2]) > 0)).sum(-1) / top.sum(-1)
             mass = coverage(weights, chosen) / coverage(weights, best)
             error = relative_error(weighted_attention(q, k, v, chosen), exact)
-            rows += [dict(keys=k.shape[2], method=name, layer=i, head=h, recall=r, mass=m, error=e) for h, (r, m, e) in
-                     enumerate(zip(*(x[0].mean(-1).double().tolist() for x in (found, mass, error))))]
+            of_heads = zip(*(x[0].mean(-1).tolist() for x in (found, mass, error)))
+            rows += [dict(keys=k.shape[2], method=name, layer=i, head=h, recall=round(r, 5), mass=round(m, 5),
+                          error=round(e, 5)) for h, (r, m, e) in enumerate(of_heads)]
     return rows
 
-# %% ../../kernels/records/predictors.ipynb #1897f1d7
+# %% ../../kernels/records/predictors.ipynb #f557db8c
 def record(
     out,                  # JSON file to write
     *,
-    quick: bool = False,  # one prompt of 512 tokens
+    quick: bool = False,  # one prompt of 640 tokens
     say=print,            # hears of each prompt
 ) -> Path: # the file
     "Recall, mass and error of every predictor on each head, for each task and length."
     model, tokenizer = pocket.load()
     rows = []
-    for length in (512,) if quick else LENGTHS:
+    for length in (640,) if quick else LENGTHS:
         for task in TASKS[:1] if quick else TASKS:
             ids = tokenizer(make(task, length, seed=1, tokenizer=tokenizer).prompt, return_tensors="pt").input_ids
             with torch.no_grad(): layers = capture(model, ids, positions=range(-QUERIES, 0))

@@ -139,6 +139,8 @@ RECORDS |= {
                                  "the same for the witness beside the pocket model, without networks", gpu=False),
     "saap_promise": Record(_HERE + "saap_promise:record", "{gpu}_saap_promise.json",
                            "how often a promise on top of SAAP is broken, head by head, on both models", gpu=False),
+    "predictors": Record(_HERE + "predictors:record", "{gpu}_predictors.json",
+                         "what predictors find in short and in long prompts of the pocket model", gpu=False),
     "eviction": Record(_HERE + "eviction:record", "{gpu}_eviction.json",
                        "the pocket model's answers with H2O and SnapKV", gpu=False),
     "saap_partition": Record(_HERE + "saap_partition:record", "sparse_nb/pocket_model/saap.safetensors",
