@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from sparse_nb.attention import TopK
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
-from sparse_nb.models import replay
+from sparse_nb.models import cache as cache_room, replay
 from sparse_nb.models.replay import places_of, replayed, weights_of
 from sparse_nb.saap import Partition, Saap
 from sparse_nb.santa import Santa
@@ -70,19 +70,20 @@ def test_what_is_played_is_what_is_written(llama, played, method):
 
 
 def test_an_index_is_told_to_renew_what_ages(llama, played, monkeypatch):
-    "Between two steps, in each answer after every so many tokens, with the number of keys that its cache holds then."
+    """Between two steps, after every so many since the prompt, with the number of keys that its cache holds then; an
+    answer that goes on from its cache counts on."""
     forget(llama)
     told = []
-    monkeypatch.setattr(replay, "EVERY", 2)
-    monkeypatch.setattr(Partition, "renew", lambda self, k, v, known: told.append((int(known), k.shape, v.shape)))
+    monkeypatch.setattr(cache_room, "EVERY", 3)
+    monkeypatch.setattr(Partition, "renew", lambda self, k, v, known: told.append((int(known), k.shape[2], v.shape[2])))
+    n, layers = IDS.shape[1], llama.config.num_hidden_layers - 1
     with sparsify(llama, decode=Saap(budget=8, sinks=2, window=8, clusters=4), dense_layers=[0], replay=True):
         cache = static(llama)
         for _ in range(2):
-            written(llama, cache)
+            more = written(llama, cache)                            # steps read keys n to n + 4
+            written(llama, cache, torch.cat([IDS, more], 1))        # one key is heard, and five steps are counted on
             cache.reset()
-    layers = llama.config.num_hidden_layers - 1
-    held = [IDS.shape[1] + 2, IDS.shape[1] + 4] * 2  # the last of TOKENS is not read
-    assert [x[0] for x in told] == [n for n in held for _ in range(layers)] and {x[1][2] for x in told} == {64}
+    assert told == [(x, 64, 64) for x in (n + 3, n + 7, n + 10) * 2 for _ in range(layers)]
     with sparsify(llama, decode=Quest(budget=12, page=4), replay=True): written(llama, static(llama))  # nothing ages
 
 

@@ -13,6 +13,8 @@ import weakref
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from ..core.methods import EVERY
+
 # %% ../../nbs/73_cache.ipynb #b803b38f
 def _copied(layer, memo, **changed):
     "A deep copy of a cache layer with some attributes changed"
@@ -94,7 +96,7 @@ class StatefulStaticLayer(StatefulLayer, StaticLayer):
     From then on no tensor of the state moves, and `heard` names it to a captured graph. A later prompt's lie there.
     """
     heard, turns = None, False              # how many keys a fixed state knows [1]; does it hear of any before RoPE?
-    places = ()                             # tensors of the state where it was fixed last
+    places, steps = (), 0                   # tensors of the state where it was fixed last; steps since then
     living = weakref.WeakValueDictionary()  # address of `heard` -> layer with a fixed state
 
     def hear(self, keys, values, new=0, fix=True, **heard):
@@ -109,6 +111,7 @@ class StatefulStaticLayer(StatefulLayer, StaticLayer):
         if not (fix and length and self.state.fixes): return
         self.state.fix(self.max_cache_len)
         if self.state.fixed: self.state.look_at(keys, values)
+        self.steps = 0
         self.settle(length)
 
     def known(self):
@@ -192,9 +195,14 @@ def heard_one_more(
 def renew_indexes(
     cache, # of transformers, or None
 ):
-    "Let the states of a fixed length make anew what ages while steps are played back. Not to be called in a step."
-    for x in getattr(cache, "layers", ()):
-        if getattr(x, "heard", None) is not None: x.state.renew(x.keys, x.values, x.heard)
+    """After a step that may have been played back: what ages in states of a fixed length is made anew, when it is time.
+
+    That is after every `EVERY` steps since they were fixed, whichever answers these were of.
+    """
+    fixed = [x for x in getattr(cache, "layers", ()) if getattr(x, "heard", None) is not None]
+    for x in fixed[:1]: x.steps += 1
+    if not fixed or fixed[0].steps % EVERY: return
+    for x in fixed: x.state.renew(x.keys, x.values, x.heard)
 
 _STATEFUL = {DynamicLayer: StatefulDynamicLayer, StaticLayer: StatefulStaticLayer}
 

@@ -11,14 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers import CompileConfig
 from transformers.cache_utils import StaticLayer
 
-from ..core.methods import EVERY
 from .cache import StatefulStaticLayer, renew_indexes
 
 # %% ../../nbs/78_replay.ipynb #e1a0c008
@@ -88,12 +86,11 @@ def on_a_gpu(model): return model.device.type == "cuda"
 
 def renewing(
     step: Callable, # of a token, of a model
-) -> Callable:      # the same, for one answer
-    "Let the indexes of the cache renew what ages after every `EVERY` tokens."
-    tokens = count(1)
+) -> Callable:
+    "The same step, after which the indexes of the cache renew what ages, when it is time."
     def call(*args, past_key_values=None, **given):
         out = step(*args, past_key_values=past_key_values, **given)
-        if next(tokens) % EVERY == 0: renew_indexes(past_key_values)
+        renew_indexes(past_key_values)
         return out
     return call
 
