@@ -729,28 +729,35 @@ class SketchWalk(ByKernels):
         return select_keys(self, q, k, masks, seed, scale, state, step)
 
 # %% ../nbs/50_sketch_walk.ipynb #c57584af
-def by_kernel(s, q, k, backend):
+def by_kernel(s, q, k, backend, start=None):
     "Do kernels choose? Raise for a backend that there is not, or that cannot do what is asked."
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k))
+    whole = start is None and q.shape[2] == k.shape[2] and not torch.compiler.is_compiling()
+    walks = s.walk == "softmax" and whole
     lacks = [what for what, asked in ((f"the index {s.index!r} is", s.index not in ("mean", *FINE)), (
-        "a walk is", s.walk is not None), ("one list of averaged heads is", s.heads == "averaged"), (
+        "another walk than softmax's over a whole prompt is", s.walk is not None and not walks), (
+        "one list of averaged heads is", s.heads == "averaged"), (
         "a block of fewer than 32 keys is", s.block < 32), ("a gradient is", learns)) if asked]
     if backend == "triton" and lacks:
         raise ValueError(f"backend must be 'torch' or 'auto' where {lacks[0]} wanted, got 'triton'")
     fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not lacks
     return backend == "triton" or backend == "auto" and fits and HAS_TRITON
 
-def pattern_of(s, q, k, start, scale, backend, seed=None, **walk):
-    "The `BlockPattern` of a call whose sequences begin at keys `start` [B], or None; `walk` as in `prompt_lists`."
+def pattern_of(s, q, k, start, scale, backend, seed=None, step=None, number=0, **more):
+    "The `BlockPattern` of a call whose sequences begin at keys `start` [B], or None; the rest as in `prompt_lists`."
     sizes = dict(queries=q.shape[2], keys=k.shape[2], query_block=s.block, key_block=s.block)
-    if by_kernel(s, q, k, backend):
+    if by_kernel(s, q, k, backend, start):
         from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
         same = dict(index=s.index, heads=s.heads, pool=s.pool, rotation=s.seed, refine=s.refine, least=s.least)
+        if s.walk is not None:
+            own = torch.arange(-(-q.shape[2] // s.block), device=q.device)[None]
+            same["walk"] = lambda a: next_step(s, step, number, a, own, a)
         return BlockPattern(*choose_blocks(q, k, block=s.block, density=s.density, scale=scale, kv_start=start, **same),
                             **sizes)
     start = torch.zeros(len(q), dtype=torch.int64, device=q.device) if start is None else start.long()
-    with torch.no_grad(): return BlockPattern.from_mask(prompt_lists(s, q, k, start, scale, seed, **walk), **sizes)
+    with torch.no_grad():
+        return BlockPattern.from_mask(prompt_lists(s, q, k, start, scale, seed, step, number=number, **more), **sizes)
 
 def read_prompt(s, q, k, v, seed, scale, kv_start, step, state, backend="auto"):
     "What `SketchWalk.prefill` gives."
@@ -894,7 +901,7 @@ def sketch_walk_prefill(
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]; PyTorch waits for a GPU to read it
     seed = None,                          # for `index="random"`: see `stream_seeds`
-    backend: str = "auto",                # "torch", "triton" (means or fine ones, no walk or averaged heads), "auto"
+    backend: str = "auto",                # "torch", "triton" (means or fine ones, no averaged heads), "auto"
 ) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q, 0 where a query stands before kv_start
     """Causal attention of blocks of queries to the blocks of keys that look heaviest (Algorithm 1).
 

@@ -351,7 +351,8 @@ def test_a_least_number_of_blocks_is_read(least):
     assert (read.values_read == (least - 1) * 32 + 230 % 32).all()
 
 @pytest.mark.parametrize("settings, what", [
-    (dict(refine=2, index="sketch"), "the index 'sketch' is"), (dict(least=3, walk="softmax"), "a walk is")])
+    (dict(refine=2, index="sketch"), "the index 'sketch' is"),
+    (dict(least=3, walk="literal"), "another walk than softmax's over a whole prompt is")])
 def test_what_no_kernel_chooses_is_refused_by_name(settings, what):
     with pytest.raises(ValueError, match=f"backend must be 'torch' or 'auto' where {what} wanted, got 'triton'"):
         sketch_walk_prefill(*problem(Q=230), backend="triton", **settings)

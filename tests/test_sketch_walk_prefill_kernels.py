@@ -6,6 +6,7 @@ small problems runs in Triton's interpreter, in processes of their own.
 import math
 import random
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -310,10 +311,40 @@ def test_operator():
                               test_utils=("test_schema", "test_faketensor"))
 
 
+@kernel
+@pytest.mark.parametrize("index, heads, power, degree", [
+    ("mean", "group", "element", 24), ("fine4", "each", "element", 2), ("fine16", "all", "matrix", 3)])
+def test_a_walk_stands_on_the_kernels_shares(index, heads, power, degree):
+    "Two layers: lists beside the reference's, which walk over its own shares."
+    N = 1111 if GPU else 230
+    s = SketchWalk(32, 0.4, index, walk="softmax", power=power, degree=degree, heads=heads)
+    step, right = {}, {}
+    for layer in range(2):
+        (q, k, _), _ = problem(2, 2, 2, N, N, 16, FP32, seed=layer)
+        start = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        want = prompt_lists(s, q, k, start, None, None, right)
+        found = sketch_walk.pattern_of(s, q, k, None, None, "triton", step=step)
+        prompt, a = prompt_blocks(s, q, k, start), right[0] ** (1 / degree if power == "element" else 1)
+        agree(chosen(found.index, found.count, a.shape[3]), want, a, prompt, 4 * GAP)
+        assert_close(step[0], right[0], rtol=4 * GAP * degree * (layer + 1), name=f"layer {layer}")
+    alone = prompt_lists(replace(s, walk=None), q, k, start, None, None)
+    assert (want != alone).any()  # there is a walk to be seen
+
+
+def test_a_walk_over_a_part_is_left_to_the_reference():
+    (q, k, v), _ = problem(1, 1, 2, 40, 100, 16, FP32)
+    s = SketchWalk(32, walk="softmax")
+    with pytest.raises(ValueError, match="another walk than softmax's over a whole prompt is"):
+        sketch_walk_prefill(q, k, v, block=32, walk="softmax", step={}, backend="triton")
+    with pytest.raises(ValueError, match="another walk than softmax's over a whole prompt is"):
+        sketch_walk.by_kernel(s, k, k, "triton", torch.zeros(1, dtype=torch.int64))
+
+
 def test_what_kernels_cannot_do_is_said():
     q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 1, 8, 16)
     call = lambda **kw: sketch_walk_prefill(q, k, k, backend="triton", **kw)
-    for settings, what in ((dict(index="oracle"), "the index 'oracle' is"), (dict(walk="softmax"), "a walk is"),
+    for settings, what in ((dict(index="oracle"), "the index 'oracle' is"),
+                           (dict(walk="literal"), "another walk than softmax's over a whole prompt is"),
                            (dict(heads="averaged", refine=2), "one list of averaged heads is"),
                            (dict(index="sketch", least=3), "the index 'sketch' is")):
         with pytest.raises(ValueError, match=f"backend must be 'torch' or 'auto' where {what} wanted, got 'triton'"):
@@ -333,10 +364,10 @@ def test_a_prompt_without_kernels_is_not_handed_over(monkeypatch):
     chooses = lambda backend="auto", **kw: sketch_walk.by_kernel(SketchWalk(**kw), there, there, backend)
     for index in ("mean", "fine16", "fine4"):
         for more in ({}, dict(heads="all"), dict(heads="each"), dict(pool="max"), dict(block=32), dict(refine=3),
-                     dict(least=5)):
+                     dict(least=5), dict(walk="softmax"), dict(walk="softmax", power="matrix", heads="all")):
             assert chooses(index=index, **more)
-    for settings in (dict(heads="averaged"), dict(walk="softmax"), dict(index="oracle"), dict(index="random"),
-                     dict(index="sketch"), dict(block=16), dict(block=4)):
+    for settings in (dict(heads="averaged"), dict(walk="renormalised"), dict(walk="literal"), dict(index="oracle"),
+                     dict(index="random"), dict(index="sketch"), dict(block=16), dict(block=4)):
         assert not chooses(**settings), settings
         with pytest.raises(ValueError, match="'triton'"): chooses("triton", **settings)
 
