@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PIECED', 'RULES', 'SMALL', 'PIECES', 'RIVALS', 'WALKING', 'ALL', 'FEW', 'PLAIN', 'SHORT', 'LONG', 'EASY', 'HARD',
-           'SOME', 'DECODES', 'LOSSES', 'READ', 'REFINED', 'EACH', 'CORE', 'READS', 'blocks_by', 'deciders', 'readers',
-           'shared_readers', 'named', 'grids', 'loss_grids', 'quick_grids', 'sized_alike', 'forced_loss', 'losses',
-           'pairs_of', 'record']
+           'SOME', 'AFAR', 'FARTHEST', 'DECODES', 'LOSSES', 'READ', 'REFINED', 'EACH', 'CORE', 'READS', 'blocks_by',
+           'deciders', 'readers', 'shared_readers', 'named', 'grids', 'loss_grids', 'quick_grids', 'sized_alike',
+           'forced_loss', 'losses', 'pairs_of', 'record']
 
 # %% ../../kernels/records/sketch_walk.ipynb #b2012449
 import math
@@ -103,13 +103,17 @@ LONG = *SHORT, *SMALL, "fine16", "oracle", "quest-16"
 EASY = "needle", "multikey:keys=2", "multikey:keys=4"
 HARD = "needle", "multikey", "kv", "multivalue"
 SOME = (*PLAIN, *SMALL, "saap", "mean walk")
+AFAR = "fine4", "fine4 of 16", "fine4 of 4", "fine16", "mean", "oracle", "quest-16", "mean walk"
+FARTHEST = "fine4", "fine4 of 4", "mean", "oracle", "quest-16"
 DECODES = [ # model, tasks, length, density -> names of arms, prompts, tokens of the prompts decoded at once
     ("witness", EASY, 2048, {0.05: ("fine4", *SMALL, "oracle", "quest-64"), 0.1: SOME, 0.2: SOME}, 200, 140_000),
     ("witness", EASY[1:2], 8000, dict.fromkeys((0.1, 0.2), ("fine4", *SMALL[1:], "mean", "oracle", "quest-64")), 100,
      200_000),
     ("pocket", HARD, 4096, {0.05: FEW, 0.1: ALL, 0.2: ALL}, 200, 410_000),
     ("pocket", [x for x in TASKS if x not in HARD], 4096, {0.1: PLAIN, 0.2: PLAIN}, 200, 410_000),
-    ("pocket", HARD, 16384, {0.05: SHORT, 0.1: LONG, 0.2: LONG}, 100, 820_000)]
+    ("pocket", HARD, 16384, {0.05: SHORT, 0.1: LONG, 0.2: LONG}, 200, 820_000),
+    ("pocket", [x for x in TASKS if x not in HARD], 16384, dict.fromkeys((0.1, 0.2), AFAR), 200, 820_000),
+    ("pocket", TASKS, 32768, dict.fromkeys((0.1, 0.2), FARTHEST), 200, 330_000)]
 LOSSES = [ # likewise, but the last
     ("witness", EASY, 2048, dict.fromkeys((0.05, 0.1, 0.2), (*RULES, *PIECES, *RIVALS, *WALKING)), 200),
     ("witness", EASY[1:2], 8000, dict.fromkeys((0.05, 0.1, 0.2), SHORT), 100)]

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LENGTHS', 'PROMPT', 'DENSITY', 'STEPS', 'PAIRS', 'CHOICE', 'LISTS', 'RULES', 'REFINED', 'SHORT', 'WALKED', 'ALONE',
-           'measure_step', 'Choice', 'measure_choice', 'measure_walk', 'measure_lists', 'measure_rules', 'record']
+           'measure_step', 'Choice', 'measure_choice', 'measure_walk', 'measure_lists', 'measure_rules', 'record',
+           'record_walk']
 
 # %% ../../kernels/records/sketch_walk_tiles.ipynb #1c30b790
 from collections.abc import Callable
@@ -200,6 +201,23 @@ def record(
     for x in (p,) if quick else (*(Prompt(short, recorder.device, p.shape) for short in SHORT), p):
         measure_rules(recorder, x, some(RULES))
         for more in some(REFINED): measure_rules(recorder, x, RULES[-1:] if quick else RULES[::4], "refined", **more)
-        for index in some(WALKED): measure_walk(recorder, x, index)
     measure_lists(recorder, p, some(LISTS) if gpu else ((32, 16, 4, 2, None),))
+    return recorder.write(out, block=BLOCK, density=DENSITY)
+
+# %% ../../kernels/records/sketch_walk_tiles.ipynb #3b1d90a2
+@torch.no_grad()
+def record_walk(
+    out,                   # file ending in .json
+    *,
+    quick: bool = False,   # short; on a CPU small heads
+    say: Callable = print, # told what happens, line by line
+) -> Path:                 # the file
+    "Time a walk beside the choice and the prompt that it is part of. ValueError without a GPU, but for the quick form."
+    recorder = Recorder("sketch_walk_tiles_walk", quick=quick, say=say)
+    gpu = recorder.device == "cuda"
+    if gpu: recorder.protocol = Protocol(warmup=2, runs=9, buffer_mb=recorder.protocol.buffer_mb)
+    for n in ((8192,) if gpu else (200,)) if quick else (*SHORT, PROMPT):
+        p = Prompt(n, recorder.device, *((SHAPES["llama3"], Setting()) if gpu else (Shape(2, 1, 16), Setting(tail=8))))
+        for index in WALKED[:1] if quick else WALKED: measure_walk(recorder, p, index)
+        measure_rules(recorder, p, RULES[:1])
     return recorder.write(out, block=BLOCK, density=DENSITY)
