@@ -7,10 +7,10 @@ __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method',
            'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call', 'ForwardPass',
            'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
            'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'Turn', 'heard_of',
-           'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'note_request', 'begin_pass',
-           'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register',
-           'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override',
-           'capture']
+           'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'of_ours', 'played_layers', 'can_play',
+           'on_a_gpu', 'Bounds', 'bounds_of', 'LayerPart', 'played_step', 'note_request', 'begin_pass', 'check_reached',
+           'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill',
+           'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -35,17 +35,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .core.checks import Step, check_choice, check_count, check_flag, check_integer, check_seed, once
 from .core.exact import attention, to_device_of
-from .core.methods import Exact, Method, Stats
+from .core.methods import CLASSES, Exact, Method, Stats
 from .core.selection import has_kernels
 from .core.streams import fold_in
 from .crossover import crossover_keys
 from .metrics import relative_error
 from .models.cache import (
-    HostLayer, StatefulStaticLayer, fork_cache, heard_one_more, keep_state, layer_of, offload)
+    FixingLayer, HostLayer, RoomyLayer, fork_cache, give_room, heard_one_more, keep_state, layer_of, offload)
 from .models.capturing import Captured, capture, check_ids
 from .models.override import (attention_configs, attention_override, check_evaluates, check_replaceable,
     kind_of, modeling_files, own_attention, parts_of, step_mask)
-from .models.replay import replayed
+from .models.replay import Part, Replay, replayed
 from .models.rotation import as_complex, rotation_of, unrotate
 from .models.view import View, prompt_view, shown_places, view_of
 
@@ -367,6 +367,8 @@ class PerThread(threading.local):
         self.forward, self.logits_kept, self.reading = ForwardPass(), 0, False
         # of a compiled step: where walks stand, what its layers share, by layer the caches whose index got its key
         self.walks, self.shared, self.told = {}, None, {}
+        # of recorded parts: by cache layer, what they see, their memory
+        self.parts, self.bounds, self.pools = weakref.WeakKeyDictionary(), {}, {}
 
 # %% ../nbs/70_hf.ipynb #a8a507fb
 def decoded_queries(
@@ -464,7 +466,7 @@ class Kept:
             if self.turn is None: continue
             if what == "q_before": heard[what] = self.q_before = self.turn(call.query)
             if what == "k_before": heard[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
-        if isinstance(self.layer, StatefulStaticLayer): heard["fix"] = self.decodes
+        if isinstance(self.layer, FixingLayer): heard["fix"] = self.decodes
         try: self.layer.hear(keys, values, new, **heard)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the index of layer {call.layer} of {kind_of(call.module)})") from error
@@ -504,6 +506,7 @@ class Dispatch:
         self.streams, self.own = streams, own       # of random numbers; attention layer -> the model's own function
         self.setup, self.aligned = setup, aligned   # as in `sparsify`; as in `view_of`
         self.layers, self.exact = layers, exact     # that it serves, None: all; that decode exactly
+        self.plays = set() # whose part of a step can be recorded
         self.few, self.modules = few or {}, {m.layer_idx: m for m in layers or ()} # few: as from `crossovers_of`
         self.observe, self.thread, self.rotations, self.number = None, PerThread(), {}, next(_numbers)
         _dispatches[self.number] = self
@@ -541,6 +544,8 @@ class Dispatch:
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
         few = key.shape[2] < self.few.get(call.layer, 0)
         if compiles and (out := compiled_step(self, call, decodes, few)) is not None: return out, None
+        if query.shape[2] == 1 and (out := played_step(self, call, None if few else decodes)) is not None:
+            return out, None
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
             with forward.step: kept.hear(call)
@@ -595,7 +600,8 @@ def decode_one(dispatch, method, call, j, view, settings):
     if kept is not None and kept.decodes and (state := kept.state) is not None:
         if view.index is not None:
             raise ValueError("attention_mask must show one run of keys to an index, got one that hides some between")
-        k, v, settings = call.key[:, :, :len(state)], call.value[:, :, :len(state)], settings | dict(state=state)
+        whole = kept.layer.rooms if state.fixed and isinstance(kept.layer, RoomyLayer) else (call.key, call.value)
+        (k, v), settings = (x[:, :, :len(state)] for x in whole), settings | dict(state=state)
         if view.end < len(state) and view.stop is None:
             settings["kv_len"] = torch.full(call.query.shape[:1], view.end, device=call.query.device)
         if kept.q_before is not None: settings["q_before"] = kept.q_before[:, :, j:j + 1]
@@ -679,7 +685,7 @@ def compiled_step(
     _, view, streams, newest = forward.seen
     kept, seed = forward.kept.pop(call.layer, None), None if streams is None else streams[call.layer]
     heard, angles = None, []
-    if kept is not None and kept.decodes:
+    if kept is not None and kept.decodes and keeps_state(method):
         heard, angles = kept.layer.heard, list(kept.angles) if kept.layer.turns else []
     ends = not dispatch.modules or call.layer == max(dispatch.modules)
     if ends: forward.seen = None  # what outlives the step is copied out of the graph
@@ -717,20 +723,18 @@ def decoded_in_graph(
     method,           # that decodes; None: all keys are read
     call: Call,       # of one query
     bounds,           # first visible key and end of the visible ones [B], number of the newest [1]
-    seed,             # as in `step`, like the next two
-    heard,
-    angles,
+    seed,             # as in `step`
+    kept,             # layer of the cache whose index the method asks, or None
+    angles,           # as in `step`
 ) -> torch.Tensor:    # [B, H, 1, D]
-    "What `step` gives: the layer's index gets its key, and the method answers."
+    "What `step` gives: the layer's index gets its key, and the method answers. How many it knows is still to be said."
     start, stop, newest = bounds
-    q, k, v, keeper = call.query, call.key, call.value, at_layer(dispatch.decode, call.layer)
-    settings, walks = dict(scale=call.options["scaling"], kv_start=start, kv_len=stop), dispatch.thread.walks
-    known = {}
-    if keeps_state(keeper):
-        kept = layer_of(heard)
+    q, k, v = call.query, call.key, call.value
+    settings = dict(scale=call.options.get("scaling"), kv_start=start, kv_len=stop)
+    walks, known = dispatch.thread.walks, {}
+    if kept is not None:
         told = heard_of(dispatch, kept, call, newest, angles)
         kept.state.put(k, v, newest, **told)
-        dispatch.thread.told[call.layer] = kept
         known = dict(state=kept.state) | {x: told[x] for x in told if x == "q_before"}
     if method is None: return Exact().decode(q, k, v, **settings)
     if walks_layers(method):
@@ -768,11 +772,104 @@ def step(
         raise ValueError(f"decode must be a method that a graph can hold, got {method!r}: {why}")
     call = Call(module, query, key, value, None, dict(scaling=scale))
     with shared_in_graph(dispatch, call, newest, fresh) if dispatch.modules else nullcontext():
-        return decoded_in_graph(dispatch, None if exact else method, call, (start, stop, newest), seed, heard, angles)
+        kept = layer_of(heard) if keeps_state(method) else None
+        if kept is not None: dispatch.thread.told[layer] = kept
+        return decoded_in_graph(dispatch, None if exact else method, call, (start, stop, newest), seed, kept, angles)
 
 @step.register_fake
 def _(query, key, value, start, stop, newest, seed, heard, angles, number, layer, scale, exact, fresh):
     return torch.empty_like(query)
+
+# %% ../nbs/70_hf.ipynb #c0de5711
+def of_ours(method) -> bool:
+    "Is it a method of the table, with others of it among its settings? What Python others do in a step nobody knows."
+    inner = [x for x in getattr(method, "__dict__", {}).values() if isinstance(x, Method)]
+    kind = type(method)
+    return CLASSES.get(kind.__qualname__) == f"{kind.__module__}:{kind.__qualname__}" and all(map(of_ours, inner))
+
+def played_layers(
+    plan: Plan,
+) -> set: # of layer numbers
+    "Whose part of a step can be recorded: a graph can hold it, and it takes nothing from the layer before."
+    holds = lambda m: m is not None and of_ours(m) and not no_graph(m) and not walks_layers(m)
+    return {i for i, m in plan.decode.items() if i not in plan.reasons and holds(m)}
+
+def can_play(query) -> bool: return has_kernels(query)
+
+def on_a_gpu(module) -> bool: return next(module.parameters()).is_cuda
+
+class Bounds(NamedTuple):
+    "What a query of a step sees, at addresses that stay."
+    start: torch.Tensor   # first visible key [B]
+    stop: torch.Tensor    # end of the visible keys [B]
+    newest: torch.Tensor  # number of the newest key [1]
+    streams: torch.Tensor # of all layers [L, B, H]
+
+def bounds_of(
+    dispatch: Dispatch,
+    call: Call,  # of one query
+) -> Bounds:     # None where the keys are not one run
+    "Write down what the query sees and draws from, where the graphs of its thread look it up."
+    view, streams = look_at_each(dispatch, call, 0)[0]
+    if view.index is not None: return None
+    (B, H), device, L = call.query.shape[:2], call.query.device, call.module.config.num_hidden_layers
+    with torch.inference_mode(False):
+        new = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+        numbers, kept = dispatch.thread.bounds.setdefault((L, B, H, device), (new(2 * B + 1), new(L, B, H)))
+    numbers.copy_(torch.tensor([0] * B + [view.end] * B + [call.key.shape[2] - 1]), non_blocking=True)
+    found = Bounds(*numbers.split([B, B, 1]), kept)
+    for x, y in zip(found, (view.start, view.stop, None, streams)):
+        if y is not None: x.copy_(y)
+    return found
+
+@dataclass
+class LayerPart:
+    "A layer's part of a step, recorded when it has run a few times."
+    name: tuple        # settings and shapes
+    places: tuple      # what lies at the addresses that it knows, and is nobody else's as long as it is held
+    seen: int = 0      # how often it has run
+    part: Part = None  # then
+
+    def fits(self, name, places):
+        "Is it of these?"
+        return self.name == name and all(x is y for x, y in zip(self.places, places))
+
+def played_step(
+    dispatch: Dispatch,
+    call: Call,    # of one query
+    method,        # that decodes, or None: exactly
+) -> torch.Tensor: # [B, 1, H, D]
+    "A layer's part of a step over a cache with room, recorded; None where that cannot be."
+    thread, n = dispatch.thread, call.key.shape[2]
+    kept = thread.forward.kept.get(call.layer)
+    if kept is None or not isinstance(kept.layer, RoomyLayer) or not kept.layer.roomy(): return None
+    if call.layer not in dispatch.plays or dispatch.observe is not None or thread.reading: return None
+    if torch.is_grad_enabled() and call.query.requires_grad or not can_play(call.query): return None
+    layer, state, angles = kept.layer, kept.state, () if kept.turn is None else kept.turn.position_embeddings
+    if state is not None:
+        ready = kept.decodes and state.fixed and len(state) == layer.most() and layer.known() == n - 1
+        if not ready or isinstance(angles, torch.Tensor): return None
+    bounds = thread.forward.per_step("bounds", call, False, lambda: bounds_of(dispatch, call))
+    if bounds is None: return None
+    refuse_losses(call)
+    modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(call.query.device.type)
+    name = method is None, call.query.shape, call.query.dtype, call.options.get("scaling"), modes
+    places = layer.rooms, layer.heard if state is not None else None, bounds.streams
+    record = thread.parts.get(layer)
+    if record is None or not record.fits(name, places): record = thread.parts[layer] = LayerPart(name, places)
+    given, rooms = [call.query, *angles], layer.rooms
+    def run(q, *angles):
+        own = replace(call, query=q, key=rooms[0], value=rooms[1])
+        told = None if state is None else layer
+        with Step(): out = decoded_in_graph(dispatch, method, own, bounds[:3], bounds.streams[call.layer], told, angles)
+        if told: heard_one_more([layer], bounds.newest)
+        return out.transpose(1, 2).contiguous()
+    if record.part is None and record.seen >= Replay.warm:
+        record.part = Part(run, given, call.query.device, thread.pools)
+    record.seen += 1
+    out = run(*given) if record.part is None else record.part(given)
+    if state is not None: layer.count = n
+    return out
 
 # %% ../nbs/70_hf.ipynb #0e572974
 def note_request(dispatch, outermost, module, args, kwargs):
@@ -817,16 +914,17 @@ def turn_back(dispatch, module, kwargs, state):
     return Turn(kwargs["position_embeddings"], rotation)
 
 def adopt_cache(dispatch, method, away, decodes, names, module, args, kwargs):
-    "A layer with an index or in host memory is called: let its cache keep them"
+    "A layer with an index, in host memory or with a part to record is called: let its cache keep what that takes"
     kwargs = dict(zip(names, args)) | kwargs
     cache, i = kwargs.get("past_key_values", kwargs.get("layer_past")), module.layer_idx
     if cache is None or getattr(module, "is_kv_shared_layer", False) or has_window(module, kwargs): return
     if i < len(cache.layers) and getattr(cache.layers[i], "is_sliding", False): return
     if torch.compiler.is_compiling():
-        kept = Kept(cache.layers[i], decodes=decodes, angles=tuple(kwargs.get("position_embeddings") or ()))
-        dispatch.thread.forward.kept[i] = kept
+        angles = tuple(kwargs.get("position_embeddings") or ())
+        if keeps_state(method): dispatch.thread.forward.kept[i] = Kept(cache.layers[i], decodes=decodes, angles=angles)
         return
-    kept = Kept(offload(cache, i) if away else None, decodes=decodes)
+    if i in dispatch.plays and not away and dispatch.observe is None and on_a_gpu(module): give_room(cache, i)
+    kept = Kept(offload(cache, i) if away else cache.layers[i] if i < len(cache.layers) else None, decodes=decodes)
     if keeps_state(method):
         kept.layer = keep_state(cache, i, method)
         kept.state = kept.layer.state
@@ -845,10 +943,11 @@ def hooks_of(
     for part in parts: yield part, functools.partial(note_request, dispatch, part is parts[0])
     first = next(iter(plan.layers.values()))
     yield first, functools.partial(begin_pass, dispatch, list(inspect.signature(first.forward).parameters))
+    dispatch.plays = played_layers(plan)
     for i, method in plan.decode.items():
         decodes = keeps_state(method) or not getattr(plan.prefill[i], "reads_state", False)
         keeper = method if decodes else plan.prefill[i]
-        if away and method is not None or keeps_state(keeper):
+        if away and method is not None or keeps_state(keeper) or i in dispatch.plays:
             names = list(inspect.signature(plan.layers[i].forward).parameters)
             yield plan.layers[i], functools.partial(adopt_cache, dispatch, keeper, away and method is not None, decodes,
                                                     names)

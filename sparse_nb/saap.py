@@ -1016,7 +1016,7 @@ def lists_of(s, k, v, state, far, masked):
         begin, last, _ = far()
         late = last - old.index.built
         fits = bool(((old.index.since == begin) & (late >= 0) & (late < EVERY)).all())
-    if fits and state.late >= EVERY: fits = k.is_cuda and torch.cuda.is_current_stream_capturing()
+    if fits and state.late > EVERY: fits = k.is_cuda and torch.cuda.is_current_stream_capturing()
     if not fits:
         begin, last, end = far()
         if not state.fixed: state.place(begin, last, end)

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
+from transformers.generation.utils import DeferredStopCheck
 from sparse_nb.attention import TopK
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
@@ -85,6 +86,39 @@ def test_an_index_is_told_to_renew_what_ages(llama, played, monkeypatch):
             cache.reset()
     assert told == [(x, 64, 64) for x in (n + 3, n + 7, n + 10) * 2 for _ in range(layers)]
     with sparsify(llama, decode=Quest(budget=12, page=4), replay=True): written(llama, static(llama))  # nothing ages
+
+
+class Arrived:
+    "Stands for an event of a GPU: on a CPU what was copied is there."
+    def __init__(self, **given): pass
+    def record(self): pass
+    def synchronize(self): pass
+
+
+@pytest.mark.parametrize("method", [None, Quest(budget=12, page=4)], ids=lambda m: type(m).__name__)
+def test_an_answer_that_ends_is_over_a_token_late(llama, played, monkeypatch, method):
+    """In a cache of generate's own: one step more, which leaves no trace in what comes back nor in the next answer. One
+    that ends by its length, or whose cache is given or handed back, has none."""
+    forget(llama)
+    monkeypatch.setattr(torch, "Event", Arrived)
+    own = dict(attention_mask=MASK, compile_config=compiling(), cache_implementation="static", max_new_tokens=12)
+    steps = []
+    def written(**given):
+        before = len(played)
+        got = ids_of(llama, PADDED, **own | given)
+        steps.append(len(played) - before)
+        return got
+    with sparsify(llama, decode=method, replay=True):
+        want = ids_of(llama, PADDED, attention_mask=MASK, max_new_tokens=12)
+        over = lambda ids, scores, **more: torch.full((len(ids),), ids.shape[1] >= PADDED.shape[1] + 8)
+        ends, short = dict(stopping_criteria=[over]), want[:, :8]
+        assert torch.equal(written(**ends), short)
+        assert torch.equal(written(), want)
+        assert torch.equal(written(cache_implementation=None, past_key_values=static(llama), **ends), short)
+        monkeypatch.setattr(replay.stops, "announce", lambda: None)
+        assert torch.equal(written(**ends), short)
+    at_once, whole = 8 - 1 - replay.Replay.warm, 12 - 1 - replay.Replay.warm
+    assert steps == [at_once + 1, whole, at_once, at_once]
 
 
 def test_caches_take_turns_and_the_oldest_is_forgotten(llama, played):

@@ -36,17 +36,24 @@ from ..sketch_walk import SketchWalk
 from ..vattention import VAttention
 
 # %% ../../kernels/records/generate.ipynb #e44cf2d1
-def _clock(ends, held, tokens):
-    "A stopping criterion that writes down when each token ends and what the device holds then."
+def _clock(marks, held, tokens):
+    "A stopping criterion that marks when each token ends, and writes down what the device holds then."
     from transformers import StoppingCriteria, StoppingCriteriaList
     class Clock(StoppingCriteria):
         def __call__(self, ids, scores, **kwargs):
-            done = torch.full((len(ids),), len(ends) > tokens + 3, device=ids.device)
-            if done.is_cuda: torch.cuda.synchronize(ids.device)
-            ends.append(time.perf_counter())
-            held.append(torch.cuda.memory_allocated(ids.device) if done.is_cuda else 0)
-            return done
+            if ids.is_cuda:
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record(torch.cuda.current_stream(ids.device))
+            else: marks.append(time.perf_counter())
+            held.append(torch.cuda.memory_allocated(ids.device) if ids.is_cuda else 0)
+            return torch.full((len(ids),), len(marks) > tokens + 4, device=ids.device)
     return StoppingCriteriaList([Clock()])
+
+def _between(marks):
+    "Microseconds from each mark to the next."
+    if isinstance(marks[0], float): return [1e6 * (b - a) for a, b in zip(marks, marks[1:])]
+    marks[-1].synchronize()
+    return [1e3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
 
 def token_times(
     model,                          # a transformers decoder
@@ -57,13 +64,12 @@ def token_times(
 ) -> tuple: # microseconds of each token (list), the tokens [B, 4 + tokens], bytes that the device holds at the last one
     "Generate greedily and take the time of each token. Raises as `sparsify` and `generate`."
     from sparse_nb.hf import sparsify
-    ends, held, most = [], [], tokens + 5
+    marks, held, most = [], [], tokens + 5
     with nullcontext() if session is None else sparsify(model, **session):
         out = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=most,
-                             min_new_tokens=most, do_sample=False, stopping_criteria=_clock(ends, held, tokens),
+                             min_new_tokens=most, do_sample=False, stopping_criteria=_clock(marks, held, tokens),
                              **settings)
-    times = [1e6 * (b - a) for a, b in zip(ends, ends[1:])]
-    return times[4:], out[:, input_ids.shape[1]:][:, :tokens + 4], held[-1]
+    return _between(marks)[4:], out[:, input_ids.shape[1]:][:, :tokens + 4], held[-1]
 
 # %% ../../kernels/records/generate.ipynb #c1f0a001
 class Filled(NamedTuple):
@@ -79,7 +85,9 @@ class Filled(NamedTuple):
     def static(self, model):
         "A static cache that holds them, and shares their memory: what is written behind them counts for nobody."
         from transformers import StaticCache
-        cache = StaticCache(config=model.config, max_cache_len=self.keys[0].shape[2])
+        class Passing(StaticCache):  # as one of `generate`'s own, which is dropped after the answer
+            _is_user_defined = property(lambda self: False, lambda self, given: None)
+        cache = Passing(config=model.config, max_cache_len=self.keys[0].shape[2])
         for layer, k, v in zip(cache.layers, self.keys, self.values):
             layer.lazy_initialization(k[:, :, :0], v[:, :, :0])
             layer.keys, layer.values = k, v

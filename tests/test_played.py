@@ -1,0 +1,256 @@
+"Recorded parts of a step over a growing cache: with a stand-in for graphs, that plays by running again, on a CPU."
+import copy
+import gc
+import threading
+import weakref
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers import DynamicCache
+
+from sparse_nb import hf
+from sparse_nb.attention import Exact, Streaming, TopK, TopP
+from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
+from sparse_nb.eviction import H2O, SnapKV
+from sparse_nb.hf import sparsify
+from sparse_nb.models import cache as cache_room, replay
+from sparse_nb.models.cache import RoomyLayer, StatefulRoomyLayer, fork_cache
+from sparse_nb.saap import Saap
+from sparse_nb.santa import Santa
+from sparse_nb.sketch_walk import SketchWalk
+from sparse_nb.vattention import VAttention
+from test_hf import build
+from test_sparsify import IDS, MASK, PADDED, ids_of
+
+TOKENS = 28
+METHODS = [TopK(budget=0.3), Streaming(sinks=2, window=0.3), Santa(samples=32), Santa(samples=32, keys="int8"),
+           Quest(budget=12, page=4), DoubleSparsity(budget=12, channels=4), Adamas(budget=12), MagicPIG(4, 8),
+           Saap(budget=8, sinks=2, window=8, clusters=4), SketchWalk(density=0.5, dense_layers=0),
+           VAttention(sinks=2, window=2, topk=4, base=4, predictor=Adamas(budget=4)), SnapKV(0.5), H2O(0.5)]
+FEW = [Santa(samples=32), Quest(budget=12, page=4), Saap(budget=8, sinks=2, window=8, clusters=4)]
+some = pytest.mark.parametrize("method", FEW, ids=lambda m: type(m).__name__)
+
+
+@pytest.fixture(scope="module")
+def llama(): return build("llama")
+
+
+@pytest.fixture
+def played(monkeypatch):
+    "Recorded parts run again, from and to the same places; a number for each. Rooms are of 64 keys."
+    found = []
+    def tape(run, device, pools=None):
+        first = []
+        def play():
+            out = run()
+            found.append(len(found))
+            if not first: first.append(out)
+            return first[0].copy_(out)
+        return play
+    monkeypatch.setattr(replay, "captured", tape)
+    monkeypatch.setattr(cache_room, "SPARE", 0)
+    for name in ("can_play", "on_a_gpu"): monkeypatch.setattr(hf, name, lambda x: True)
+    return found
+
+
+@contextmanager
+def unplayed():
+    "As if there were no GPU"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "on_a_gpu", lambda x: False)
+        yield
+
+
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_what_is_played_is_what_is_written(llama, played, method, padded):
+    """Also where the room is full in the middle of it. Two tokens run before a part is recorded; where the room is new,
+    an index takes one more to move."""
+    given = dict(ids=PADDED, attention_mask=MASK) if padded else dict(ids=IDS)
+    with sparsify(llama, decode=method, dense_layers=[0], seed=3):
+        with unplayed(): want = ids_of(llama, max_new_tokens=TOKENS, **given)
+        assert not played
+        assert torch.equal(ids_of(llama, max_new_tokens=TOKENS, **given), want)
+    room = 64 - given["ids"].shape[1]
+    assert len(played) == room - 2 + (TOKENS - 1 - room - 2) - hf.keeps_state(method)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_graphs_write_the_same(monkeypatch, method, padded):
+    "On a GPU, with real graphs."
+    model, calls, call = build("llama").cuda(), [], replay.Part.__call__
+    monkeypatch.setattr(replay.Part, "__call__", lambda self, given: calls.append(self) or call(self, given))
+    monkeypatch.setattr(cache_room, "SPARE", 0)
+    given = dict(ids=PADDED.cuda(), attention_mask=MASK.cuda()) if padded else dict(ids=IDS.cuda())
+    with sparsify(model, decode=method, seed=3):
+        with unplayed(): want = ids_of(model, max_new_tokens=TOKENS, **given)
+        assert not calls
+        for _ in range(2): assert torch.equal(ids_of(model, max_new_tokens=TOKENS, **given), want)
+    assert len(calls) > 2 * 2 * 15 and len(set(calls)) >= 2 * 2
+
+
+WAYS = {"beams": dict(num_beams=3), "assisted": dict(prompt_lookup_num_tokens=3), "sampled": dict(do_sample=True),
+        "chunks": dict(prefill_chunk_size=16), "static": dict(cache_implementation="static")}
+
+@some
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_generate(llama, played, method, way):
+    "What moves the keys is not recorded, or anew; nobody notices."
+    def write():
+        torch.manual_seed(0)
+        return ids_of(llama, IDS, max_new_tokens=10, **WAYS[way])
+    with sparsify(llama, decode=method, seed=3):
+        with unplayed(): want = write()
+        assert torch.equal(write(), want)
+    if way != "assisted": assert bool(played) == (way in ("sampled", "chunks"))
+
+
+@some
+@pytest.mark.parametrize("setup", ("prompt", "context"))
+def test_a_cache_goes_on(llama, played, method, setup):
+    """Turns of several tokens, forks, copies, a crop, the exchange of sequences, a turn of the model alone, one in host
+    memory, and another session: each writes what it writes in a cache without room."""
+    if isinstance(method, Saap): method = replace(method, before_rope=False)  # else no turn may go unheard
+    def story():
+        told, cache, ids = [], DynamicCache(config=llama.config), PADDED.flip(1)
+        def turn(cache, ids, **more):
+            more = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, past_key_values=cache) | more
+            told.append(ids_of(llama, ids, **more))
+            return torch.cat([ids, told[-1]], 1)
+        with sparsify(llama, decode=method, seed=3, setup=setup):
+            ids = turn(cache, ids)
+            longer = torch.cat([ids, IDS[:, :3].expand(2, -1)], 1)
+            fork, twin = fork_cache(cache), copy.deepcopy(cache)
+            for x in (fork, twin, cache, fork_cache(cache)): again = turn(x, longer)
+            assert all(torch.equal(x, told[1]) for x in told[2:5])
+            cache.crop(-4)
+            again = turn(cache, again[:, :-4])
+            cache.reorder_cache(torch.tensor([1, 0]))
+            ids = turn(cache, again.flip(0))
+        ids = turn(cache, ids)
+        with sparsify(llama, decode=method, seed=3): ids = turn(cache, ids)
+        with sparsify(llama, decode=method, seed=4, offload=True): turn(cache, ids)
+        return told
+    with unplayed(): want = story()
+    got = story()
+    assert played and len(got) == len(want) == 10
+    for x, y in zip(got, want): assert torch.equal(x, y)
+
+
+def test_what_is_not_recorded(llama, played):
+    "A method that is not ours, one that waits or walks, steps that are observed, masks with holes, other devices."
+    class Own(TopK): pass
+    class Bare(Adamas): pass
+    walk = SketchWalk(density=0.5, dense_layers=0, walk="softmax")
+    for method in (Own(budget=0.3), TopP(0.9), walk, VAttention(predictor=Bare(budget=4)), Exact(), None):
+        with sparsify(llama, decode=method, seed=3):
+            ids_of(llama, IDS, max_new_tokens=6)
+            assert not played
+    with sparsify(llama, decode=TopK(budget=0.3), stats=True) as session: ids_of(llama, IDS, max_new_tokens=6)
+    assert not played and session.stats().queries.eq(5).all()
+    holes = torch.ones_like(IDS)
+    holes[:, 7:9] = 0
+    with sparsify(llama, decode=TopK(budget=0.3)):
+        got = ids_of(llama, IDS, max_new_tokens=6, attention_mask=holes)
+        with unplayed(): assert torch.equal(ids_of(llama, IDS, max_new_tokens=6, attention_mask=holes), got)
+        assert not played
+        for name in ("can_play", "on_a_gpu"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(hf, name, lambda x: False)
+                ids_of(llama, IDS, max_new_tokens=6)
+        assert not played
+        ids_of(llama, IDS, max_new_tokens=6)
+        assert len(played) == 2 * 3
+    assert not hf.of_ours(Own(budget=4)) and hf.of_ours(VAttention(predictor=Adamas(budget=4)))
+
+
+@some
+def test_a_record_is_of_one_kind_of_step(llama, played, method):
+    "Other batches, other modes, other threads and below a crossover: parts of their own, or none."
+    def write(ids=IDS, **given): return ids_of(llama, ids, max_new_tokens=8, **given)
+    def twice(session, **given):
+        with sparsify(llama, decode=method, seed=3, **session):
+            with unplayed(): want = write(**given)
+            before = len(played)
+            assert torch.equal(write(**given), want)
+            return len(played) - before
+    assert twice({}) == 2 * 5
+    assert twice(dict(crossover=44)) == 2 * (1 + 2)  # three tokens exactly, of which the third is played, then four
+    assert twice({}, ids=PADDED.flip(1)) == 2 * 5
+    with torch.inference_mode(): assert twice({}) == 2 * 5
+    cache = DynamicCache(config=llama.config)
+    with sparsify(llama, decode=method, seed=3):
+        one = write(past_key_values=cache)
+        with torch.inference_mode(): more = write(torch.cat([IDS, one], 1), past_key_values=cache)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(write()))
+        thread.start()
+        thread.join()
+        assert torch.equal(found[0], one)
+        with unplayed():
+            plain = DynamicCache(config=llama.config)
+            assert torch.equal(write(past_key_values=plain), one)
+            assert torch.equal(write(torch.cat([IDS, one], 1), past_key_values=plain), more)
+
+
+def test_records_go_with_their_cache(llama, played):
+    "Nobody holds the keys of a cache that is gone; a layer's record is replaced when its room is."
+    with sparsify(llama, decode=Quest(budget=12, page=4)) as session:
+        cache = DynamicCache(config=llama.config)
+        ids_of(llama, IDS, max_new_tokens=TOKENS, past_key_values=cache)
+        parts = session.dispatch.thread.parts
+        assert {type(x) for x in parts} == {StatefulRoomyLayer} and len(parts) == 2
+        assert all(record.places[0] is layer.rooms for layer, record in parts.items())
+        rooms = [weakref.ref(x.rooms[0]) for x in cache.layers]
+        del cache
+        session.dispatch.thread.forward = hf.ForwardPass()
+        llama.__dict__.pop("_cache", None)
+        gc.collect()
+        assert not parts and [x() for x in rooms] == [None] * 2
+
+
+def test_a_layer_with_room_is_a_growing_layer():
+    "Keys and values of each call, as transformers has them; a new key moves nothing while there is room."
+    draw = torch.Generator().manual_seed(0)
+    rows = lambda n, B=2: torch.randn(B, 2, n, 4, generator=draw)
+    caches, where = (DynamicCache(), DynamicCache()), []
+    cache_room.give_room(caches[0], 0)
+    def both(call):
+        for cache in caches: call(cache)
+        ours, plain = (cache.layers[0] for cache in caches)
+        assert torch.equal(ours.keys, plain.keys) and torch.equal(ours.values, plain.values)
+        assert ours.get_seq_length() == plain.get_seq_length()
+        where.append(ours.keys.data_ptr())
+        return ours
+    def add(n, B=2):
+        k, v = rows(n, B), rows(n, B)
+        return lambda cache: cache.update(k, v, 0)
+    for n in (5, 1, 3, 1): layer = both(add(n))
+    assert len(set(where)) == 1 and type(layer) is RoomyLayer and layer.roomy() and layer.most() % 64 == 0
+    held, want = layer.keys, layer.keys.clone()
+    for call in (lambda c: c.crop(-3), add(2), lambda c: c.reorder_cache(torch.tensor([1, 1])), add(1),
+                 lambda c: c.batch_repeat_interleave(2), add(1, 4), lambda c: c.batch_select_indices(torch.tensor([0, 3])),
+                 add(1), add(cache_room.SPARE), add(700)): both(call)
+    assert torch.equal(held, want)  # who holds what a layer gave keeps it
+    forks, k = [fork_cache(caches[0]) for _ in range(2)], [rows(1) for _ in range(3)]
+    n = caches[0].get_seq_length()
+    for cache, x in zip((*forks, caches[0]), k): cache.update(x, x, 0)
+    for cache, x in zip((*forks, caches[0]), k): assert torch.equal(cache.layers[0].keys[:, :, n:], x)
+    twin = copy.deepcopy(caches[0])
+    twin.update(k[0], k[0], 0)
+    assert caches[0].get_seq_length() == n + 1 and twin.layers[0].roomy()
+    grown = rows(1).requires_grad_()
+    caches[0].update(grown, grown, 0)
+    caches[0].layers[0].keys.sum().backward()
+    assert torch.equal(grown.grad, torch.ones_like(grown)) and not caches[0].layers[0].roomy()
+    for cache in caches: cache.reset()
+    both(add(4))
+    for kind in (DynamicCache(offloading=True), transformers.StaticCache(config=build("llama").config, max_cache_len=8)):
+        cache_room.give_room(kind, 0)
+        assert not isinstance(kind.layers[0] if kind.layers else None, RoomyLayer)
