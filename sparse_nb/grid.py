@@ -4,23 +4,25 @@
 
 # %% auto #0
 __all__ = ['SETTINGS', 'TRIES', 'CELL', 'load_named', 'task_of', 'needs_queries', 'Grid', 'Job', 'read_results', 'Results',
-           'Worker', 'run', 'frame_of', 'failures_of', 'table', 'plot_results']
+           'Worker', 'crew', 'run', 'frame_of', 'failures_of', 'table', 'plot_results']
 
 # %% ../nbs/85_grid.ipynb #b6e9300c
 import json
 import math
 import os
+import pickle
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 
 import pandas as pd
 import torch
-import transformers
 
 import sparse_nb
 from . import hf, pocket, witness
@@ -133,8 +135,9 @@ class Grid:
         "What the rows of a file have in common"
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         texts = sha256("\0".join(self.texts).encode()).hexdigest() if self.texts else None
-        return dict(sparse_nb=sparse_nb.__version__, torch=torch.__version__, transformers=transformers.__version__,
-                    device=device, model=self.model, weights=weights, dtype=dtype, setup=self.setup, chat=chat,
+        return dict(sparse_nb=sparse_nb.__version__, torch=torch.__version__,
+                    transformers=metadata.version("transformers"), device=device, model=self.model,
+                    weights=weights, dtype=dtype, setup=self.setup, chat=chat,
                     texts=texts, every=self.every, chunk=self.chunk, short=self.short,
                     dense_layers=sorted(self.dense_layers), prefill=self.methods("prefill"),
                     decode=self.methods("decode"))
@@ -257,10 +260,11 @@ def _check_model(grid, model, tokenizer, chat):
 class Worker:
     "A model, and the jobs of a grid done with it. Raises as `load_named`, and ValueError for what the model cannot do."
     def __init__(self,
-        grid: Grid, # whose jobs are to be done
+        grid: Grid,  # whose jobs are to be done
+        held=None,   # `load_named` of its model, where that is loaded
     ):
         self.grid = grid
-        self.model, self.tokenizer = load_named(grid.model)
+        self.model, self.tokenizer = held or load_named(grid.model)
         self.chat = bool(self.tokenizer.chat_template) if grid.chat is None else grid.chat
         _check_model(grid, self.model, self.tokenizer, self.chat)
 
@@ -311,7 +315,6 @@ class Worker:
 # %% ../nbs/85_grid.ipynb #a1456f0a
 def _reason(error): return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
-@contextmanager
 def _here(grid):
     "The header of a grid's results, and a function from jobs to (job, rows or None, seconds, failure or None)"
     worker = Worker(grid)
@@ -321,64 +324,109 @@ def _here(grid):
             try: rows = worker.work(job)
             except Exception as error: failed = _reason(error)
             yield job, rows, time.monotonic() - began, failed
-    yield worker.header(), each
+    return worker.header(), each
 
 # %% ../nbs/85_grid.ipynb #0c8193fe
+class _Seat:
+    "What a process of a crew holds: a model, and a worker for the grid that it was told last"
+    def __init__(self, kind): self.kind, self.model, self.held, self.told, self.worker = kind, None, None, None, None
+
+    def work(self, told, job):
+        "The rows of a job of a grid (pickled), or its header for no job"
+        if told != self.told:
+            grid, self.told, self.worker = pickle.loads(told), None, None
+            if grid.model != self.model:
+                self.model = self.held = None  # makes room for the next
+                self.held, self.model = load_named(grid.model), grid.model
+            self.worker, self.told = self.kind(grid, self.held), told
+        return self.worker.work(job) if job else self.worker.header()
+
+# %% ../nbs/85_grid.ipynb #c4e30a53
 TRIES = 3  # of a job on Ray
 
+class _Crew:
+    "Seats on Ray, and the jobs of grids done there; a seat whose process dies is replaced"
+    def __init__(self, ray, new, seats): self.ray, self.new, self.seats = ray, new, seats
+
+    def take(self, grid):
+        "As `_here`. Every seat is told the grid, the first to be ready gives the header."
+        each = partial(self._each, self.ray.put(self.ray.cloudpickle.dumps(grid)))
+        asked = each([None] * len(self.seats))
+        _, header, _, failed = next(asked)
+        if failed:  # what `Worker` refuses
+            for _ in asked: pass  # Ray prints the errors that nobody hears
+            raise ValueError(failed)
+        return header, each
+
+    def _each(self, told, jobs):
+        waiting, idle, busy = deque((job, 1) for job in jobs), list(range(len(self.seats))), {}
+        while waiting or busy:
+            while waiting and idle:
+                i, (job, tried) = idle.pop(), waiting.popleft()
+                busy[self.seats[i].work.remote(told, job)] = i, job, tried, time.monotonic()
+            (done,), _ = self.ray.wait(list(busy))
+            i, job, tried, began = busy.pop(done)
+            rows = failed = None
+            try: rows = self.ray.get(done)
+            except self.ray.exceptions.RayActorError as error: self.seats[i], failed = self.new(), _reason(error)
+            except Exception as error: failed = _reason(getattr(error, "cause", None) or error)
+            idle.append(i)
+            if failed and tried < TRIES: waiting.append((job, tried + 1))
+            else: yield job, rows, time.monotonic() - began, failed
+
+# %% ../nbs/85_grid.ipynb #c4e30a54
 @contextmanager
-def _on_ray(grid, address, workers):
-    "As `_here`, with a worker for each GPU of a cluster, or each processor; one that dies is replaced"
+def crew(
+    address: str | None = None, # of a Ray cluster; None: a local one
+    workers: int | None = None, # processes; None: one for each GPU, or for each processor where there is none
+): # what `run` takes as `on`, until the block ends
+    """Workers on Ray that outlive a grid: one keeps its model for the next grid that names the same.
+
+    More workers than GPUs, or processors, share them. Raises ImportError where Ray is missing, TypeError or ValueError
+    for `workers` that are no count.
+    """
+    if workers is not None: check_count("workers", workers)
     try: import ray
     except ImportError as error:
         raise ImportError("the package ray is missing, install it with: pip install 'sparse_nb[ray]'") from error
     ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    seats = []
     try:
         gpus, processors = (int(ray.cluster_resources().get(x, 0)) for x in ("GPU", "CPU"))
-        kind = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Worker)
-        crew = [kind.remote(grid) for _ in range(workers or gpus or processors)]
-        try: header = ray.get(crew[0].header.remote())
-        except ray.exceptions.RayActorError as error:  # what Worker refuses stands in its text
-            raise ValueError(str(error).strip().splitlines()[-1]) from error
-
-        def each(jobs):
-            waiting, idle, busy = deque((job, 1) for job in jobs), list(crew), {}
-            while waiting or busy:
-                while waiting and idle:
-                    worker, (job, tried) = idle.pop(), waiting.popleft()
-                    busy[worker.work.remote(job)] = worker, job, tried, time.monotonic()
-                (done,), _ = ray.wait(list(busy))
-                worker, job, tried, began = busy.pop(done)
-                rows = failed = None
-                try: rows = ray.get(done)
-                except ray.exceptions.RayActorError as error: worker, failed = kind.remote(grid), _reason(error)
-                except Exception as error: failed = _reason(error)
-                idle.append(worker)
-                if failed and tried < TRIES: waiting.append((job, tried + 1))
-                else: yield job, rows, time.monotonic() - began, failed
-        yield header, each
-    finally: ray.shutdown()
+        workers = workers or gpus or processors
+        part = lambda there: 10**4 // -(-workers // there) / 10**4 if there else 0  # Ray counts in ten-thousandths
+        kind = ray.remote(num_cpus=part(processors), num_gpus=part(gpus))(_Seat)
+        made = _Crew(ray, lambda: kind.remote(Worker), seats)
+        seats += [made.new() for _ in range(workers)]
+        yield made
+    finally:
+        seats.clear()
+        ray.shutdown()
 
 # %% ../nbs/85_grid.ipynb #d14eccd8
 def run(
     grid: Grid,         # what is asked
     out: Path,          # file of results, ending in .jsonl; one that is there is gone on with
     *,
-    on: str | None = None,      # "ray": on the workers of Ray; None: here
-    address: str | None = None, # of a Ray cluster; None: a local one
-    workers: int | None = None, # of Ray; None: one for each GPU, or for each processor where there is none
+    on=None,                    # "ray": on Ray, with workers for this grid alone; what `crew` gives; None: here
+    address: str | None = None, # with "ray": as in `crew`
+    workers: int | None = None, # likewise
     progress=None,              # called as `progress(done, total)` in jobs
 ) -> tuple: # jobs done and jobs that failed, in this run
     """Do what the grid asks and the file lacks.
 
-    Raises as `load_named`; ValueError before the first job for a file of another grid or other weights, and for lengths
-    and methods that the model refuses; ImportError where Ray is missing; OSError where the file cannot be written.
+    Raises as `load_named` and `crew`; ValueError before the first job for a file of another grid or other weights, and
+    for lengths and methods that the model refuses; OSError where the file cannot be written.
     """
-    if on not in (None, "ray"): raise ValueError(f"on must be 'ray' or None, got {on!r}")
+    if not (on is None or on == "ray" or isinstance(on, _Crew) and on.seats):
+        raise ValueError(f"on must be 'ray', an open crew or None, got {on!r}")
+    if on != "ray" and (given := address or workers):
+        raise ValueError(f"address and workers must be None unless on is 'ray', got {given!r}")
     out = Path(out)
     if out.suffix != ".jsonl": raise ValueError(f"out must end in .jsonl, got {str(out)!r}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _on_ray(grid, address, workers) if on == "ray" else _here(grid) as (header, each):
+    with crew(address, workers) if on == "ray" else nullcontext(on) as on:
+        header, each = on.take(grid) if on else _here(grid)
         file = Results(out, header)
         jobs, failures = grid.jobs(file.done), 0
         for number, (job, rows, seconds, failed) in enumerate(each(jobs)):

@@ -8,9 +8,10 @@ __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method',
            'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
            'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'Turn', 'heard_of',
            'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'of_ours', 'played_layers', 'can_play',
-           'on_a_gpu', 'Bounds', 'bounds_of', 'LayerPart', 'played_step', 'note_request', 'begin_pass', 'check_reached',
-           'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill',
-           'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
+           'on_a_gpu', 'Bounds', 'bounds_of', 'LayerPart', 'playable', 'played_step', 'note_request', 'begin_pass',
+           'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register',
+           'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override',
+           'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -369,6 +370,7 @@ class PerThread(threading.local):
         self.walks, self.shared, self.told = {}, None, {}
         # of recorded parts: by cache layer, what they see, their memory
         self.parts, self.bounds, self.pools = weakref.WeakKeyDictionary(), {}, {}
+        self.adopted = weakref.WeakSet() # cache layers with room that have been adopted
 
 # %% ../nbs/70_hf.ipynb #a8a507fb
 def decoded_queries(
@@ -504,16 +506,14 @@ class Dispatch:
     def __init__(self, prefill, decode, streams, own, setup="prompt", aligned=False, layers=None, exact=(), few=None):
         self.prefill, self.decode = prefill, decode # a method or None, or a dict of these by layer
         self.streams, self.own = streams, own       # of random numbers; attention layer -> the model's own function
-        self.setup, self.aligned = setup, aligned   # as in `sparsify`; as in `view_of`
+        self.setup, self.aligned, self.plays = setup, aligned, set() # two as in `sparsify` and `view_of`; layers played
         self.layers, self.exact = layers, exact     # that it serves, None: all; that decode exactly
-        self.plays = set() # whose part of a step can be recorded
         self.few, self.modules = few or {}, {m.layer_idx: m for m in layers or ()} # few: as from `crossovers_of`
         self.observe, self.thread, self.rotations, self.number = None, PerThread(), {}, next(_numbers)
         _dispatches[self.number] = self
         every = lambda x: [m for m in (x.values() if isinstance(x, dict) else [x]) if m is not None]
         self.decodes, methods = bool(every(decode)), every(prefill) + every(decode)
-        self.random = any(getattr(m, "random", True) for m in methods)
-        self.walks = any(map(walks_layers, methods))
+        self.random, self.walks = any(getattr(m, "random", True) for m in methods), any(map(walks_layers, methods))
 
     def __reduce_ex__(self, protocol):
         raise TypeError("model must not be in a session of sparsify to be copied or pickled; restore the session first")
@@ -538,14 +538,14 @@ class Dispatch:
         call, forward = Call(module, query, key, value, attention_mask, kwargs), self.thread.forward
         forward.reached = True
         reads, decodes = at_layer(self.prefill, call.layer), at_layer(self.decode, call.layer)
-        compiles = torch.compiler.is_compiling() and query.shape[2] == 1
+        compiling, one = torch.compiler.is_compiling(), query.shape[2] == 1
+        few, compiles = key.shape[2] < self.few.get(call.layer, 0), compiling and one
+        out = played_step(self, call, None if few else decodes) if one and not compiling else None
+        if out is not None: return out, None
         if reads is None and decodes is None and self.observe is None and not compiles: return self.attend(call)
         served = self.layers is None or module in self.layers
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
-        few = key.shape[2] < self.few.get(call.layer, 0)
         if compiles and (out := compiled_step(self, call, decodes, few)) is not None: return out, None
-        if query.shape[2] == 1 and (out := played_step(self, call, None if few else decodes)) is not None:
-            return out, None
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
             with forward.step: kept.hear(call)
@@ -685,7 +685,7 @@ def compiled_step(
     _, view, streams, newest = forward.seen
     kept, seed = forward.kept.pop(call.layer, None), None if streams is None else streams[call.layer]
     heard, angles = None, []
-    if kept is not None and kept.decodes and keeps_state(method):
+    if kept is not None and kept.decodes:
         heard, angles = kept.layer.heard, list(kept.angles) if kept.layer.turns else []
     ends = not dispatch.modules or call.layer == max(dispatch.modules)
     if ends: forward.seen = None  # what outlives the step is copied out of the graph
@@ -822,6 +822,7 @@ def bounds_of(
         if y is not None: x.copy_(y)
     return found
 
+# %% ../nbs/70_hf.ipynb #c0de5712
 @dataclass
 class LayerPart:
     "A layer's part of a step, recorded when it has run a few times."
@@ -834,6 +835,15 @@ class LayerPart:
         "Is it of these?"
         return self.name == name and all(x is y for x, y in zip(self.places, places))
 
+def playable(
+    dispatch: Dispatch,
+    call: Call, # of one query, over a cache with room
+) -> bool:
+    "Whether such parts can be recorded. Raises as `refuse_losses`."
+    plays = call.layer in dispatch.plays and can_play(call.query) and not has_window(call.module, call.options)
+    if plays: refuse_losses(call)
+    return plays and not (torch.is_grad_enabled() and call.query.requires_grad)
+
 def played_step(
     dispatch: Dispatch,
     call: Call,    # of one query
@@ -843,32 +853,31 @@ def played_step(
     thread, n = dispatch.thread, call.key.shape[2]
     kept = thread.forward.kept.get(call.layer)
     if kept is None or not isinstance(kept.layer, RoomyLayer) or not kept.layer.roomy(): return None
-    if call.layer not in dispatch.plays or dispatch.observe is not None or thread.reading: return None
-    if torch.is_grad_enabled() and call.query.requires_grad or not can_play(call.query): return None
+    if dispatch.observe is not None or thread.reading: return None
     layer, state, angles = kept.layer, kept.state, () if kept.turn is None else kept.turn.position_embeddings
     if state is not None:
         ready = kept.decodes and state.fixed and len(state) == layer.most() and layer.known() == n - 1
         if not ready or isinstance(angles, torch.Tensor): return None
     bounds = thread.forward.per_step("bounds", call, False, lambda: bounds_of(dispatch, call))
     if bounds is None: return None
-    refuse_losses(call)
-    modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(call.query.device.type)
-    name = method is None, call.query.shape, call.query.dtype, call.options.get("scaling"), modes
-    places = layer.rooms, layer.heard if state is not None else None, bounds.streams
-    record = thread.parts.get(layer)
-    if record is None or not record.fits(name, places): record = thread.parts[layer] = LayerPart(name, places)
-    given, rooms = [call.query, *angles], layer.rooms
+    query, rooms, told = call.query, layer.rooms, None if state is None else layer
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled(query.device.type)
+    options = [(x, None if isinstance(y, torch.Tensor) else y) for x, y in call.options.items()]
+    mask = None if call.mask is None else call.mask.shape[:-1]
+    name = method is None, query.shape, query.dtype, mask, modes, options
+    places, record = (rooms, told and layer.heard, bounds.streams), thread.parts.get(layer)
+    if record is None or not record.fits(name, places):
+        if not playable(dispatch, call): return None
+        record = thread.parts[layer] = LayerPart(name, places)
     def run(q, *angles):
         own = replace(call, query=q, key=rooms[0], value=rooms[1])
-        told = None if state is None else layer
         with Step(): out = decoded_in_graph(dispatch, method, own, bounds[:3], bounds.streams[call.layer], told, angles)
         if told: heard_one_more([layer], bounds.newest)
         return out.transpose(1, 2).contiguous()
-    if record.part is None and record.seen >= Replay.warm:
-        record.part = Part(run, given, call.query.device, thread.pools)
-    record.seen += 1
+    given, record.seen = [query, *angles], record.seen + 1
+    if record.part is None and record.seen > Replay.warm: record.part = Part(run, given, query.device, thread.pools)
     out = run(*given) if record.part is None else record.part(given)
-    if state is not None: layer.count = n
+    if told: layer.count = n
     return out
 
 # %% ../nbs/70_hf.ipynb #0e572974
@@ -903,6 +912,7 @@ def check_reached(dispatch, module, args, out):
     if dispatch.thread.forward.reached: return
     raise ValueError(f"model must look its attention up by name, to have it replaced, got {kind_of(module)}")
 
+# %% ../nbs/70_hf.ipynb #0e572975
 def turn_back(dispatch, module, kwargs, state):
     "What takes queries and keys of this pass to before RoPE; None where that is not to be had and `state` spares it"
     if module not in dispatch.rotations:
@@ -913,23 +923,29 @@ def turn_back(dispatch, module, kwargs, state):
     if (rotation := dispatch.rotations[module]) == "unknown": return None
     return Turn(kwargs["position_embeddings"], rotation)
 
-def adopt_cache(dispatch, method, away, decodes, names, module, args, kwargs):
+def adopt_cache(dispatch, method, keeps, away, decodes, names, module, args, kwargs):
     "A layer with an index, in host memory or with a part to record is called: let its cache keep what that takes"
-    kwargs = dict(zip(names, args)) | kwargs
-    cache, i = kwargs.get("past_key_values", kwargs.get("layer_past")), module.layer_idx
+    if args: kwargs = dict(zip(names, args)) | kwargs
+    cache, i, thread = kwargs.get("past_key_values", kwargs.get("layer_past")), module.layer_idx, dispatch.thread
+    layer = cache.layers[i] if cache is not None and i < len(cache.layers) else None
+    if not torch.compiler.is_compiling() and layer in thread.adopted:
+        kept = thread.forward.kept[i] = Kept(layer, getattr(layer, "state", None), decodes=decodes)
+        if layer.turns: kept.turn = turn_back(dispatch, module, kwargs, kept.state)
+        return
     if cache is None or getattr(module, "is_kv_shared_layer", False) or has_window(module, kwargs): return
-    if i < len(cache.layers) and getattr(cache.layers[i], "is_sliding", False): return
+    if getattr(layer, "is_sliding", False): return
     if torch.compiler.is_compiling():
         angles = tuple(kwargs.get("position_embeddings") or ())
-        if keeps_state(method): dispatch.thread.forward.kept[i] = Kept(cache.layers[i], decodes=decodes, angles=angles)
+        if keeps: thread.forward.kept[i] = Kept(layer, decodes=decodes, angles=angles)
         return
-    if i in dispatch.plays and not away and dispatch.observe is None and on_a_gpu(module): give_room(cache, i)
-    kept = Kept(offload(cache, i) if away else cache.layers[i] if i < len(cache.layers) else None, decodes=decodes)
-    if keeps_state(method):
+    if i in dispatch.plays and not away and dispatch.observe is None and on_a_gpu(module): layer = give_room(cache, i)
+    kept = Kept(offload(cache, i) if away else layer, decodes=decodes)
+    if keeps:
         kept.layer = keep_state(cache, i, method)
         kept.state = kept.layer.state
         if {"k_before", "q_before"} & set(kept.state.hears): kept.turn = turn_back(dispatch, module, kwargs, kept.state)
-    dispatch.thread.forward.kept[i] = kept
+    thread.forward.kept[i] = kept
+    if isinstance(kept.layer, RoomyLayer): thread.adopted.add(kept.layer)
 
 # %% ../nbs/70_hf.ipynb #f97e4e13
 def hooks_of(
@@ -949,8 +965,8 @@ def hooks_of(
         keeper = method if decodes else plan.prefill[i]
         if away and method is not None or keeps_state(keeper) or i in dispatch.plays:
             names = list(inspect.signature(plan.layers[i].forward).parameters)
-            yield plan.layers[i], functools.partial(adopt_cache, dispatch, keeper, away and method is not None, decodes,
-                                                    names)
+            yield plan.layers[i], functools.partial(adopt_cache, dispatch, keeper, keeps_state(keeper),
+                                                    away and method is not None, decodes, names)
 
 # %% ../nbs/70_hf.ipynb #97ddfdfa
 def reads_of(

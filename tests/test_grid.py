@@ -1,8 +1,11 @@
 """Grids: the same rows here and on Ray, with workers that die; the command; prompts through a chat template"""
 import json
 import os
+import shutil
+import signal
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -14,7 +17,8 @@ from sparse_nb.attention import Exact, Streaming, TopK
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.evaluate import accuracy, answers
 from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
-from sparse_nb.records.santa_schedule import reinforce, rewards_by_jobs
+from sparse_nb.records.recorder import read_record
+from sparse_nb.records.santa_schedule import POCKET, learned_by_jobs, record_witness_jobs, rewards_by_jobs
 from sparse_nb.tasks import make, prompt_tokens
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
@@ -67,14 +71,112 @@ def test_ray_gives_the_rows_of_this_process_although_a_worker_dies(tiny, tmp_pat
     assert ray_rows() == here_rows() and not failures_of(tmp_path / "ray.jsonl")
 
 
+class Telling(room.Worker):
+    "A worker that says which process works at which length"
+    def work(self, job):
+        with open(os.environ["SPARSE_NB_TEST_MARK"], "a") as told: told.write(f"{job.length} {os.getpid()}\n")
+        return super().work(job)
+
+
+@pytest.mark.budget(60)
+def test_a_crew_outlives_its_grids_and_a_process_of_its_own(tiny, tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    model = shutil.copytree(tiny, tmp_path / "model")
+    grids = {n: small(str(model), tasks=["needle"], lengths=[n]) for n in (150, 200, 250)}
+    for n, grid in grids.items(): assert run(grid, tmp_path / f"here{n}.jsonl")[1] == 0
+    monkeypatch.setenv("SPARSE_NB_TEST_MARK", str(tmp_path / "told"))
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    monkeypatch.setattr(room, "Worker", Telling)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+    def processes(n, name="ray"):
+        "Those that a grid was worked on by, with the rows of one process."
+        assert run(grids[n], tmp_path / f"{name}{n}.jsonl", on=hands)[1] == 0
+        assert rows_of(tmp_path / f"{name}{n}.jsonl") == rows_of(tmp_path / f"here{n}.jsonl")
+        told = [line.split() for line in (tmp_path / "told").read_text().splitlines()]
+        return {int(process) for length, process in told if int(length) == n}
+
+    with room.crew(workers=2) as hands:
+        first = processes(150)
+        model.rename(tmp_path / "away")  # what was loaded is not loaded again
+        assert processes(200) == first and len(first) == 2 and os.getpid() not in first
+        (tmp_path / "away").rename(model)
+        os.kill(min(first), signal.SIGKILL)
+        assert processes(250) & first == {max(first)} and len(processes(250)) == 2
+        for wrong in dict(lengths=[10**6]), dict(model=str(tmp_path / "away")):
+            with pytest.raises(ValueError, match="lengths must be at most|path must be a folder"):
+                run(replace(grids[150], **wrong), tmp_path / "wrong.jsonl", on=hands)
+        assert processes(150, "again") >= first - {min(first)} and not (tmp_path / "wrong.jsonl").exists()
+    with pytest.raises(ValueError, match="on must be 'ray', an open crew or None, got <"):
+        run(grids[150], tmp_path / "late.jsonl", on=hands)
+
+
+@pytest.mark.parametrize("gpus, processors, workers, expected", [
+    (1, 16, 4, (4, 1, 0.25)), (8, 64, None, (8, 1, 1)), (8, 64, 3, (3, 1, 1)), (2, 8, 3, (3, 1, 0.5)),
+    (1, 8, 6, (6, 1, 0.1666)), (0, 2, None, (2, 1, 0)), (0, 2, 3, (3, 0.5, 0))])
+def test_workers_share_what_there_is_too_little_of(monkeypatch, gpus, processors, workers, expected):
+    asked, ended = [], []
+    def remote(**options): return lambda kind: SimpleNamespace(remote=lambda worker: asked.append(options))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(
+        init=lambda **options: None, shutdown=lambda: ended.append(True), remote=remote,
+        cluster_resources=lambda: dict(GPU=float(gpus), CPU=float(processors))))
+    with room.crew(workers=workers) as hands: assert len(hands.seats) == len(asked)
+    assert (len(asked), *asked[0].values()) == expected and ended
+    if gpus: assert -(-len(asked) // gpus) * asked[0]["num_gpus"] <= 1
+
+
+def test_where_jobs_cannot_be_done(tiny, tmp_path, monkeypatch):
+    grid, out = small(tiny), tmp_path / "out.jsonl"
+    for on in 3, True, "slurm", run:
+        with pytest.raises(ValueError, match="on must be 'ray', an open crew or None, got "): run(grid, out, on=on)
+    for given in dict(workers=2), dict(address="auto"):
+        with pytest.raises(ValueError, match="address and workers must be None unless on is 'ray'"):
+            run(grid, out, **given)
+    for workers, error in (0, ValueError), (-1, ValueError), (1.5, TypeError), ("2", TypeError):
+        with pytest.raises(error, match="workers must be"): run(grid, out, on="ray", workers=workers)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match="the package ray is missing"): run(grid, out, on="ray")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_schedule_is_learned_on_ray_as_in_this_process(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    asked = dict(model="pocket", tasks=["frequent_words:ratio=3"], lengths=[512], prompts=4)
-    here, there = (reinforce(rewards_by_jobs(tmp_path / name, **where, **asked), 6, 24, steps=2, episodes=4, rate=0.1)
-                   for name, where in (("here", {}), ("ray", dict(on="ray", workers=2))))
-    assert here == there and {x["reward"] for x in here} - {0.0, 1.0} and any(here[-1]["theta"])
+    s = POCKET._replace(steps=2, each=4, length=512, mean=4)
+    here, there = (learned_by_jobs(tmp_path / f"{on}", s, on, lambda line: None, workers=2) for on in (None, "ray"))
+    assert here == there and {x["reward"] for x in here[1]} - {0.0, 1.0} and any(here[1][-1]["theta"])
+    assert [len(read_results(tmp_path / "ray" / f"step{i}.jsonl")[1]) for i in range(2)] == [2, 2]
+
+
+def test_rewards_wait_for_every_job(tiny, tmp_path, monkeypatch):
+    given = dict(model=str(tiny), tasks=["needle"], lengths=[150], prompts=2, batch=150)
+    want = rewards_by_jobs(tmp_path / "whole", **given)([[4, 4]], 0)
+    ask, work = rewards_by_jobs(tmp_path / "cut", **given), room.Worker.work
+    def breaks(self, job):
+        if job.seeds == (1,): raise MemoryError("no room")
+        return work(self, job)
+
+    monkeypatch.setattr(room.Worker, "work", breaks)
+    with pytest.raises(RuntimeError, match="step0.jsonl: MemoryError: no room"): ask([[4, 4]], 0)
+    monkeypatch.undo()
+    assert ask([[4, 4]], 0) == want
+
+
+@pytest.mark.slow
+@pytest.mark.witness
+@pytest.mark.budget(300)
+def test_the_witness_learns_by_jobs_in_the_quick_form(tmp_path):
+    meta, rows = read_record(record_witness_jobs(tmp_path / "x.json", quick=True, say=lambda line: None)).values()
+    assert (meta["model"], meta["on"], meta["workers"], sum(rows[-1]["samples"])) == ("witness", None, 4, 4 * 30)
+    assert [x["part"] for x in rows] == ["training"] * 2 + ["forced"] * 4 + ["answers"] * 2 + ["schedules"]
+    assert [len(read_results(x)[1]) for x in sorted(tmp_path.glob("x.steps/*"))] == [2, 2]
+
+
+def test_a_witness_that_is_not_there_learns_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSE_NB_CACHE", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="make witness"): record_witness_jobs(tmp_path / "x.json", quick=True)
+    assert not list(tmp_path.iterdir())
 
 
 # the file

@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
-from transformers.generation.utils import DeferredStopCheck
 from sparse_nb.attention import TopK
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
@@ -101,7 +100,7 @@ def test_an_answer_that_ends_is_over_a_token_late(llama, played, monkeypatch, me
     that ends by its length, or whose cache is given or handed back, has none."""
     forget(llama)
     monkeypatch.setattr(torch, "Event", Arrived)
-    own = dict(attention_mask=MASK, compile_config=compiling(), cache_implementation="static", max_new_tokens=12)
+    own = dict(attention_mask=MASK, compile_config=compiling(), cache_implementation="static", max_new_tokens=8)
     steps = []
     def written(**given):
         before = len(played)
@@ -109,15 +108,15 @@ def test_an_answer_that_ends_is_over_a_token_late(llama, played, monkeypatch, me
         steps.append(len(played) - before)
         return got
     with sparsify(llama, decode=method, replay=True):
-        want = ids_of(llama, PADDED, attention_mask=MASK, max_new_tokens=12)
-        over = lambda ids, scores, **more: torch.full((len(ids),), ids.shape[1] >= PADDED.shape[1] + 8)
-        ends, short = dict(stopping_criteria=[over]), want[:, :8]
+        want = ids_of(llama, PADDED, attention_mask=MASK, max_new_tokens=8)
+        over = lambda ids, scores, **more: torch.full((len(ids),), ids.shape[1] >= PADDED.shape[1] + 6)
+        ends, short = dict(stopping_criteria=[over]), want[:, :6]
         assert torch.equal(written(**ends), short)
         assert torch.equal(written(), want)
         assert torch.equal(written(cache_implementation=None, past_key_values=static(llama), **ends), short)
         monkeypatch.setattr(replay.stops, "announce", lambda: None)
         assert torch.equal(written(**ends), short)
-    at_once, whole = 8 - 1 - replay.Replay.warm, 12 - 1 - replay.Replay.warm
+    at_once, whole = 6 - 1 - replay.Replay.warm, 8 - 1 - replay.Replay.warm
     assert steps == [at_once + 1, whole, at_once, at_once]
 
 

@@ -140,6 +140,7 @@ class FixingLayer(StatefulLayer):
         new.settle(known)
         return new
 
+# %% ../../nbs/73_cache.ipynb #7c0de007
 class StatefulStaticLayer(FixingLayer, StaticLayer):
     "A layer of a fixed size with a state. `heard` names it to a captured graph; a later prompt's tensors lie there."
     places = ()                             # tensors of the state where it was fixed last
@@ -224,6 +225,7 @@ SPARE = 512 # places for keys to come in a new room, at least
 class RoomyLayer(DynamicLayer):
     "A growing layer with room behind its keys and values."
     rooms, mine = None, None # keys and values with what is behind them [B, G, n, D]; `keys`, as it gave them last
+    turns = False            # as of `FixingLayer`
 
     def update(self, key_states, value_states, *args, **kwargs):
         "As transformers has it; in place where there is room."
@@ -265,6 +267,7 @@ def _with_spare(old, new, n):
     if n: room[:, :, :n] = old
     return room
 
+# %% ../../nbs/73_cache.ipynb #7c0de008
 class StatefulRoomyLayer(FixingLayer, _Growing, RoomyLayer):
     "Such a layer with a state, which has a fixed length while the room lasts."
     count = 0 # keys that a fixed state knows; who tells it of one without `hear` counts it
@@ -303,13 +306,13 @@ def _layer(cache, number):
 def give_room(
     cache,      # a transformers cache
     layer: int, # number of a layer
-):
+): # the cache layer
     "Let a layer of `cache` keep room for keys to come, if it is a plain growing one on the device."
-    if getattr(cache, "offloading", False): return
     old = _layer(cache, layer)
-    if type(old) is not DynamicLayer: return
+    if type(old) is not DynamicLayer or getattr(cache, "offloading", False): return old
     new = cache.layers[layer] = object.__new__(RoomyLayer)
     new.__dict__.update(old.__dict__)
+    return new
 
 def _settings(state): return type(state), state.settings()
 

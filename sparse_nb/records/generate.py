@@ -472,7 +472,7 @@ def bench_generate(
             except Exception as error: why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if why: meta["failed"].append(dict(way=name, n=n, batch=batch, static=static, tuned=tuned, why=why))
             every = join_records([*old, dict(meta=meta, rows=rows)])
-            if not why: add_rivals(add_parts(every["rows"], meta))
+            add_rivals(add_parts(every["rows"], meta))
             say(f"n={n}, {name}: not measured, {why}" if why else
                 f"{_said(every['rows'][-1])}, {time.perf_counter() - start:.0f} s")
             write_record(path, **every)

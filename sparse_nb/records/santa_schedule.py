@@ -6,12 +6,14 @@
 __all__ = ['POCKET', 'WITNESS', 'BY_JOBS', 'least_sum', 'schedule_of', 'reinforce', 'Batch', 'batches', 'sampled_values',
            'forced_answers', 'exact_answers', 'mean_answers', 'rewards_of', 'Scheduled', 'rewards_by_jobs', 'Setting',
            'layer_traces', 'measured_schedules', 'learned_schedule', 'judged', 'written_answers', 'schedule_steps',
-           'make_record', 'record', 'record_witness', 'learned_by_jobs', 'record_jobs']
+           'make_record', 'record', 'record_witness', 'learned_by_jobs', 'make_record_by_jobs', 'record_jobs',
+           'record_witness_jobs']
 
 # %% ../../kernels/records/santa_schedule.ipynb #bd997cce
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ from ..core.exact import exponentials, promote
 from ..core.methods import Method, weights_id
 from ..core.streams import fold_in, philox
 from ..evaluate import bits_of
-from ..grid import Grid, Worker, frame_of, load_named, run
+from ..grid import Grid, Worker, crew, failures_of, frame_of, load_named, run
 from ..hf import attention_override, capture, prefill
 from ..models.cache import fork_cache
 from .answers import stacked
@@ -215,16 +217,20 @@ class Scheduled(Method):
 
 def rewards_by_jobs(
     folder: Path,    # for the results, a file a step
-    on: str = None,  # "ray", or None: here
-    workers: int = None, # of Ray
+    on=None,         # as of `grid.run`
+    workers: int = None, # likewise
     **settings,      # of `Grid`, but for decode
 ) -> Callable: # for `reinforce`: share of the answers that are right
-    "Rewards from a grid of jobs, with an arm for each schedule and other prompts at each step."
+    """Rewards from a grid of jobs, with an arm for each schedule and other prompts at each step.
+
+    Asking raises as `grid.run`, and RuntimeError for a job that failed: the next call asks it again.
+    """
     def ask(schedules, step):
         arms = {str(i): Scheduled(tuple(s)) for i, s in enumerate(schedules)}
         first = settings.get("seed", 0) + step * settings["prompts"]
         path = Path(folder) / f"step{step}.jsonl"
-        run(Grid(**settings | dict(decode=arms, seed=first)), path, on=on, workers=workers)
+        if run(Grid(**settings | dict(decode=arms, seed=first)), path, on=on, workers=workers)[1]:
+            raise RuntimeError(f"{path}: {failures_of(path)[0][1]}")
         right = frame_of(path).groupby("decode").right.mean()
         return [float(right[name]) for name in arms]
     return ask
@@ -402,33 +408,56 @@ BY_JOBS = "REINFORCE on Ray"
 def learned_by_jobs(
     folder: Path,  # for what each step asks; a file that is there is not asked again
     s: Setting,
-    on: str | None, # "ray", or None: here
+    on,            # as of `grid.run`; "ray": one crew for all steps
     say: Callable = print, # hears of each step
     rate: float = 0.3, # of REINFORCE
+    workers: int | None = None, # that share the prompts of a step, as of `grid.crew`
 ) -> tuple: # samples of each layer, rows of the part "training"
     "What REINFORCE makes of prompts that no other step has, each step a grid of jobs. Raises as `grid.run`."
-    grid = s.grid(s.task, s.each, 10_000)
-    ask = rewards_by_jobs(folder, on, **{x.name: getattr(grid, x.name) for x in fields(grid) if x.name != "decode"})
     layers = load_named(s.model)[0].config.num_hidden_layers
-    def heard(schedules, step):
-        rewards = ask(schedules, step)
-        say(f"step {step}: {sum(rewards) / len(rewards):.3f}")
-        return rewards
-    told = reinforce(heard, layers, layers * s.mean, steps=s.steps, rate=rate)
+    grid = replace(s.grid(s.task, s.each, 10_000), batch=s.length * -(-s.each // (workers or 1)))
+    settings = {x.name: getattr(grid, x.name) for x in fields(grid) if x.name != "decode"}
+    with crew(workers=workers) if on == "ray" else nullcontext(on) as hands:
+        ask = rewards_by_jobs(folder, hands, **settings)
+        def heard(schedules, step):
+            rewards = ask(schedules, step)
+            say(f"step {step}: {sum(rewards) / len(rewards):.3f}")
+            return rewards
+        told = reinforce(heard, layers, layers * s.mean, steps=s.steps, rate=rate)
     return schedule_of(torch.tensor(told[-1]["theta"]), layers * s.mean), [dict(part="training", **x) for x in told]
 
-def record_jobs(
-    out,                  # JSON file to write; a folder for the steps stands beside it
-    *,
-    quick: bool = False,  # two steps of learning, two prompts, without Ray
-    say: Callable = print, # hears of each step
+def make_record_by_jobs(
+    out,            # JSON file to write; a folder for the steps of learning stands beside it, and is gone on with
+    s: Setting,
+    quick: bool,    # two steps of learning, two prompts, without Ray
+    say: Callable,  # hears of each step
+    workers: int | None = None, # as of `learned_by_jobs`
 ) -> Path: # the file
-    "The pocket model's schedule, learned on the workers of Ray, and judged. Raises ImportError where Ray is missing."
+    "A schedule that is learned on the workers of Ray, and judged."
     out, on = Path(out), None if quick else "ray"
-    s = POCKET._replace(steps=2, each=2, train=2, least=1, prompts=2, draws=1) if quick else POCKET
-    samples, rows = learned_by_jobs(out.with_suffix(".steps"), s, on, say)
+    if quick: s = s._replace(steps=2, each=2, prompts=2, draws=1)
+    samples, rows = learned_by_jobs(out.with_suffix(".steps"), s, on, say, workers=workers)
     worker, made = Worker(s.grid(s.task, s.train)), {BY_JOBS: samples}
     for task in (s.task, s.other): rows += judged(worker, s.grid(task, s.prompts), made, s.draws, s.each)
     rows += [*written_answers(s, made), dict(part="schedules", schedule=BY_JOBS, samples=samples,
                                              answers=10 * s.steps * s.each)]
-    return write_record(out, machine(worker.model.device.type) | s._asdict() | dict(on=on), rows)
+    return write_record(out, machine(worker.model.device.type) | s._asdict() | dict(on=on, workers=workers), rows)
+
+def record_jobs(
+    out,                  # JSON file to write
+    *,
+    quick: bool = False,  # two steps of learning, two prompts, without Ray
+    say: Callable = print, # hears of each step
+) -> Path: # the file
+    "The pocket model's schedule, learned on two workers of Ray, and judged. Raises ImportError where Ray is missing."
+    return make_record_by_jobs(out, POCKET, quick, say, workers=2)
+
+def record_witness_jobs(
+    out,                  # JSON file to write
+    *,
+    quick: bool = False,  # two steps of learning, two prompts, without Ray
+    say: Callable = print, # hears of each step
+) -> Path: # the file
+    "The same for the witness, on four workers that share a GPU. Raises ValueError without a GPU, unless `quick`."
+    if not quick: need_gpu("santa_schedule_witness_jobs")
+    return make_record_by_jobs(out, WITNESS, quick, say, workers=4)
