@@ -538,10 +538,9 @@ class Dispatch:
         call, forward = Call(module, query, key, value, attention_mask, kwargs), self.thread.forward
         forward.reached = True
         reads, decodes = at_layer(self.prefill, call.layer), at_layer(self.decode, call.layer)
-        compiling, one = torch.compiler.is_compiling(), query.shape[2] == 1
-        few, compiles = key.shape[2] < self.few.get(call.layer, 0), compiling and one
-        out = played_step(self, call, None if few else decodes) if one and not compiling else None
-        if out is not None: return out, None
+        compiles = torch.compiler.is_compiling() and query.shape[2] == 1
+        few = key.shape[2] < self.few.get(call.layer, 0)
+        if (out := played_step(self, call, None if few else decodes)) is not None: return out, None
         if reads is None and decodes is None and self.observe is None and not compiles: return self.attend(call)
         served = self.layers is None or module in self.layers
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
@@ -846,10 +845,11 @@ def playable(
 
 def played_step(
     dispatch: Dispatch,
-    call: Call,    # of one query
+    call: Call,
     method,        # that decodes, or None: exactly
 ) -> torch.Tensor: # [B, 1, H, D]
-    "A layer's part of a step over a cache with room, recorded; None where that cannot be."
+    "A layer's part of a step of one query over a cache with room, recorded; None where that cannot be."
+    if torch.compiler.is_compiling() or call.query.shape[2] != 1: return None
     thread, n = dispatch.thread, call.key.shape[2]
     kept = thread.forward.kept.get(call.layer)
     if kept is None or not isinstance(kept.layer, RoomyLayer) or not kept.layer.roomy(): return None

@@ -793,7 +793,8 @@ def test_readme_says_what_the_record_of_whole_models_says():
     small = {("vAttention, 10 %", 32768), ("Sketch&Walk, 10 %", 32768)}
     assert len(of_cublas) == 9 and {x for x in of_cublas if x[1] != at} == small
     for place in of_cublas: assert "2026-11-23" in static[place]["date"]
-    assert all(static[generate.EXACT, n]["tuned"] and "2026-11-26" in static[generate.EXACT, n]["date"] for n in lengths)
+    dense = [static[generate.EXACT, n] for n in lengths]
+    assert all(row["tuned"] and "2026-11-26" in row["date"] for row in dense)
     assert {x["filled"] for x in rows if x.get("replay") and x["n"] == 524288} == {"drawn"}
     said = re.search(r"methods take ([\d.]+) to ([\d.]+) times as long as the model alone at 8k", text)
     cost = [x["reached"] for x in generate.targets(rows) if x["what"] == "times the model alone, step not compiled"]
@@ -805,7 +806,8 @@ def test_readme_says_what_the_record_of_whole_models_says():
     alone = growing[generate.PAIR[0]]
     cost = [row["median_us"] / alone["median_us"] for way, row in growing.items()
             if not way.endswith(generate.HOST) and way != generate.OFFLOADED and row["date"] == alone["date"]]
-    said = re.search(r"Before that it was up to ([\d.]+) times at 131k; there, with the cache in host memory, SAAP is ([\d.]+) times "
-                     r"and a window ([\d.]+) times as fast as the cache that transformers offloads", text)
+    said = re.search(r"Before that it was up to ([\d.]+) times at 131k; there, with the cache in host memory, SAAP "
+                     r"is ([\d.]+) times and a window ([\d.]+) times as fast as the cache that transformers "
+                     r"offloads", text)
     of_host = [growing[way + generate.HOST]["ratio"] for way in (saap, "window, 10 %")]
     assert list(said.groups()) == [f"{x:.1f}" for x in (max(cost), *of_host)]
