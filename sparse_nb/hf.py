@@ -795,7 +795,7 @@ def played_layers(
 
 def can_play(query) -> bool: return has_kernels(query)
 
-def on_a_gpu(module) -> bool: return next(module.parameters()).is_cuda
+def on_a_gpu(module) -> bool: return any(x.is_cuda for x in itertools.chain(module.parameters(), module.buffers()))
 
 class Bounds(NamedTuple):
     "What a query of a step sees, at addresses that stay."
@@ -849,11 +849,14 @@ def played_step(
     method,        # that decodes, or None: exactly
 ) -> torch.Tensor: # [B, 1, H, D]
     "A layer's part of a step of one query over a cache with room, recorded; None where that cannot be."
-    if torch.compiler.is_compiling() or call.query.shape[2] != 1: return None
     thread, n = dispatch.thread, call.key.shape[2]
     kept = thread.forward.kept.get(call.layer)
-    if kept is None or not isinstance(kept.layer, RoomyLayer) or not kept.layer.roomy(): return None
-    if dispatch.observe is not None or thread.reading: return None
+    if torch.compiler.is_compiling() or kept is None or not isinstance(kept.layer, RoomyLayer): return None
+    record = thread.parts.get(kept.layer)
+    if record is not None and record.places[0] is not kept.layer.rooms:
+        record = None
+        del thread.parts[kept.layer]  # else it would hold a room that was left
+    if call.query.shape[2] != 1 or not kept.layer.roomy() or dispatch.observe is not None or thread.reading: return None
     layer, state, angles = kept.layer, kept.state, () if kept.turn is None else kept.turn.position_embeddings
     if state is not None:
         ready = kept.decodes and state.fixed and len(state) == layer.most() and layer.known() == n - 1
@@ -865,7 +868,7 @@ def played_step(
     options = [(x, None if isinstance(y, torch.Tensor) else y) for x, y in call.options.items()]
     mask = None if call.mask is None else call.mask.shape[:-1]
     name = method is None, query.shape, query.dtype, mask, modes, options
-    places, record = (rooms, told and layer.heard, bounds.streams), thread.parts.get(layer)
+    places = rooms, told and layer.heard, bounds.streams
     if record is None or not record.fits(name, places):
         if not playable(dispatch, call): return None
         record = thread.parts[layer] = LayerPart(name, places)

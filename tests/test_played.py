@@ -13,10 +13,12 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from sparse_nb import hf
-from sparse_nb.attention import Exact, Streaming, TopK, TopP
+from sparse_nb.attention import Exact, Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
+from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.hf import sparsify
+from sparse_nb.lsh import KDEformer, Reformer
 from sparse_nb.models import cache as cache_room, replay
 from sparse_nb.models.cache import RoomyLayer, StatefulRoomyLayer, fork_cache
 from sparse_nb.saap import Saap
@@ -24,13 +26,16 @@ from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
 from test_hf import build
+from test_replay import taped
 from test_sparsify import IDS, MASK, PADDED, ids_of
 
 TOKENS = 28
 METHODS = [TopK(budget=0.3), Streaming(sinks=2, window=0.3), Santa(samples=32), Santa(samples=32, keys="int8"),
            Quest(budget=12, page=4), DoubleSparsity(budget=12, channels=4), Adamas(budget=12), MagicPIG(4, 8),
            Saap(budget=8, sinks=2, window=8, clusters=4), SketchWalk(density=0.5, dense_layers=0),
-           VAttention(sinks=2, window=2, topk=4, base=4, predictor=Adamas(budget=4)), SnapKV(0.5), H2O(0.5)]
+           VAttention(sinks=2, window=2, topk=4, base=4, predictor=Adamas(budget=4)), SnapKV(0.5), H2O(0.5),
+           VAttention(sinks=2, window=2, topk=4, base=4), Uniform(samples=8), Reformer(bins=4, window=4),
+           KDEformer(bins=4, window=4), Then(Quest(budget=16, page=4), Santa(samples=8))]
 FEW = [Santa(samples=32), Quest(budget=12, page=4), Saap(budget=8, sinks=2, window=8, clusters=4)]
 some = pytest.mark.parametrize("method", FEW, ids=lambda m: type(m).__name__)
 
@@ -43,15 +48,7 @@ def llama(): return build("llama")
 def played(monkeypatch):
     "Recorded parts run again, from and to the same places; a number for each. Rooms are of 64 keys."
     found = []
-    def tape(run, device, pools=None):
-        first = []
-        def play():
-            out = run()
-            found.append(len(found))
-            if not first: first.append(out)
-            return first[0].copy_(out)
-        return play
-    monkeypatch.setattr(replay, "captured", tape)
+    monkeypatch.setattr(replay, "captured", taped(found))
     monkeypatch.setattr(cache_room, "SPARE", 0)
     for name in ("can_play", "on_a_gpu"): monkeypatch.setattr(hf, name, lambda x: True)
     return found
@@ -244,6 +241,27 @@ def test_records_go_with_their_cache(llama, played):
         llama.__dict__.pop("_cache", None)
         gc.collect()
         assert not parts and [x() for x in rooms] == [None] * 2
+
+
+@some
+def test_a_room_that_is_left_is_nobodys(llama, played, method):
+    "A second turn that needs a new room: no record holds the old one while the turn is read, so memory is not doubled."
+    with sparsify(llama, decode=method, seed=3) as session:
+        cache = DynamicCache(config=llama.config)
+        one = ids_of(llama, IDS, max_new_tokens=8, past_key_values=cache)
+        rooms = [weakref.ref(x.rooms[0]) for x in cache.layers]
+        assert len(session.dispatch.thread.parts) == 2 and played
+        longer = torch.cat([IDS, one, IDS], 1)
+        with torch.no_grad(): llama(longer[:, cache.get_seq_length():], past_key_values=cache)
+        assert not session.dispatch.thread.parts and [x() for x in rooms] == [None] * 2
+
+
+def test_a_layer_without_parameters_says_where_it_is():
+    "Of quantised weights some are buffers."
+    module = torch.nn.Module()
+    assert not hf.on_a_gpu(module)
+    module.register_buffer("weight", torch.zeros(2))
+    assert not hf.on_a_gpu(module)
 
 
 def test_a_layer_with_room_is_a_growing_layer():

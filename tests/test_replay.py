@@ -26,11 +26,9 @@ TOKENS = 6
 def llama(): return build("llama")
 
 
-@pytest.fixture
-def played(monkeypatch):
-    "Recorded steps run again, from and to the same places; a number for each."
-    found = []
-    def tape(run, device):
+def taped(found):
+    "Stands for `captured`: what is recorded runs again, from and to the same places, and adds a number to `found`."
+    def tape(run, device, pools=None):
         first = []
         def play():
             out = run()
@@ -40,7 +38,14 @@ def played(monkeypatch):
                 if isinstance(x, torch.Tensor): x.copy_(y)
             return first[0]
         return play
-    monkeypatch.setattr(replay, "captured", tape)
+    return tape
+
+
+@pytest.fixture
+def played(monkeypatch):
+    "Recorded steps run again; a number for each."
+    found = []
+    monkeypatch.setattr(replay, "captured", taped(found))
     monkeypatch.setattr(replay, "on_a_gpu", lambda model: True)
     return found
 

@@ -126,7 +126,7 @@ class Stops:
 
     def __exit__(self, *error):
         with self.lock:
-            self.users -= 1
+            self.users, self.thread.announced = self.users - 1, False
             if not self.users: DeferredStopCheck.is_supported = staticmethod(self.own)
 
 stops = Stops()
