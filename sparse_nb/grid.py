@@ -76,7 +76,8 @@ def needs_queries(
 def _check_settings(grid):
     "Raise as `Grid` for settings that are neither tasks, lengths nor methods"
     for name in "prompts", "every", "chunk", "batch": check_count(name, getattr(grid, name))
-    if grid.short is not None: check_count("short", grid.short)
+    for name in "short", "together":
+        if getattr(grid, name) is not None: check_count(name, getattr(grid, name))
     for layer in grid.dense_layers: check_count("dense_layers", layer, low=0)
     check_integer("seed", grid.seed)
     check_choice("setup", grid.setup, ("prompt", "context"))
@@ -110,6 +111,7 @@ class Grid:
     short: int | None = None  # of texts also the tokens that need more context than this, as in `text_bits`
     dense_layers: Sequence = () # numbers of layers that attend exactly in every arm
     batch: int = 16384        # tokens of the prompts read at once
+    together: int | None = None # methods that write in one job, which reads the prompts for them; None: all
 
     def __post_init__(self):
         for name in "tasks", "lengths":
@@ -161,6 +163,7 @@ class Job:
 def _jobs_left(grid, done):
     "As `Grid.jobs`"
     seeds, found = range(grid.seed, grid.seed + grid.prompts), []
+    cut = lambda x, most: [tuple(x[i:i + most]) for i in range(0, len(x), most)]
     for length in sorted(grid.lengths):
         at_once = max(1, grid.batch // length)
         for task, prefill in ((task, prefill) for task in grid.tasks for prefill in grid.prefill):
@@ -169,8 +172,8 @@ def _jobs_left(grid, done):
                 names = tuple(d for d in grid.decode if (task, length, prefill, d, seed) not in done)
                 if names: lacking.setdefault(names, []).append(seed)
             for names, own in lacking.items():
-                found += [Job(task, length, prefill, names, tuple(own[i:i + at_once]))
-                          for i in range(0, len(own), at_once)]
+                found += [Job(task, length, prefill, some, part) for part in cut(own, at_once)
+                          for some in cut(names, grid.together or len(names))]
     return found
 
 # %% ../nbs/85_grid.ipynb #da231cbc
@@ -289,7 +292,7 @@ class Worker:
     def _task(self, job):
         rows, (task, settings) = [], task_of(job.task)
         prefill = None if job.prefill == "exact" else self.at_layers("prefill", job.prefill)
-        runs, watch = [[seed] for seed in job.seeds], job.decode != ("exact",)
+        runs, watch = [[seed] for seed in job.seeds], len(self.grid.decode) > 1
         if job.seeds == tuple(range(job.seeds[0], job.seeds[0] + len(job.seeds))): runs = [list(job.seeds)]
         for seeds in runs:
             rows.append(accuracy(

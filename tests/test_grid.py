@@ -13,7 +13,7 @@ import torch
 from test_cli import one_line, run as command, save_llama
 
 from sparse_nb import grid as room
-from sparse_nb.attention import Exact, Streaming, TopK
+from sparse_nb.attention import Exact, Streaming, TopK, Uniform
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.evaluate import accuracy, answers
 from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
@@ -125,6 +125,16 @@ def test_workers_share_what_there_is_too_little_of(monkeypatch, gpus, processors
     if gpus: assert -(-len(asked) // gpus) * asked[0]["num_gpus"] <= 1
 
 
+def test_methods_in_jobs_of_their_own_have_the_same_rows(tiny, tmp_path):
+    def rows(**more):
+        grid = small(tiny, tasks=["needle"], decode={"topk": TopK(8), "drawn": Uniform(0.2)}, batch=800, **more)
+        assert run(grid, path := tmp_path / f"{more}.jsonl")[1] == 0
+        jobs = read_results(path)[1]
+        return len(jobs), sorted((x["job"]["length"], *row.items()) for x in jobs for row in x["rows"])
+    (whole, together), (parts, alone), (twos, by_two) = rows(), rows(together=1), rows(together=2)
+    assert (whole, twos, parts) == (2, 4, 6) and together == alone == by_two and len(alone) == 2 * 3 * 4
+
+
 def test_where_jobs_cannot_be_done(tiny, tmp_path, monkeypatch):
     grid, out = small(tiny), tmp_path / "out.jsonl"
     for on in 3, True, "slurm", run:
@@ -168,9 +178,9 @@ def test_rewards_wait_for_every_job(tiny, tmp_path, monkeypatch):
 @pytest.mark.budget(300)
 def test_the_witness_learns_by_jobs_in_the_quick_form(tmp_path):
     meta, rows = read_record(record_witness_jobs(tmp_path / "x.json", quick=True, say=lambda line: None)).values()
-    assert (meta["model"], meta["on"], meta["workers"], sum(rows[-1]["samples"])) == ("witness", None, 4, 4 * 30)
+    assert (meta["model"], meta["on"], meta["workers"], sum(rows[-1]["samples"])) == ("witness", None, 11, 4 * 30)
     assert [x["part"] for x in rows] == ["training"] * 2 + ["forced"] * 4 + ["answers"] * 2 + ["schedules"]
-    assert [len(read_results(x)[1]) for x in sorted(tmp_path.glob("x.steps/*"))] == [2, 2]
+    assert [len(read_results(x)[1]) for x in sorted(tmp_path.glob("x.steps/*"))] == [11, 11]
 
 
 def test_a_witness_that_is_not_there_learns_nothing(tmp_path, monkeypatch):

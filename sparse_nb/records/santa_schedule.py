@@ -411,11 +411,12 @@ def learned_by_jobs(
     on,            # as of `grid.run`; "ray": one crew for all steps
     say: Callable = print, # hears of each step
     rate: float = 0.3, # of REINFORCE
-    workers: int | None = None, # that share the prompts of a step, as of `grid.crew`
+    workers: int | None = None, # that share the schedules of a step, as of `grid.crew`
 ) -> tuple: # samples of each layer, rows of the part "training"
     "What REINFORCE makes of prompts that no other step has, each step a grid of jobs. Raises as `grid.run`."
     layers = load_named(s.model)[0].config.num_hidden_layers
-    grid = replace(s.grid(s.task, s.each, 10_000), batch=s.length * -(-s.each // (workers or 1)))
+    arms, grid = 1 + 10, replace(s.grid(s.task, s.each, 10_000), batch=s.length * s.each)  # exact attention is one
+    if workers: grid = replace(grid, together=-(-arms // workers))
     settings = {x.name: getattr(grid, x.name) for x in fields(grid) if x.name != "decode"}
     with crew(workers=workers) if on == "ray" else nullcontext(on) as hands:
         ask = rewards_by_jobs(folder, hands, **settings)
@@ -458,6 +459,6 @@ def record_witness_jobs(
     quick: bool = False,  # two steps of learning, two prompts, without Ray
     say: Callable = print, # hears of each step
 ) -> Path: # the file
-    "The same for the witness, on four workers that share a GPU. Raises ValueError without a GPU, unless `quick`."
+    "The same for the witness, on eleven workers that share GPUs. Raises ValueError without a GPU, unless `quick`."
     if not quick: need_gpu("santa_schedule_witness_jobs")
-    return make_record_by_jobs(out, WITNESS, quick, say, workers=4)
+    return make_record_by_jobs(out, WITNESS, quick, say, workers=11)
