@@ -71,11 +71,12 @@ def _at(rows, n, what):
     return float(np.interp(n, [row["n"] for row in rows], [row[what] for row in rows]))
 
 def _in_model(records, method, n, batch, shape):
-    "What a whole model took with a method and its rival, ms, with which cache and steps; with the static one if both."
+    "What a whole model took on one GPU with a method and its rival, ms, with which cache (static if both) and steps."
     record, known = records.get("generate"), dict.fromkeys(("model_ms", "model_dense_ms", "cache", "replay"))
     if record is None or dict(record["meta"]["shape"]) != dict(shape): return known
-    rows = add_rivals([dict(batch=1, static=False) | row for row in record["rows"]])
-    own = [row for row in rows if (row["way"], row["n"], row["batch"]) == (method, n, batch) and row["rival"]]
+    rows = add_rivals([dict(batch=1, static=False, gpus=1) | row for row in record["rows"]])
+    place = lambda row: tuple(row[x] for x in ("way", "n", "batch", "gpus"))
+    own = [row for row in rows if place(row) == (method, n, batch, 1) and row["rival"]]
     if not own: return known
     row = max(own, key=lambda row: row["static"])
     return dict(model_ms=row["median_us"] / 1e3, model_dense_ms=row["ratio"] * row["median_us"] / 1e3,

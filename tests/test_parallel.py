@@ -1,8 +1,10 @@
 """Two processes that share the heads of a model write what one process writes: tensor parallelism over gloo on the CPU,
 and over NCCL on two GPUs"""
+import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ transformers = pytest.importorskip("transformers")
 
 from sparse_nb import pocket
 from sparse_nb.attention import TopK, Uniform, assert_close
+from sparse_nb.hash_attention import HashAttention
 from sparse_nb.hf import sparsify
+from sparse_nb.records import generate
 from sparse_nb.santa import Santa
 
 SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -23,6 +27,9 @@ RANDOM = {"llama": "Llama", "gpt-neox, fused": "GPTNeoX", "phi3, all heads every
 HEADS = {"llama": (2, 1), "gpt-neox, fused": (4, 2), "phi3, all heads everywhere": (2, 2), "pocket": (2, 1)}
 METHODS = {"own": None, "topk": TopK(budget=0.25), "uniform": Uniform(samples=0.5), "santa": Santa(samples=64)}
 STEPS = 8
+BENCH = dict(lengths=((70, 1),), static=True, tokens=3, shape=generate.TINY | dict(initializer_range=0.2),
+             methods={"santa": Santa(samples=16), "broken": HashAttention(0.25, maps="nowhere"), "uneven": Uniform(16),
+                      "hashed": HashAttention(0.25, maps="random")})
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
@@ -55,6 +62,21 @@ def write(folder, name, device):
                              heads=out.past_key_values.layers[0].keys.shape[1])
     return found
 
+def bench(folder, device):
+    "What `bench_generate` says and writes, and the tokens of each way; the model as in `load`; the second fails once"
+    said, wrote, row_of, number = [], {}, generate._row, os.environ.get("RANK", "one")
+    path, dtype = folder / f"{number}.json", torch.float64 if device == "cpu" else torch.float32
+    def watched(model, filled, name, way, runs, tokens, found, *settings):
+        row = row_of(model, filled, name, way, runs, tokens, found, *settings)
+        wrote[name, filled.n] = found[name].cpu()
+        if (name, number) == ("uneven", "1"): raise RuntimeError("only here")
+        return row
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "random_model", partial(generate.random_model, dtype=dtype))
+        patch.setattr(generate, "_row", watched)
+        generate.bench_generate(**BENCH, device=device, out=path, say=said.append)
+    return dict(record=json.loads(path.read_text()) if path.exists() else None, said=said, wrote=wrote)
+
 TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
@@ -72,7 +94,7 @@ def ranks(tmp_path_factory, request):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           env=environment) as process:
         try:
-            one = {name: write(folder, name, device) for name in HEADS}
+            one = {name: write(folder, name, device) for name in HEADS} | dict(bench=bench(folder, device))
             log, _ = process.communicate(timeout=240)
         except BaseException:
             process.terminate()
@@ -92,6 +114,52 @@ def test_two_processes_write_what_one_writes(ranks, name, method):
     if method != "own":
         error = (one[method]["logits"] - one["own"]["logits"])[1].norm() / one["own"]["logits"][1].norm()
         assert error > 1e-3
+
+def test_two_processes_measure_and_the_first_writes(ranks):
+    one, first, second = (rank["bench"] for rank in ranks[1:])
+    ways = {generate.EXACT, "santa", "uneven", "hashed"}
+    assert set(one["wrote"]) == {(generate.NO_KEYS, 16), *((way, 70) for way in (generate.PAIR[0], *ways))}
+    for found in first, second:
+        assert set(found["wrote"]) == {(generate.NO_KEYS, 16), *((way, 70) for way in ways)}
+        for way, ids in found["wrote"].items(): assert torch.equal(ids, one["wrote"][way]), way
+    assert len({tuple(one["wrote"][way, 70][0].tolist()) for way in ways}) > 2
+    assert second["record"] is None and second["said"] == [] and len(first["said"]) == 7
+    alone, shared = one["record"], first["record"]
+    assert (shared["meta"]["gpus"], alone["meta"]["gpus"]) == (2, 1)
+    for record, names in (alone, ["broken"]), (shared, ["broken", "uneven"]):
+        failed = {x["way"]: x["why"] for x in record["meta"]["failed"]}
+        assert list(failed) == names and "nowhere" in failed["broken"]
+    assert failed["uneven"] == "another process failed"
+    assert alone["meta"]["weights_bytes"] / 2 <= shared["meta"]["weights_bytes"] < alone["meta"]["weights_bytes"]
+    rows = {row["way"]: row for row in shared["rows"]}
+    assert set(rows) == {generate.NO_KEYS, *ways} - {"uneven"}
+    for way, row in rows.items():
+        assert (row["gpus"], row["static"], row["replay"]) == (2, True, True)
+        assert row["median_us"] > 0 < row["kernel_us"]
+        assert row["rival"] == (None if way == generate.NO_KEYS else generate.EXACT), way
+    assert all(row["gpus"] == 1 for row in alone["rows"])
+
+def test_rows_of_one_and_of_two_gpus_are_kept_apart():
+    row = dict(way=generate.EXACT, n=9, batch=1, static=True, median_us=9.0)
+    about = dict(gpu="one", shape={}, failed=[])
+    records = [dict(meta=about | dict(date=date), rows=[row | more]) for date, more in
+               (("1", {}), ("2", dict(gpus=2, median_us=4.0)), ("3", dict(gpus=1, median_us=8.0)))]
+    joined = generate.join_records(records)
+    assert [(x.get("gpus", 1), x["median_us"]) for x in joined["rows"]] == [(2, 4.0), (1, 8.0)]
+    assert [x["median_us"] for x in joined["meta"]["replaced"]] == [9.0]
+    own = [row | dict(way="x", gpus=gpus, median_us=2.0) for gpus in (1, 2)]
+    assert [x["ratio"] for x in generate.add_rivals([*joined["rows"], *own])[2:]] == [4.0, 2.0]
+    found = [(x["n"], x["reached"]) for x in generate.targets([x | dict(n=1048576) for x in own])
+             if x["way"] == "x" and x["what"] == "times the fastest dense"]
+    assert sorted(found) == [(1048576, 2.0), (1048576, 4.0)]
+
+@pytest.mark.parametrize("what", generate.SHARED)
+def test_a_shape_that_two_processes_cannot_share(what, monkeypatch, tmp_path):
+    for name, x in dict(TORCHELASTIC_RUN_ID="x", RANK=0, WORLD_SIZE=2, LOCAL_RANK=0).items():
+        monkeypatch.setenv(name, str(x))
+    with pytest.raises(ValueError, match=f"shape must have a {what} that 2 processes can share out, got 3"):
+        generate.bench_generate(**BENCH | dict(shape=generate.TINY | {what: 3}), device="cpu", out=tmp_path)
+    assert not torch.distributed.is_initialized() and not list(tmp_path.iterdir())
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -118,5 +186,7 @@ def test_layers_on_two_gpus_write_what_one_gpu_writes(method, offload):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    torch.save({name: write(folder, name, sys.argv[2]) for name in HEADS}, folder / f"{os.environ['RANK']}.pt")
+    found = dict(bench=bench(folder, sys.argv[2]))  # first, for it joins the processes as it needs them
+    found |= {name: write(folder, name, sys.argv[2]) for name in HEADS}
+    torch.save(found, folder / f"{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()

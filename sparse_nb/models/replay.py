@@ -200,10 +200,10 @@ def replayed(
 ):
     """Within the block, steps of the model that `generate` compiles on a GPU are recorded once and played back.
 
-    That is for `cache_implementation="static"` on one GPU; everything else is as without it. What Python does in a
-    step, hooks of others included, it does while the step is recorded, and not for each token. An answer in a cache of
-    `generate`'s own ends a token late, which is taken back (`stops`). Raises ValueError for a model that is in such a
-    block.
+    That is for `cache_implementation="static"` and a model on one GPU, or on one in each process of `torchrun`;
+    everything else is as without it. What Python does in a step, hooks of others included, it does while the step is
+    recorded, and not for each token. An answer in a cache of `generate`'s own ends a token late, which is taken back
+    (`stops`). Raises ValueError for a model that is in such a block.
     """
     if "get_compiled_call" in vars(model): raise ValueError("model must not be replayed already, got one that is")
     model.get_compiled_call = Replay(model).call_for
