@@ -331,6 +331,11 @@ class Call:
         "Number of the layer."
         return getattr(self.module, "layer_idx", None)
 
+    def first_group(self):
+        "Number of its first head of keys, where several processes share them. Raises as `first_head`."
+        heads = self.query.shape[1]
+        return first_head(self.module, heads) * self.key.shape[1] // heads
+
     def near(self):
         "The same with keys and values on the device of the queries."
         if self.key.device == self.value.device == self.query.device: return self
@@ -408,9 +413,8 @@ def first_head(
     heads: int, # query heads in this process
 ) -> int:
     "Number of the first of these heads, where several processes share them. ValueError where the layer does not tell."
-    total = module.config.num_attention_heads
     shared = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
-    if heads == total or not shared: return 0
+    if not shared or heads == (total := module.config.num_attention_heads): return 0
     for mesh in shared:
         mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
         if mesh.ndim == 1 and heads * mesh.size() == total: return mesh.get_local_rank() * heads
@@ -456,9 +460,9 @@ class Kept:
     def hear(self, call):
         "Tell the index of the new keys."
         if self.state is None: return
-        new, length = call.query.shape[2], int(self.layer.get_seq_length())
+        new, length, heard = call.query.shape[2], int(self.layer.get_seq_length()), {}
         keys, values = call.key[:, :, :length], call.value[:, :, :length]
-        heard = {}
+        if hasattr(self.state, "first_group") and not len(self.state): self.state.first_group = call.first_group()
         for what in self.state.hears:
             if what == "shown":
                 show = lambda: shown_places(call.mask, call.query, length)

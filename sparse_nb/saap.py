@@ -133,6 +133,7 @@ def fit_partition(
     kmeans: str = "spherical",          # one of `KMEANS`
     iterations: int = 10,
     seed: int = 0,                      # of the first centroids, the same draw for each sequence
+    first: int = 0,                     # number of the first group, where processes share the heads
     shown: torch.Tensor | None = None,  # which keys count [B, n], bool; None: all
 ) -> torch.Tensor:                      # centroids [B, G, C, D], float32 or float64; zeros without a shown key
     """Centroids by k-means (Lloyd). Where fewer keys are shown than there are clusters, centroids come twice.
@@ -140,6 +141,7 @@ def fit_partition(
     For one partition of several prompts put their keys side by side in one sequence. Raises as `check_keys`.
     """
     check_kmeans(clusters, kmeans, iterations, seed)
+    check_count("first", first, 0)
     if not isinstance(k, torch.Tensor) or k.dtype not in FLOATS:
         raise TypeError(f"k must be a floating tensor, got {getattr(k, 'dtype', type(k).__name__)}")
     if k.ndim != 4 or 0 in k.shape: raise ValueError(f"k must have shape [B, G, n, D], none 0, got {list(k.shape)}")
@@ -151,7 +153,8 @@ def fit_partition(
         return F.normalize(x, dim=-1) if kmeans == "spherical" else x
     groups, n = k.shape[1:3]
     number = (shown.cumsum(-1) - 1).clamp(min=0)[:, None].expand(-1, groups, -1)  # of each shown key, from 0
-    ticket = tickets(fold_in(seed, torch.arange(groups, device=k.device)), n).expand_as(number).gather(2, number)
+    streams = fold_in(seed, torch.arange(first, first + groups, device=k.device))
+    ticket = tickets(streams, n).expand_as(number).gather(2, number)
     drawn = ticket.masked_fill(~shown[:, None], 2**63 - 1).topk(min(clusters, n), largest=False).indices
     turn = torch.arange(clusters, device=k.device) % shown.sum(-1, keepdim=True).clamp(1, drawn.shape[2])
     drawn = drawn.gather(2, turn[:, None].expand(-1, groups, -1))
@@ -417,7 +420,7 @@ class OfKeys(State):
 # %% ../nbs/40_saap.ipynb #f3f43e79
 class Clusters(OfKeys):
     "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
-    __slots__ = "fit", "waits", "held", "kept"  # held [B, G, n, D]: waiting keys; kept: `Kept`
+    __slots__ = "fit", "waits", "held", "kept", "first_group"  # held [B, G, n, D]: waiting keys; kept: `Kept`
 
     def __init__(
         self,
@@ -433,7 +436,7 @@ class Clusters(OfKeys):
         super().__init__(before_rope, asks)
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
         self.offline, self.source, self.fit = centroids is not None, source, centroids
-        self.waits = self.held = self.kept = None
+        self.waits, self.held, self.kept, self.first_group = None, None, None, 0
 
     def extend(self, k, v, k_before=None, q_before=None, shown=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there or do not fit, and centroids likewise."
@@ -466,7 +469,7 @@ class Clusters(OfKeys):
         i = torch.arange(begin, len(self), device=end.device)
         shown = (i >= first[:, None]) & (i < end[:, None])
         if self.waits is not None and (new := self.waits & (last > first)).any():
-            how = dict(kmeans=self.kmeans, iterations=self.iterations, seed=self.seed)
+            how = dict(kmeans=self.kmeans, iterations=self.iterations, seed=self.seed, first=self.first_group)
             before = shown[new] & (i < end[new, None] - 1)  # the query's own key
             fit = fit_partition(self.held[new], self.clusters, shown=before, **how)
             self.fit, waits = self.fit.index_put((new,), fit.to(self.fit.dtype)), self.waits & ~new

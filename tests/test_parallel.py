@@ -17,6 +17,7 @@ from sparse_nb.attention import TopK, Uniform, assert_close
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.hf import sparsify
 from sparse_nb.records import generate
+from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 
 SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -25,7 +26,9 @@ SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_lay
 RANDOM = {"llama": "Llama", "gpt-neox, fused": "GPTNeoX", "phi3, all heads everywhere": "Phi3"}
 # of keys: in one process, in each of two
 HEADS = {"llama": (2, 1), "gpt-neox, fused": (4, 2), "phi3, all heads everywhere": (2, 2), "pocket": (2, 1)}
-METHODS = {"own": None, "topk": TopK(budget=0.25), "uniform": Uniform(samples=0.5), "santa": Santa(samples=64)}
+METHODS = {"own": None, "topk": TopK(budget=0.25), "uniform": Uniform(samples=0.5), "santa": Santa(samples=64),
+           # keys of a token that comes twice are equal before RoPE, and its clusters a matter of rounding
+           "saap": Saap(0.25, clusters=6, window=8, before_rope=False)}
 STEPS = 8
 BENCH = dict(lengths=((70, 1),), static=True, tokens=3, shape=generate.TINY | dict(initializer_range=0.2),
              methods={"santa": Santa(samples=16), "broken": HashAttention(0.25, maps="nowhere"), "uneven": Uniform(16),
