@@ -28,7 +28,7 @@ _SANTA_PROMISE, _SANTA_READS = "nbs/12_santa_promise.ipynb", "nbs/13_santa_reads
 _SCHEDULE = "nbs/14_santa_schedule.ipynb"
 _VATT_MEASURED, _AUDIT = "nbs/23_vattention_measured.ipynb", "nbs/22_audit.ipynb"
 _DELTA, _DELTA_MEASURED = "nbs/30_delta.ipynb", "nbs/31_delta_measured.ipynb"
-_SAAP, _LSH = "nbs/41_saap_measured.ipynb", "nbs/63_lsh.ipynb"
+_SAAP, _LSH, _COMPOSE = "nbs/41_saap_measured.ipynb", "nbs/63_lsh.ipynb", "nbs/65_compose.ipynb"
 
 CLAIMS = {
     "SANTA-1": Claim("SANTA, Prop. A.2 and A.4", "The mean of values sampled iid, stratified or systematically is, on "
@@ -121,12 +121,14 @@ CLAIMS |= {
                      "w + N / (2 gamma), 3,072 keys a row at 131k; the sparsity is 98.5 %.", _DELTA),
     "DELTA-9": Claim("Delta Attention, Fig. 2 and 7", "11 times as fast as FlashAttention-2 at 131k and 32 times at "
                      "1M.", _DELTA_MEASURED),
-    "OURS-1": Claim("ours, mends SANTA-13", "One systematic draw over all tiles gives each its proportional share "
+    "OURS-1": Claim("ours, corrects SANTA-13", "One systematic draw over all tiles gives each its proportional share "
                     "without bias, at the cost of the biased rule.", _SANTA),
     "OURS-2": Claim("ours, extends SANTA-4 and SANTA-5", "The number of samples can be chosen for each head so that "
                     "the error stays below eps with probability 1 - delta, from cached value norms.", _SANTA_PROMISE),
     "OURS-3": Claim("ours", "A small sample of what any method skipped, drawn by proven bounds on the weights, gives "
                     "an upper confidence bound on its error.", _AUDIT),
+    "OURS-4": Claim("ours", "Keys that one method selects and values that SANTA draws from them compose, with any "
+                    "reading of the prompt: the errors of the two stages add up, and both save bytes.", _COMPOSE),
     "OURS-5": Claim("ours", "A tangent to the missing mass, from the missing keys of an exact row, corrects later rows "
                     "of a sparse prefill: it never overstates the mass, outputs stay between the values, and error and "
                     "loss are smaller than with Eq. 6.", _DELTA),
@@ -153,7 +155,7 @@ CLAIMS |= {
     "SAAP-9": Claim("SAAP, Table 5", "The share of keys that is read grows with the clusters read, and faster for "
                     "texts of another kind than the partition has seen.", _SAAP),
     "SAAP-10": Claim("SAAP, Section 6.3", "At 171k tokens a head's attention takes 18 us in place of 50.", _SAAP),
-    "OURS-6": Claim("ours, mends SAAP-4", "Clusters ranked by their estimated mass a key, with unread clusters "
+    "OURS-6": Claim("ours, corrects SAAP-4", "Clusters ranked by their estimated mass a key, with unread clusters "
                     "standing in by number and mean, have less error for fewer bytes than those that the paper's "
                     "network names.", _SAAP),
     "WALK-1": Claim("Sketch&Walk, Lemmas 2.4 and A.4, Cor. A.5", "The mean of a block's tokens lies near the "
@@ -177,7 +179,7 @@ CLAIMS |= {
                      "of the walk has its best at 8.", _WALK_MEASURED),
     "WALK-11": Claim("Sketch&Walk, Fig. 3 to 5", "Up to 6 times faster prompts and 1.6 times faster decoding on an "
                      "H100, of which sketch and walk take a small share.", _WALK_MEASURED),
-    "OURS-7": Claim("ours, mends WALK-4", "Means of a few keys in 4 bits, joined by a log-sum-exp, find single "
+    "OURS-7": Claim("ours, corrects WALK-4", "Means of a few keys in 4 bits, joined by a log-sum-exp, find single "
                     "keys that the mean of a block does not show, at equal or fewer bytes.", _WALK),
 }
 

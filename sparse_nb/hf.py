@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['sparsify', 'Session', 'attention_layers', 'has_window', 'is_method', 'by_layer', 'keeps_state', 'walks_layers',
            'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call', 'ForwardPass',
-           'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Decoded', 'at_layer',
-           'Dispatch', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'Turn', 'heard_of',
+           'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Dispatch', 'Decoded',
+           'at_layer', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'Turn', 'heard_of',
            'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'of_ours', 'played_layers', 'can_play',
            'on_a_gpu', 'Bounds', 'bounds_of', 'LayerPart', 'playable', 'played_step', 'note_request', 'begin_pass',
            'check_reached', 'turn_back', 'adopt_cache', 'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register',
@@ -483,27 +483,6 @@ class Kept:
             raise ValueError("offload must be False for layers that make their keys from what a cache holds, got layer "
                              f"{call.layer} of {kind_of(call.module)}")
 
-# %% ../nbs/70_hf.ipynb #2f4ea11f
-@dataclass
-class Decoded:
-    "A query that was decoded, for whoever observes."
-    module: torch.nn.Module # its attention layer
-    view: View              # what it sees
-    q: torch.Tensor         # [B, H, 1, D]
-    k: torch.Tensor         # the keys that `seen` speaks of [B, G, n, D]
-    v: torch.Tensor         # their values
-    out: torch.Tensor       # [B, H, 1, D]
-    stats: Stats
-    seed: torch.Tensor      # streams [B, H], or None
-    seen: dict              # scale, kv_start and kv_len
-
-def at_layer(
-    methods, # a method or None, or a dict of these by layer
-    i,       # number of a layer
-):
-    "The method of layer i."
-    return methods.get(i) if isinstance(methods, dict) else methods
-
 # %% ../nbs/70_hf.ipynb #3d57a827
 class Dispatch:
     "The attention function: every layer calls it, and it calls the layer's method or the model's own attention."
@@ -567,6 +546,26 @@ class Dispatch:
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous(), None
 
 # %% ../nbs/70_hf.ipynb #46cfcf24
+@dataclass
+class Decoded:
+    "A query that was decoded, for whoever observes."
+    module: torch.nn.Module # its attention layer
+    view: View              # what it sees
+    q: torch.Tensor         # [B, H, 1, D]
+    k: torch.Tensor         # the keys that `seen` speaks of [B, G, n, D]
+    v: torch.Tensor         # their values
+    out: torch.Tensor       # [B, H, 1, D]
+    stats: Stats
+    seed: torch.Tensor      # streams [B, H], or None
+    seen: dict              # scale, kv_start and kv_len
+
+def at_layer(
+    methods, # a method or None, or a dict of these by layer
+    i,       # number of a layer
+):
+    "The method of layer i."
+    return methods.get(i) if isinstance(methods, dict) else methods
+
 def read_prompt(
     dispatch: Dispatch,
     method,             # with `prefill`
@@ -954,7 +953,6 @@ def adopt_cache(dispatch, method, keeps, away, decodes, names, module, args, kwa
     thread.forward.kept[i] = kept
     if isinstance(kept.layer, RoomyLayer): thread.adopted.add(kept.layer)
 
-# %% ../nbs/70_hf.ipynb #f97e4e13
 def hooks_of(
     model,              # a transformers decoder, or a wrapper of one
     plan: Plan,

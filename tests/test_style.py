@@ -99,6 +99,10 @@ def test_ruff(path): assert ruff(path) == ""
 def test_exported_cells_are_short(path): assert not [*long_cells(read_nb(ROOT / path))]
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
+def test_a_chapter_has_at_most_a_hundred_cells(path): assert len(read_nb(ROOT / path).cells) <= 100
+
+
 @pytest.mark.parametrize("path", sorted({*NOTEBOOKS} - {*COLOURED}), ids=str)
 def test_colours_are_the_palettes(path):
     cells = [(i, cell.source) for i, cell in enumerate(read_nb(ROOT / path).cells) if cell.cell_type == "code"]

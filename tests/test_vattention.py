@@ -377,7 +377,7 @@ def test_promise_is_kept(bound, guarantee):
     "Three heads, each judged by itself; most must draw, since one that is read whole cannot fail."
     eps, delta, times, n, g = 0.3, 0.2, 150, 8000, torch.Generator().manual_seed(5)
     keys, values = (torch.randn(1, 3, n, 8, generator=g, dtype=torch.float64) for _ in range(2))
-    query = torch.randn(1, 3, 1, 8, generator=g, dtype=torch.float64) * torch.tensor([0.1, 0.3, 0.5]).view(1, 3, 1, 1)
+    query = torch.randn(1, 3, 1, 8, generator=g, dtype=torch.float64) * torch.tensor([0.1, 0.25, 0.4]).view(1, 3, 1, 1)
     many, values = query.expand(-1, -1, times, -1), values + 2
     settings = dict(bound=bound, guarantee=guarantee, share=False, sinks=0, window=2, topk=4, base=100)
     out, stats = vattention_decode(many, keys, values, eps=eps, delta=delta, seed=6, return_stats=True, **settings)
@@ -387,7 +387,8 @@ def test_promise_is_kept(bound, guarantee):
     assert all(clopper_pearson(x, times, 1 - ALARM).low <= 0.2 * delta / 2 for x in failed(p.D > D * (1 + 1e-9)))
     chosen = select_and_promise(many, keys, values, VAttention(eps, delta, **settings), seed=6)[0]
     assert_close(out, weighted_attention(many, keys, values, chosen), 1e-15)
-    assert (stats.density < 1).double().mean() > 0.5
+    drew = (~p.exact).double().mean((0, 2))
+    assert (drew > 0.5).all(), drew
     weights, exact = (f.expand(-1, -1, times, -1) for f in (attention_weights(query, keys),
                                                             attention(query, keys, values)))
     ratio = (weights.gather(-1, chosen.index) * chosen.weight).sum(-1)
