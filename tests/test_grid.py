@@ -49,6 +49,7 @@ class Dying(room.Worker):
         return super().work(job)
 
 
+@pytest.mark.xdist_group("ray")  # one cluster at a time
 @pytest.mark.budget(60)
 def test_ray_gives_the_rows_of_this_process_although_a_worker_dies(tiny, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
@@ -78,6 +79,7 @@ class Telling(room.Worker):
         return super().work(job)
 
 
+@pytest.mark.xdist_group("ray")  # one cluster at a time
 @pytest.mark.budget(60)
 def test_a_crew_outlives_its_grids_and_a_process_of_its_own(tiny, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
