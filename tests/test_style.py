@@ -100,7 +100,9 @@ def test_exported_cells_are_short(path): assert not [*long_cells(read_nb(ROOT / 
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
-def test_a_chapter_has_at_most_a_hundred_cells(path): assert len(read_nb(ROOT / path).cells) <= 100
+def test_a_chapter_has_at_most_a_hundred_cells_each_with_its_id(path):
+    names = [cell.id for cell in read_nb(ROOT / path).cells]
+    assert len({*names}) == len(names) <= 100
 
 
 @pytest.mark.parametrize("path", sorted({*NOTEBOOKS} - {*COLOURED}), ids=str)

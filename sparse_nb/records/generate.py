@@ -119,7 +119,6 @@ def bytes_here(
     "What this process holds of them."
     return sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in tensors)
 
-
 # %% ../../kernels/records/generate.ipynb #c1f0a001
 class Filled(NamedTuple):
     "Keys and values of a prompt, from which every way goes on."
@@ -391,7 +390,7 @@ def add_rivals(
     """Say of each row its fastest dense rival, and how many times as fast as that it is.
 
     The rival of a way with its cache in host memory is the cache that transformers offloads; others have one whose step
-    was compiled alike; on as many GPUs. A row that has a rival keeps it: it is one of its own record.
+    was compiled alike, on as many GPUs. A row that has a rival keeps it: it is one of its own record.
     """
     alike = lambda row: (*_place(row)[1:], row.get("tuned", False))
     for row in rows:
