@@ -11,8 +11,8 @@ __all__ = ['check_bounds', 'check_budget', 'check_choice', 'check_count', 'check
            'PrefillByDecode', 'PrefillByPattern', 'State', 'Stats', 'Streaming', 'TopK', 'TopP', 'Uniform',
            'check_state', 'method_class', 'stats_of', 'visible_keys', 'weights_id', 'Selection', 'budget_counts',
            'full_attention', 'make_selection', 'select_sinks_window', 'select_topk', 'select_topp', 'select_uniform',
-           'take_rows', 'weighted_attention', 'weighted_state', 'fold_in', 'head_seeds', 'new_seed', 'philox',
-           'philox_words', 'stream_seeds', 'tickets']
+           'take_rows', 'weighted_attention', 'weighted_state', 'window_attention', 'fold_in', 'head_seeds', 'new_seed',
+           'philox', 'philox_words', 'stream_seeds', 'tickets']
 
 # %% ../nbs/00_attention.ipynb #bf602c46
 from .core.checks import (
@@ -26,7 +26,7 @@ from .core.methods import (
     Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id)
 from .core.selection import (
     Selection, budget_counts, full_attention, make_selection, select_sinks_window, select_topk, select_topp,
-    select_uniform, take_rows, weighted_attention, weighted_state)
+    select_uniform, take_rows, weighted_attention, weighted_state, window_attention)
 from .core.streams import fold_in, head_seeds, new_seed, philox, philox_words, stream_seeds, tickets
 
 _all_ = [
@@ -38,5 +38,5 @@ _all_ = [
     CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, PrefillByPattern, State,
     Stats, Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id,
     Selection, budget_counts, full_attention, make_selection, select_sinks_window, select_topk, select_topp,
-    select_uniform, take_rows, weighted_attention, weighted_state,
+    select_uniform, take_rows, weighted_attention, weighted_state, window_attention,
     fold_in, head_seeds, new_seed, philox, philox_words, stream_seeds, tickets]

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from transformers import DynamicCache
 
 import sparse_nb.core.selection
+import sparse_nb.kernels.exact
 import sparse_nb.kernels.gather
 import sparse_nb.kernels.santa
 import sparse_nb.santa
@@ -62,11 +63,11 @@ def launched(monkeypatch):
     names = []
     def launch(made, name, kernel, grid, *args, **options):
         names.append(name)
-        out = dict(merge=3, gather=None, scores=None, draws=10)[name]
+        out = dict(merge=3, gather=None, read=None, scores=None, draws=10)[name]
         if out is not None: args[out].numpy().fill(0)
     for module in (sparse_nb.core.selection, sparse_nb.santa):
         monkeypatch.setattr(module, "has_kernels", lambda q: q.shape[2] == 1)
-    for module in (sparse_nb.kernels.gather, sparse_nb.kernels.santa):
+    for module in (sparse_nb.kernels.exact, sparse_nb.kernels.gather, sparse_nb.kernels.santa):
         monkeypatch.setattr(module, "relaunch", launch)
         monkeypatch.setattr(module, "refusal", lambda q: None)
     return names

@@ -1,5 +1,6 @@
 """The kernels of exact attention for one query: against float64 for every type, size, layout and tile, on the CPU in
-Triton's interpreter and on a GPU; how the keys are shared; what hidden rows, huge scores and empty sequences do.
+Triton's interpreter and on a GPU; how the keys are shared; what hidden rows, huge scores and empty sequences do; sinks
+and a window alone.
 """
 import importlib.util
 import math
@@ -13,8 +14,8 @@ from covering import covering
 from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core import selection
 from sparse_nb.core.exact import assert_close, attention
-from sparse_nb.core.methods import Exact
-from sparse_nb.core.selection import full_attention
+from sparse_nb.core.methods import Exact, Method, Streaming
+from sparse_nb.core.selection import full_attention, select_sinks_window, weighted_attention, window_attention
 
 TRITON = importlib.util.find_spec("triton") is not None
 if TRITON: from sparse_nb.kernels.exact import Tiles, attend_all, launch
@@ -145,6 +146,130 @@ def test_kernel_lengths_beyond_the_buffer():
     assert torch.equal(attend_all(q, k, v, **far), attend_all(q, k, v, **near))
 
 
+# sinks and window: two runs of keys
+
+def check_window(run, q, k, v, masks, sinks, window, scale=None):
+    """Hold `run(k, v)` against the list of the chosen keys, in float64; all other keys are NaN, values infinite.
+
+    A sequence without a visible key gives NaN.
+    """
+    shape, wide = q.shape, [x.double().nan_to_num(0) for x in (q, k, v)]
+    start, stop = (torch.full(shape[:1], x) if (m := masks.get(name)) is None else m.long().cpu()
+                   for name, x in (("kv_start", 0), ("kv_len", k.shape[2])))
+    seen = (stop > start).to(q.device)
+    some = {name: x if x is None else x[seen] for name, x in masks.items()}
+    chosen = select_sinks_window(wide[0][seen], wide[1][seen], sinks=sinks, window=window, **some)
+    hidden = torch.ones(k.shape[0], k.shape[2], 1, dtype=torch.bool, device=q.device)
+    hidden[seen] = (chosen.dense(k.shape[2])[:, 0, 0] == 0)[..., None]
+    for x, bad in ((k, math.nan), (v, math.inf)): x.masked_fill_(hidden[:, None], bad)
+    got = poisoned(lambda: run(k, v))
+    assert got.dtype == q.dtype and got.shape == shape and got[~seen].isnan().all()
+    want = weighted_attention(*(x[seen] for x in wide), chosen, scale=scale, backend="torch")
+    assert_close(got[seen], want, TOLERANCE[q.dtype])
+
+
+WINDOW_FACTORS = dict(dtype=(BF16, FP32, FP16), D=(64, 80, 128), R=(1, 4, 3), layout=tuple(LAYOUTS), B=(1, 3),
+                      ragged=(False, True), sinks=(0, 4, 1, 40, 500), window=(0.1, 1, 33, 500, 1.0, 0.5),
+                      scale=(None, 0.5))
+
+
+def window_cases():
+    "As `some_cases`, of sinks and windows."
+    draw = random.Random(1)
+    cases = [{name: draw.choice(values) for name, values in WINDOW_FACTORS.items()} for _ in range(400)]
+    cases = [cases[i] for i in covering(cases)]
+    met, first, rest = set(), [], []
+    for case in cases:
+        values = {(name, type(x), x) for name, x in case.items()}
+        (rest if values <= met else first).append(case)
+        met |= values
+    return first if INTERPRETED else first + rest
+
+
+@kernel
+@pytest.mark.parametrize("case", window_cases(), ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_kernel_window(case):
+    B, N = case["B"], 3000 if GPU else 90
+    spans = [(b * N // 9, N - b * N // 9) for b in range(B)] if case["ragged"] else None
+    (q, k, v), masks = problem(B, 2, case["R"], N, case["D"], case["dtype"], layout=case["layout"], spans=spans)
+    given = dict(sinks=case["sinks"], window=case["window"])
+    def run(k, v): return window_attention(q, k, v, scale=case["scale"], backend="triton", **given, **masks)
+    check_window(run, q, k, v, masks, **given, scale=case["scale"])
+
+
+@kernel
+@pytest.mark.parametrize("sinks, window", [(0, 1), (1, 1), (0, 15), (4, 0.1), (15, 16), (16, 17), (17, 32), (16, 64),
+                                           (33, 0.5), (100, 3), (3, 100), (100, 1.0)])
+def test_kernel_window_at_the_edges_of_tiles(sinks, window):
+    "Each number of programs cuts elsewhere, between the runs of a sequence, too; sequences of no key and of one key."
+    spans = [(0, 0), (3, 4), (5, 20), (5, 21), (5, 22), (7, 7), (0, 31), (0, 32), (0, 33), (9, 70), (70, 70), (69, 70)]
+    (q, k, v), masks = problem(len(spans), 1, 2, 70, 16, FP32, spans=spans)
+    for programs in (1, 7, 40) if INTERPRETED else range(1, 60):
+        for columns, engine in ((0, False),) if INTERPRETED or programs % 9 else ((0, False), (8, False)):
+            tiles = Tiles(16, 4, 2, programs, columns)
+            def run(k, v): return launch(q, k, v, None, *masks.values(), tiles, engine, sinks=sinks, window=window)
+            check_window(run, q, k, v, masks, sinks, window)
+
+
+@kernel
+def test_kernel_window_between_any_two_shares():
+    "One sequence, any number of shares: with and without a place between the runs, of whole tiles and of others."
+    for sinks, window in ((16, 48), (5, 40), (32, 32), (0, 64), (64, 1)):
+        for programs in range(1, 6):
+            (q, k, v), _ = problem(1, 1, 1, 200, 16, FP32, seed=programs)
+            tiles = Tiles(16, 4, 2, programs, 0)
+            def run(k, v): return launch(q, k, v, None, None, None, tiles, False, sinks=sinks, window=window)
+            check_window(run, q, k, v, {}, sinks, window)
+
+
+@kernel
+@pytest.mark.parametrize("share", [0.07, 0.15, 1 / 3, 0.5, 0.1 + 2e-12, 0.99, 1e-320])
+def test_kernel_window_has_as_many_keys_as_the_list(share):
+    "Where the share of the keys is a whole number, or a rounding more: one key would change the output."
+    lengths = torch.tensor([1, 2, 3, 10, 20, 30, 99, 100, 101, 180, 200], device=DEVICE)
+    (q, k, v), _ = problem(len(lengths), 1, 1, 200, 16, FP32)
+    def run(k, v): return launch(q, k, v, None, None, lengths, Tiles(64, 4, 2, 4, 0), False, sinks=1, window=share)
+    check_window(run, q, k, v, dict(kv_len=lengths), 1, share)
+
+
+@kernel
+def test_kernel_window_of_many_keys():
+    "A share of a million and one equal keys; values are how far from the end."
+    n = 10**6 + 1
+    k = torch.ones(1, 1, 1, 16, device=DEVICE).expand(1, 1, n, 16)
+    v = torch.arange(-n, 0, device=DEVICE, dtype=torch.float32).view(1, 1, n, 1).expand(1, 1, n, 16)
+    for share, keys in ((3e-5, 31), (1e-6, 2), (3e-5 / (1 + 1e-6), 30)):
+        got = attend_all(k[:, :, :1].contiguous(), k, v, sinks=0, window=share)
+        assert_close(got.double(), torch.full_like(got, -(keys + 1) / 2).double(), 1e-6)
+
+
+@kernel
+def test_kernel_window_without_a_middle_is_exact_attention():
+    (q, k, v), masks = problem(3, 2, 4, 90, 64, FP32, spans=[(0, 90), (3, 40), (89, 90)])
+    want = attend_all(q, k, v, **masks)
+    for given in (dict(window=1.0), dict(window=90), dict(window=10**12), dict(sinks=10**12, window=1),
+                  dict(sinks=45, window=0.5)):
+        assert_close(attend_all(q, k, v, **given, **masks), want.double(), TOLERANCE[FP32])
+
+
+@kernel
+def test_kernel_window_of_the_only_key():
+    (q, k, v), _ = problem(1, 1, 2, 1, 16, FP32)
+    for window in (1, 1.0, 0.1): assert torch.equal(window_attention(q, k, v, window=window, backend="triton"),
+                                                    v.expand(1, 2, 1, 16))
+
+
+@kernel
+def test_kernel_window_compiles_into_one_graph():
+    x, masks = problem(3, 1, 2, 70, 16, spans=[(0, 70), (69, 70), (3, 20)])
+    for window in (8, 0.3):
+        def step(q, k, v, start, stop):
+            return window_attention(q, k, v, window=window, kv_start=start, kv_len=stop, backend="triton")
+        torch.compiler.reset()
+        compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
+        assert torch.equal(compiled(*x, *masks.values()), step(*x, *masks.values()))
+
+
 @kernel
 def test_kernel_scores_that_are_no_numbers():
     (q, k, v), _ = problem(6, 1, 2, 100, 16, FP32)
@@ -183,8 +308,9 @@ def test_kernel_compiles_into_one_graph():
 @kernel
 def test_kernel_operator():
     x, masks = problem(2, 1, 2, 40, 16, FP32, spans=[(0, 40), (3, 20)])
-    torch.library.opcheck(torch.ops.sparse_nb.attend_all, (*x, None, *masks.values()),
-                          test_utils=("test_schema", "test_faketensor"))
+    for more in ((), (4, 8), (4, 0.3)):
+        torch.library.opcheck(torch.ops.sparse_nb.attend_all, (*x, None, *masks.values(), *more),
+                              test_utils=("test_schema", "test_faketensor"))
 
 
 @kernel
@@ -195,6 +321,8 @@ def test_kernel_refuses():
             (lambda: attend_all(q.expand(1, 2, 3, 16), k, v), ValueError, "q must have one query"),
             (lambda: attend_all(q, k.to("meta"), v), ValueError, f"k must be on the device of q, {q.device}, got meta"),
             (lambda: attend_all(q, k, v.to("meta")), ValueError, "v must be on the device of q"),
+            (lambda: window_attention(q, k, v, sinks=-1, backend="triton"), ValueError, "sinks must be at least 0"),
+            (lambda: window_attention(q, k, v, window=1.5, backend="triton"), ValueError, "window must lie in (0, 1]"),
             (lambda: full_attention(q.requires_grad_(), k, v, backend="triton"), ValueError,
              "backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")):
         with pytest.raises(error, match=re.escape(message)): call()
@@ -210,11 +338,12 @@ if GPU:
         check(Exact().decode(*x, **masks), *x, masks)
 
     @pytest.mark.gpu
-    def test_graph_without_a_wait():
+    @pytest.mark.parametrize("method", [Exact(), Streaming(4, 0.1), Streaming(100, 300)], ids=repr)
+    def test_graph_without_a_wait(method):
         from sparse_nb.bench import captured
         x, _ = problem(2, 8, 4, 20000, 128, BF16)
         start, stop = torch.tensor([0, 7], device=DEVICE), torch.tensor([1, 30], device=DEVICE)
-        call = lambda: Exact().decode(*x, kv_start=start, kv_len=stop)
+        call = lambda: method.decode(*x, kv_start=start, kv_len=stop)
         call()
         torch.cuda.set_sync_debug_mode("error")
         try: call()
@@ -224,8 +353,36 @@ if GPU:
             stop.copy_(torch.tensor([n, max(8, n // 2)]))
             out.fill_(math.nan)
             replay()
-            check(out, *x, dict(kv_start=start, kv_len=stop))
+            masks = dict(kv_start=start, kv_len=stop)
+            want = Method.decode(method, *(y.double() for y in x), **masks)
+            assert_close(out, want, TOLERANCE[BF16])
             assert torch.equal(out, call())
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("N, sinks, window", [(131072, 4, 0.1), (131072, 1000, 20000), (5000, 4, 64)])
+    def test_long_window(N, sinks, window):
+        (q, k, v), _ = problem(1, 8, 4, N, 128, BF16)
+        masks, method = dict(kv_len=torch.tensor([N - 77], device=DEVICE)), Streaming(sinks, window)
+        check_window(lambda k, v: method.decode(q, k, v, **masks), q, k, v, masks, sinks, window)
+
+    @pytest.mark.gpu
+    def test_what_streaming_decodes_with():
+        (q, k, v), masks = problem(2, 2, 3, 500, 64, FP32, spans=[(0, 500), (20, 300)])
+        method = Streaming(4, 0.2)
+        out, stats = method.decode(q, k, v, causal=True, return_stats=True, **masks)
+        assert torch.equal(out, attend_all(q, k, v, sinks=4, window=0.2, **masks))
+        listed, told = Method.decode(method, q, k, v, return_stats=True, **masks)
+        assert_close(out, listed.double(), TOLERANCE[FP32])
+        for name in ("keys_scored", "values_read", "density", "budget"):
+            assert torch.equal(getattr(stats, name), getattr(told, name))
+        (q, k, v), _ = problem(2, 2, 3, 500, 64, FP32)
+        host = [x.cpu().pin_memory() for x in (k, v)]
+        assert torch.equal(method.decode(q, *host), Method.decode(method, q, *host))
+        wide, many = [x.double() for x in (q, k, v)], [q.expand(-1, -1, 3, -1), k, v]
+        for x in (wide, many):
+            assert torch.equal(method.decode(*x, causal=True), Method.decode(method, *x, causal=True))
+        q.requires_grad_()
+        assert torch.autograd.grad(method.decode(q, k, v).sum(), q)[0].isfinite().all()
 
     @pytest.mark.gpu
     def test_what_exact_decodes_with():
@@ -259,9 +416,15 @@ if not INTERPRETED:
         monkeypatch.setattr("sparse_nb.kernels.exact.attend_all", lambda *x, **kw: asked.append((x, kw)) or x[0])
         assert Exact().decode(q, k, v, causal=True, scale=0.25, **masks) is q
         assert asked == [((q, k, v), dict(scale=0.25, **masks))]
-        full_attention(q.requires_grad_(), k, v, **masks)
-        full_attention(q.detach(), k, v, backend="torch", **masks)
-        assert len(asked) == 1
+        given = dict(sinks=3, window=0.25)
+        assert Streaming(**given).decode(q, k, v, causal=True, scale=0.25, **masks) is q
+        assert asked[1:] == [((q, k, v), dict(scale=0.25, **given, **masks))]
+        out, stats = Streaming(**given).decode(q, k, v, return_stats=True, **masks)
+        assert out is q and stats.values_read[:, 0, 0].tolist() == [3 + 10, 3 + 6] and len(asked) == 3
+        for attend in (full_attention, window_attention):
+            attend(q.detach().requires_grad_(), k, v, **masks)
+            attend(q, k, v, backend="torch", **masks)
+        assert len(asked) == 3
 
     @pytest.mark.skipif(not TRITON, reason="needs Triton")
     @pytest.mark.parametrize("message, change", [
@@ -272,12 +435,13 @@ if not INTERPRETED:
         x = torch.ones(1, 2, 1, change.get("D", 16), dtype=change["dtype"])
         with pytest.raises((TypeError, ValueError), match=re.escape(message)): full_attention(x, x, x, backend="triton")
 
+    @pytest.mark.budget(12)
     @pytest.mark.skipif(not TRITON, reason="needs Triton")
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_registers_and_spills(capability):
         from sparse_nb.kernels.exact import resource_usage
         rows = resource_usage(capability)
-        assert len(rows) == (4 if capability == 80 else 12)
+        assert len(rows) == (6 if capability == 80 else 16) and {row["runs"] for row in rows} == {1, 2}
         for row in rows:
             most = 1024 * (113 if row["by"] == "engine" else 99)                             # two programs at once
             assert row["spills"] == 0 and row["registers"] <= 255 and row["shared"] <= most, row

@@ -843,6 +843,9 @@ def test_a_gpu_reads_from_pinned_host_memory(method):
         for a, b in zip(host.layers[1:], cache.layers[1:]):
             # what beams were exchanged is pinned at the next step
             assert beams > 1 or a.keys.is_pinned() and a.values.is_pinned()
-            assert (not a.keys.is_cuda and b.keys.is_cuda and torch.equal(a.keys, b.keys.cpu())
-                    and torch.equal(a.values, b.values.cpu()))
+            assert not a.keys.is_cuda and b.keys.is_cuda
+            for x, y in ((a.keys, b.keys.cpu()), (a.values, b.values.cpu())):
+                # sinks and window on the GPU have kernels of their own
+                if isinstance(method, Streaming): torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+                else: assert torch.equal(x, y)
         assert host.layers[0].keys.is_cuda

@@ -25,9 +25,9 @@ from .blocks import BlockPattern, block_attention, streaming_prefill
 from .checks import (
     check_bounds, check_budget, check_count, check_inputs, check_mass, check_scores, check_seed, on_cpu_eagerly)
 from .exact import promote, to_device_of, visible_range
-from sparse_nb.core.selection import (
+from .selection import (
     Selection, first_slots, full_attention, select_sinks_window, select_topk, select_topp, select_uniform,
-    weighted_attention)
+    weighted_attention, window_attention)
 from .streams import fold_in, head_seeds, new_seed
 
 # %% ../../nbs/07_methods.ipynb #d6862fa6
@@ -384,6 +384,14 @@ class Streaming(PrefillByDecode, Method):
         "`select_sinks_window` with these settings."
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
         return select_sinks_window(q, k, sinks=self.sinks, window=self.window, **masks)
+
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False):
+        "`window_attention`, and its `Stats` on request."
+        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        check_inputs(q, k, v, scale=scale, seed=seed, **masks)
+        out = window_attention(q, k, v, sinks=self.sinks, window=self.window, scale=scale, **masks)
+        if not return_stats: return out
+        return out, stats_of(visible_keys(q, k, **masks), self.select(q, k, **masks).budget)
 
     def prefill(self, q, k, v, *, seed=None, scale=None, kv_start=None):
         "`streaming_prefill`; a window that is a share decodes in blocks."

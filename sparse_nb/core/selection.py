@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COPIED_AT_ONCE', 'HAS_TRITON', 'Selection', 'take_rows', 'exponential_terms', 'weighted_state', 'has_kernels',
            'weighted_attention', 'full_attention', 'budget_counts', 'make_selection', 'FirstSlots', 'first_slots',
-           'select_sinks_window', 'select_topk', 'select_topp', 'select_uniform']
+           'select_sinks_window', 'window_attention', 'select_topk', 'select_topp', 'select_uniform']
 
 # %% ../../nbs/06_selection.ipynb #da41eb24
 import importlib.util
@@ -212,6 +212,12 @@ def weighted_attention(
     return weighted_state(q, k, v, selection, scale=scale).output().to(q.dtype)
 
 # %% ../../nbs/06_selection.ipynb #4d0be923
+def _by_dense_kernels(backend, q, k, v):
+    "`_by_kernels`, for kernels that read no host memory."
+    kernels = _by_kernels(backend, q, k, v)
+    if backend == "auto" and kernels: return all(getattr(x, "device", None) == q.device for x in (k, v))
+    return kernels
+
 def full_attention(
     q: torch.Tensor,                      # queries [B, H, Q, D]
     k: torch.Tensor,                      # keys [B, G, N, D]
@@ -228,9 +234,7 @@ def full_attention(
     Raises as `check_inputs`, and ValueError, on the CPU, where a query sees no key.
     """
     masks = dict(kv_start=kv_start, kv_len=kv_len)
-    kernels = _by_kernels(backend, q, k, v)
-    if backend == "auto" and kernels: kernels = all(getattr(x, "device", None) == q.device for x in (k, v))
-    if not kernels: return attention(q, k, v, causal=causal, scale=scale, **masks)
+    if not _by_dense_kernels(backend, q, k, v): return attention(q, k, v, causal=causal, scale=scale, **masks)
     from sparse_nb.kernels.exact import attend_all
     check_inputs(q, k, v, causal=causal, scale=scale, **masks)
     return attend_all(q, k, v, scale=scale, **masks)
@@ -321,6 +325,34 @@ def select_sinks_window(
         used = torch.cat([sink < begin, recent < end[..., None]], -1)
         return make_selection(q, torch.cat([sink, recent], -1), used, first)
     return once(make, "sinks and window", sinks, type(window), window, q.shape[:3], k.shape[2], q.dtype, first, end)
+
+# %% ../../nbs/06_selection.ipynb #d93c5b18
+def window_attention(
+    q: torch.Tensor,                      # queries [B, H, Q, D]
+    k: torch.Tensor,                      # keys [B, G, N, D]
+    v: torch.Tensor,                      # values [B, G, N, D]
+    *,
+    sinks: int = 4,                       # as for `select_sinks_window`
+    window: int | float = 0.1,            # likewise
+    causal: bool = False,                 # queries are the last Q positions and see no later key
+    scale: float | None = None,           # factor on the dot products; None is D ** -0.5
+    kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    backend: str = "auto",                # "torch", "triton" (one query on a GPU, no gradient) or "auto"
+) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q
+    """Attention over the keys of `select_sinks_window`, by kernels that need no list of them where they can serve.
+
+    Raises as `select_sinks_window` and `weighted_attention`.
+    """
+    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+    if not _by_dense_kernels(backend, q, k, v):
+        selection = select_sinks_window(q, k, sinks=sinks, window=window, **masks)
+        return weighted_attention(q, k, v, selection, scale=scale, backend=backend)
+    from sparse_nb.kernels.exact import attend_all
+    check_inputs(q, k, v, scale=scale, **masks)
+    check_count("sinks", sinks, 0)
+    check_budget(window, "window")
+    return attend_all(q, k, v, scale=scale, kv_start=kv_start, kv_len=kv_len, sinks=sinks, window=window)
 
 # %% ../../nbs/06_selection.ipynb #2d9e32b5
 def select_topk(

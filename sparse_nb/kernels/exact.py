@@ -6,6 +6,7 @@
 __all__ = ['Tiles', 'tile_settings', 'launch', 'attend_all', 'resource_usage']
 
 # %% ../../kernels/exact.ipynb #dcbff9c8
+import struct
 from typing import NamedTuple
 
 import torch
@@ -15,27 +16,50 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
-    LOG2E, by_engine, compiled_usage, contiguous, device_limits, dot, launch_limits, load_queries, load_tile, refusal,
-    running_softmax, visible)
+    LOG2E, Plans, by_engine, compiled_usage, contiguous, device_limits, dot, launch_limits, layout_of, load_queries,
+    load_tile, refusal, relaunch, running_softmax, visible)
+
+# %% ../../kernels/exact.ipynb #8e07b3f4
+@triton.jit
+def _run(start_ptr, len_ptr, sinks, window, i_r, N, RUNS: tl.constexpr, SHARE: tl.constexpr):
+    "First key of run i_r, and how many it has"
+    first, n = visible(start_ptr, len_ptr, i_r // RUNS, N)
+    if RUNS == 2:
+        n = tl.maximum(i_r * 0 + n, 0)
+        if SHARE: w = tl.ceil(n.to(tl.float64) * window.to(tl.float64, bitcast=True)).to(tl.int32)
+        else: w = tl.minimum(window, n)
+        first, n = tl.where(i_r % 2 == 0, first, first + n - w), tl.where(i_r % 2 == 0, tl.minimum(sinks, n - w), w)
+    return first, n
+
+def _as_runs(
+    sinks, window, # as for `attend_all`
+    N: int,        # keys at most
+) -> tuple:        # numbers for the kernels, or None; RUNS; SHARE
+    "Sinks and window as the kernels take them."
+    if window is None: return None, None, 1, False
+    if isinstance(window, int): return min(sinks, N), min(window, N), 2, False
+    share = max(window * (1 - 1e-12), 2.0**-1000)  # less is one key, too
+    return min(sinks, N), struct.unpack("<q", struct.pack("<d", share))[0], 2, True
 
 # %% ../../kernels/exact.ipynb #d55f644a
 @triton.jit
-def _ends(start_ptr, len_ptr, B, N, BN: tl.constexpr, BB: tl.constexpr):
-    "Tiles of the visible keys of each sequence and of all before it [BB]"
+def _ends(start_ptr, len_ptr, sinks, window, B, N, BN: tl.constexpr, BB: tl.constexpr, RUNS: tl.constexpr,
+          SHARE: tl.constexpr):
+    "Tiles of each run and of all before it [BB]"
     o_b = tl.arange(0, BB)
-    first, n = visible(start_ptr, len_ptr, tl.minimum(o_b, B - 1), N)
-    n = tl.where(o_b < B, tl.maximum(tl.zeros([BB], tl.int32) + n, 0), 0)
+    first, n = _run(start_ptr, len_ptr, sinks, window, tl.minimum(o_b, B * RUNS - 1), N, RUNS, SHARE)
+    n = tl.where(o_b < B * RUNS, tl.maximum(tl.zeros([BB], tl.int32) + n, 0), 0)
     return tl.cumsum(tl.cdiv(n, BN), 0)
 
 @triton.jit
-def _span(ends, i_b, BB: tl.constexpr):
-    "First tile of sequence i_b among the tiles of all, and end of its tiles"
+def _span(ends, low, high, BB: tl.constexpr):
+    "First tile of run `low` among the tiles of all, and end of the tiles of run `high`"
     o_b = tl.arange(0, BB)
-    return tl.sum(tl.where(o_b == i_b - 1, ends, 0), 0), tl.sum(tl.where(o_b == i_b, ends, 0), 0)
+    return tl.sum(tl.where(o_b == low - 1, ends, 0), 0), tl.sum(tl.where(o_b == high, ends, 0), 0)
 
 @triton.jit
 def _shares(ends, P):
-    "Tiles of all sequences, and in how many shares they are cut: of P at most, none of them empty"
+    "Tiles of all runs, and in how many shares they are cut: of P at most, none of them empty"
     W = tl.max(ends, 0).to(tl.int64)
     return W, tl.maximum(tl.minimum(W, P), 1)
 
@@ -54,23 +78,28 @@ def _fold(b_q, b_k, b_v, seen, m, l, acc, scale, FLIP: tl.constexpr):
 
 # %% ../../kernels/exact.ipynb #7696ca54
 @triton.jit
-def _read_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, m_ptr, l_ptr, o_ptr, start_ptr, len_ptr, scale,
-                 q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, B, N, P, S, R, D: tl.constexpr,
+def _read_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, m_ptr, l_ptr, o_ptr, start_ptr, len_ptr, sinks, window,
+                 scale, q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, B, N, P, S, R, D: tl.constexpr,
                  BR: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BB: tl.constexpr,
-                 FLIP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                 RUNS: tl.constexpr, SHARE: tl.constexpr, FLIP: tl.constexpr, STAGES: tl.constexpr,
+                 PDL: tl.constexpr):
     if PDL: gdc_launch_dependents()
     i_p, i_g = tl.program_id(0), tl.program_id(1)                     # share of the tiles, key/value head
     o_r, o_n, o_s, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BS), tl.arange(0, BD)
     i_h, m_r = i_g * R + o_r, o_r < R
-    ends = _ends(start_ptr, len_ptr, B, N, BN, BB)
+    ends = _ends(start_ptr, len_ptr, sinks, window, B, N, BN, BB, RUNS, SHARE)
     W, used = _shares(ends, P)
     begin, stop = tl.minimum(i_p * W // used, W).to(tl.int32), tl.minimum((i_p + 1) * W // used, W).to(tl.int32)
-    b_0, b_1 = tl.sum((ends <= begin).to(tl.int32), 0), tl.sum((ends < stop).to(tl.int32), 0) + 1
-    for i_x in tl.range(0, tl.where(begin < stop, b_1 - b_0, 0), num_stages=1):
-        i_b = b_0 + i_x
-        before, after = _span(ends, i_b, BB)
+    r_0, r_1 = tl.sum((ends <= begin).to(tl.int32), 0), tl.sum((ends < stop).to(tl.int32), 0) + 1
+    if RUNS == 2:                                                     # who begins with a window has the place before
+        before, after = _span(ends, r_0, r_0, BB)
+        r_0 -= ((r_0 % 2 == 1) & (begin == before)).to(tl.int32)
+    for i_x in tl.range(0, tl.where(begin < stop, r_1 - r_0, 0), num_stages=1):
+        i_r, i_b = r_0 + i_x, (r_0 + i_x) // RUNS                     # run, and its sequence
+        before, after = _span(ends, i_r, i_r, BB)
         t_0, t_1 = tl.maximum(begin, before) - before, tl.minimum(stop, after) - before
-        first, n = visible(start_ptr, len_ptr, i_b, N)
+        first, n = _run(start_ptr, len_ptr, sinks, window, i_r, N, RUNS, SHARE)
+        if RUNS == 2: n = tl.where(t_0 < t_1, n, 0)                   # nothing of the run before
         b_q = load_queries(q_ptr, i_b, i_h, o_r * 0, m_r, q_b, q_h, q_m, q_d, D, BD)
         m, l = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32)
         acc = tl.zeros([BD, BR] if FLIP else [BR, BD], tl.float32)
@@ -83,7 +112,7 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, m_ptr, l_ptr, o_ptr, start
             b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
             b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
             m, l, acc = _fold(b_q, b_k, b_v, i_n + o_n >= first + t * BN, m, l, acc, scale, FLIP)
-        i_o = i_h.to(tl.int64) * S + i_p + i_b                        # no other share and sequence has this place
+        i_o = i_h.to(tl.int64) * S + i_p + i_r                        # no other share and run has this place
         tl.store(m_ptr + i_o, m, mask=m_r)
         tl.store(l_ptr + i_o, l, mask=m_r)
         if FLIP: acc = tl.trans(acc)
@@ -91,18 +120,18 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, m_ptr, l_ptr, o_ptr, start
 
 # %% ../../kernels/exact.ipynb #d82fa134
 @triton.jit
-def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, start_ptr, len_ptr, out_b, out_h, out_d, B, N, P, S, H,
+def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, start_ptr, len_ptr, sinks, window, out_b, out_h, out_d, B, N, P, S, H,
                   D: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
-                  BB: tl.constexpr, PDL: tl.constexpr):
+                  BB: tl.constexpr, RUNS: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr):
     i_b, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     o_c, o_p, o_d = tl.arange(0, BC), tl.arange(0, BP), tl.program_id(1) * BD + tl.arange(0, BD)
-    ends = _ends(start_ptr, len_ptr, B, N, BN, BB)
-    before, after = _span(ends, i_b, BB)
+    ends = _ends(start_ptr, len_ptr, sinks, window, B, N, BN, BB, RUNS, SHARE)
+    before, after = _span(ends, i_b * RUNS, i_b * RUNS + RUNS - 1, BB)
     W, used = _shares(ends, P)
     W = tl.maximum(W, 1)
     p_0, p_1 = ((before + 1) * used - 1) // W, (after * used - 1) // W  # shares with its first tile and its last
-    C = tl.where(before < after, p_1 - p_0 + 1, 0).to(tl.int32)
-    i_c = i_h.to(tl.int64) * S + p_0 + i_b
+    C = tl.where(before < after, p_1 - p_0 + RUNS, 0).to(tl.int32)
+    i_c = i_h.to(tl.int64) * S + p_0 + i_b * RUNS
     if PDL: gdc_wait()
     m = tl.load(m_ptr + i_c + o_c, mask=o_c < C, other=-float("inf"))
     l = tl.load(l_ptr + i_c + o_c, mask=o_c < C, other=0.)
@@ -139,45 +168,58 @@ def tile_settings(
     return Tiles(keys, 4, 3, 2, 8) if engine else Tiles(keys, 4, 3, 2, 0)
 
 # %% ../../kernels/exact.ipynb #78171a8f
-def launch(
-    q, k, v, scale, kv_start, kv_len, # as for `attend_all`
-    tiles: Tiles | None = None,       # in place of `tile_settings`
-    engine: bool | None = None,       # does the copy engine bring the tiles? None: where it can
-) -> torch.Tensor:                    # [B, H, 1, D] in the dtype of q
-    "Launch both kernels."
-    kv_start, kv_len = contiguous(kv_start, kv_len)
+_plans = Plans()
+
+def _sizes(q, k, v, sinks, window, tiles, engine):
+    "What both launches take beside tensors and the scale"
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     BD, engine = max(16, triton.next_power_of_2(D)), by_engine(q, k, v) if engine is None else engine
     tiles = tile_settings(BD, q.element_size(), engine) if tiles is None else tiles
     BN, warps, stages, programs, columns, registers = tiles
-    descriptors = [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, BD]) if engine else None
-                   for x in (k, v)]
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
-    P = max(1, min(programs * sms // G, B * triton.cdiv(N, BN)))      # shares of the tiles of a key/value head
-    S, BC = P + B - 1, triton.next_power_of_2(min(P, triton.cdiv(N, BN)))
-    BB, BW = triton.next_power_of_2(B), min(BD, 32)
-    m, l = torch.empty(2, H, S, dtype=torch.float32, device=q.device)
-    o = torch.empty(H, S, D, dtype=torch.float32, device=q.device)
-    out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
-    _read_kernel[P, G](
-        q, k, v, *descriptors, m, l, o, kv_start, kv_len, (D**-0.5 if scale is None else scale) * LOG2E,
-        *q.stride(), *k.stride(), *v.stride(), B, N, P, S, H // G,
-        D=D, BR=max(columns or 16, triton.next_power_of_2(H // G)), BN=BN, BS=16, BD=BD, BB=BB,
-        FLIP=columns > 0, STAGES=stages, PDL=PDL, **launch_limits(warps, registers))
-    _merge_kernel[B * H, triton.cdiv(D, BW)](
-        m, l, o, out, kv_start, kv_len, out.stride(0), out.stride(1), out.stride(3), B, N, P, S, H,
-        D=D, BN=BN, BC=BC, BP=min(BC, 64), BD=BW, BB=BB,
-        PDL=PDL, num_warps=4, **(dict(launch_pdl=True) if PDL else {}))
+    *runs, RUNS, SHARE = _as_runs(sinks, window, N)
+    most = triton.cdiv(N, BN) + RUNS - 1                              # tiles of a sequence
+    P = max(1, min(programs * sms // G, B * most))                    # shares of the tiles of a key/value head
+    S, BC = P + B * RUNS - 1, triton.next_power_of_2(min(P, most) + RUNS - 1)
+    BB, BR, BW = triton.next_power_of_2(B * RUNS), max(columns or 16, triton.next_power_of_2(H // G)), min(BD, 32)
+    read = (*q.stride(), *k.stride(), *v.stride(), B, N, P, S, H // G,
+            D, BR, BN, 16, BD, BB, RUNS, SHARE, columns > 0, stages, PDL)
+    merge = H * D, D, 1, B, N, P, S, H, D, BN, BC, min(BC, 64), BW, BB, RUNS, SHARE, PDL
+    return ([1, 1, BN, BD] if engine else None, runs, S, ((P, G, 1), read, launch_limits(warps, registers)),
+            ((B * H, triton.cdiv(D, BW), 1), merge, dict(num_warps=4) | (dict(launch_pdl=True) if PDL else {})))
+
+def launch(
+    q, k, v, scale, kv_start, kv_len, # as for `attend_all`
+    tiles: Tiles | None = None,       # in place of `tile_settings`
+    engine: bool | None = None,       # does the copy engine bring the tiles? None: where it can
+    sinks=0, window=None,             # as for `attend_all`
+) -> torch.Tensor:                    # [B, H, 1, D] in the dtype of q
+    "Launch both kernels."
+    places, D = contiguous(kv_start, kv_len), q.shape[3]
+    given = sinks, type(window), window, tiles, engine
+    (block, runs, S, read, merge), made = _plans.get(
+        (q.device, layout_of(q, k, v, *places), given), lambda: _sizes(q, k, v, sinks, window, tiles, engine))
+    descriptors = [TensorDescriptor(x, list(x.shape), list(x.stride()), block) if block else None for x in (k, v)]
+    m, l = torch.empty(2, q.shape[1], S, dtype=torch.float32, device=q.device)
+    o = torch.empty(q.shape[1], S, D, dtype=torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    scale = (D**-0.5 if scale is None else scale) * LOG2E
+    for name, kernel, (grid, sizes, limits), tensors in (
+            ("read", _read_kernel, read, (q, k, v, *descriptors, m, l, o, *places, *runs, scale)),
+            ("merge", _merge_kernel, merge, (m, l, o, out, *places, *runs))):
+        relaunch(made, name, kernel, grid, *tensors, *sizes, **limits)
     return out
 
 # %% ../../kernels/exact.ipynb #735f711d
 @torch.library.custom_op("sparse_nb::attend_all", mutates_args=())
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None,
-        kv_start: torch.Tensor | None, kv_len: torch.Tensor | None) -> torch.Tensor:
-    with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_len)
+        kv_start: torch.Tensor | None, kv_len: torch.Tensor | None, sinks: int = 0,
+        window: torch.types.Number | None = None) -> torch.Tensor:
+    with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_len, sinks=sinks, window=window)
 
 @_op.register_fake
-def _(q, k, v, scale, kv_start, kv_len): return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def _(q, k, v, scale, kv_start, kv_len, sinks=0, window=None):
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 def attend_all(
     q: torch.Tensor,                      # queries [B, H, 1, D] on a GPU, D <= 256
@@ -187,36 +229,41 @@ def attend_all(
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B], read when the kernels run
+    sinks: int = 0,                       # valid keys to read from the beginning
+    window: int | float | None = None,    # and from the end: a count >= 1, or a share in (0, 1] of them; None: all
 ) -> torch.Tensor:                        # [B, H, 1, D] in the dtype of q
-    """Exact attention of one query a head.
+    """Exact attention of one query a head to its valid keys, or to the first and the last of them.
 
-    The kernels behind `sparse_nb.core.selection.full_attention`, which checks the tensors. Rows outside the valid keys
-    are not read. A head whose scores are all -inf, or hold NaN or +inf, gives NaN, and so does a sequence without a
-    valid key. Raises TypeError or ValueError for a dtype, size or device without a kernel.
+    The kernels behind `sparse_nb.core.selection.full_attention` and `window_attention`, which check the arguments.
+    Other rows are not read. A head whose scores are all -inf, or hold NaN or +inf, gives NaN, and so does a sequence
+    without a valid key. Raises TypeError or ValueError for a dtype, size or device without a kernel.
     """
     if error := refusal(q): raise error
     for name, x in (("k", k), ("v", v)):
         if x.device != q.device: raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-    if torch.compiler.is_compiling(): return _op(q, k, v, scale, kv_start, kv_len)
-    with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_len)
+    if torch.compiler.is_compiling(): return _op(q, k, v, scale, kv_start, kv_len, sinks, window)
+    with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_len, sinks=sinks, window=window)
 
 # %% ../../kernels/exact.ipynb #1db4e481
 def resource_usage(
     capability: int, # of the GPU to compile for: 80, 90, 100, ...
-) -> list: # dicts: capability, kernel, dtype, D, by, warps, registers and spills (bytes) of a thread, shared (bytes)
+) -> list: # dicts: capability, kernel, dtype, D, runs, by, warps, registers and spills (bytes) of a thread, shared
     """Compile both kernels for a ragged batch and four query heads a group, which takes no GPU; count what they use.
 
-    The tiles are those shipped. Raises RuntimeError in Triton's interpreter.
+    The tiles are those shipped; with two runs the window is a share. Shared memory is in bytes. Raises RuntimeError in
+    Triton's interpreter.
     """
-    rows, places = [], dict(start_ptr="i64", len_ptr="i32")
-    for dtype, D, engine in (("bf16", 128, True), ("fp16", 80, True), ("bf16", 256, True), ("bf16", 64, True),
-                             ("bf16", 128, False), ("fp32", 128, False)):
+    rows, places = [], dict(start_ptr="i64", len_ptr="i32", window="i64")
+    for dtype, D, engine, runs in (("bf16", 128, True, 1), ("fp16", 80, True, 1), ("bf16", 256, True, 1),
+                                   ("bf16", 64, True, 1), ("bf16", 128, False, 1), ("fp32", 128, False, 1),
+                                   ("bf16", 128, True, 2), ("bf16", 128, False, 2)):
         if engine and capability < 90: continue
-        BD, which = triton.next_power_of_2(D), dict(capability=capability, dtype=dtype, D=D)
+        BD, which = triton.next_power_of_2(D), dict(capability=capability, dtype=dtype, D=D, runs=runs)
         t = tile_settings(BD, 4 if dtype == "fp32" else 2, engine)
         types = places | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
         types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{dtype}[1, 1, {t.keys}, {BD}]>")
-        known = dict(D=D, BN=t.keys, BB=4, PDL=capability >= 90)
+        known = dict(D=D, BN=t.keys, BB=4, RUNS=runs, SHARE=runs == 2, PDL=capability >= 90)
+        if runs == 1: known |= dict(sinks=None, window=None)
         read = known | dict(BR=t.columns or 16, BS=16, BD=BD, FLIP=t.columns > 0, STAGES=t.stages)
         if not engine: read |= dict(k_desc=None, v_desc=None)
         merge = known | dict(BC=256, BP=64, BD=32)
