@@ -279,7 +279,7 @@ class Conversation:
         self.ids = self.ids[rows]
 
 INDEXED = [Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4), Saap(budget=8, **SMALL),
-           H2O(budget=12, recent=4), SketchWalk(4, 0.4, dense_layers=0),
+           H2O(budget=12, recent=4), SnapKV(budget=10, window=4), SketchWalk(4, 0.4, dense_layers=0),
            SketchWalk(4, 0.4, walk="softmax", dense_layers=0), DoubleSparsity(budget=12, channels=4)]
 
 @pytest.fixture
@@ -364,10 +364,10 @@ def test_a_method_by_its_name_in_a_compiled_step(llama, method):
     finally: llama.set_attn_implementation("sdpa")
 
 FREE = dict.fromkeys(("clusters", "kmeans", "iterations", "seed", "before_rope"))  # the partition says it
-ON_A_GPU = [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64), Santa(samples=64), Quest(budget=64),
-            Adamas(budget=64), DoubleSparsity(budget=64), HashAttention(budget=64), MagicPIG(bits=4, tables=16),
-            VAttention(sinks=16, window=16, topk=64, base=32), VAttention(sinks=16, window=16, topk=64, base=32,
-                                                                          predictor=HashAttention()),
+ON_A_GPU = [TopK(budget=64), Streaming(sinks=4, window=60), Streaming(sinks=4, window=0.1), Uniform(samples=64),
+            Santa(samples=64), Quest(budget=64), Adamas(budget=64), DoubleSparsity(budget=64), HashAttention(budget=64),
+            MagicPIG(bits=4, tables=16), VAttention(sinks=16, window=16, topk=64, base=32),
+            VAttention(sinks=16, window=16, topk=64, base=32, predictor=HashAttention()),
             Saap(budget=0.1), Saap(budget=0.1, partition="pocket", **FREE), SketchWalk(density=0.2),
             SketchWalk(density=0.2, heads="each"),
             H2O(budget=256), SnapKV(budget=256), Then(Quest(budget=256), Santa(samples=64))]
@@ -483,13 +483,15 @@ def bfloat():
 SAAP = dict(sinks=2, window=8, clusters=4)
 GIVEN = 43 # tensors: weights, keys and values, what the step is asked
 EACH_LAYER = [  # what the first layer of a step does, and what the others do; the last tells all indexes, by 2 more
-    (Exact(), 2, 2), (Streaming(sinks=4, window=16), 16, 2), (TopK(budget=16), 20, 9), (Santa(samples=16), 2, 2),
+    (Exact(), 2, 2), (Streaming(sinks=4, window=16), 2, 2), (Streaming(sinks=4, window=0.3), 2, 2),
+    (TopK(budget=16), 20, 9), (Santa(samples=16), 2, 2),
     (VAttention(sinks=4, window=4, topk=4, base=16), 69, 64), (Saap(budget=8, **SAAP), 5, 5),
     (Saap(probes=1, tail="drop", before_rope=False, **SAAP), 5, 5), (Saap(budget=8, router="centroid", **SAAP), 14, 11),
     (Saap(unread=0.3, **SAAP), 187, 187),
     (Santa(samples=16, keys="int8"), 3, 3), (Santa(samples=16, keys="rescored"), 3, 3),
     (SketchWalk(32, 0.4, dense_layers=0), 6, 6), (SketchWalk(32, 0.4, heads="each", dense_layers=0), 7, 7),
-    (SketchWalk(32, 0.4, "mean", dense_layers=0), 6, 6), (SnapKV(budget=16, window=4), 17, 17)]
+    (SketchWalk(32, 0.4, "mean", dense_layers=0), 6, 6), (SnapKV(budget=16, window=4), 3, 3),
+    (SnapKV(budget=16, window=4, heads="each"), 3, 3), (H2O(budget=12, recent=4), 66, 66)]
 
 @pytest.mark.parametrize("method, first, others", EACH_LAYER, ids=lambda x: repr(x)[:50])
 def test_what_a_layer_of_a_compiled_step_does(bfloat, method, first, others, monkeypatch):

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparse_nb.attention import Method, TopK, assert_close, attention
+from problems import INTERPRETED
+from sparse_nb.attention import Method, Selection, TopK, assert_close, attention, weighted_attention
 from sparse_nb.cli import method_from, rehearse
-from sparse_nb.eviction import H2O, Held, SnapKV
+from sparse_nb.eviction import H2O, Held, SnapKV, all_but_least, most_voted
 from sparse_nb.grid import needs_queries
 from sparse_nb.hf import prefill, sparsify
 from sparse_nb.records.eviction import equal_bytes, equal_rows
@@ -208,10 +209,11 @@ def test_later_parts_are_read_without_what_is_gone(method):
     assert not torch.allclose(later, attention(q[:, :, 31:], k, v, causal=True, **masks))
 
 
-def fixed_and_grown(method, q, k, v, start, length, capacity):
+def fixed_and_grown(method, q, k, v, start, length, capacity, scale=None):
     "A state that was fixed after `length` keys, its cache, and a state that grows"
     shown, states = torch.arange(length) >= start[:, None], (method.new_state(), method.new_state())
-    for state in states: state.append(k[:, :, :length], v[:, :, :length], q=q[:, :, :length], shown=shown)
+    told = dict(q=q[:, :, :length], shown=shown, scale=scale)
+    for state in states: state.append(k[:, :, :length], v[:, :, :length], **told)
     states[0].fix(capacity)
     states[0].look_at(k[:, :, :length], v[:, :, :length])
     cache = [torch.nn.functional.pad(x[:, :, :length], (0, 0, 0, capacity - length)) for x in (k, v)]
@@ -248,7 +250,7 @@ def test_a_state_of_a_fixed_length_is_one_that_grows(method, capacity):
     assert torch.equal(fixed.rows, grown.rows)
 
 @pytest.mark.parametrize("method", METHODS[1:5], **NAMES)
-def test_queries_that_stand_before_the_first_key_that_is_put(method):
+def test_queries_that_stand_before_the_first_key_that_is_put(method, monkeypatch):
     "A part of a text is read by a state that has its length already, and after it keys are put as ever"
     (q, k, v), start = inputs(keys=40), torch.tensor([0, 4])
     fixed, cache, grown = fixed_and_grown(method, q, k, v, start, 30, 40)
@@ -260,6 +262,9 @@ def test_queries_that_stand_before_the_first_key_that_is_put(method):
     args = q[:, :, 30:36], k[:, :, :36], v[:, :, :36]
     want = method.decode(*args, causal=True, state=grown, kv_start=start)
     assert_close(method.prefill(*args, state=fixed, kv_start=start), want, 1e-12)
+    with monkeypatch.context() as patch:  # no list is of these queries, and no kernel reads one
+        patch.setattr("sparse_nb.eviction.has_kernels", lambda q: True)
+        assert_close(method.decode(q[:, :, [35]], *args[1:], state=fixed, kv_start=start), want[:, :, -1:], 1e-12)
     grown.append(k[:, :, 36:37], v[:, :, 36:37], q=q[:, :, 36:37])
     fixed.put(*cache, torch.tensor([36]), q=q[:, :, 36:37])
     seen = dict(kv_start=start, kv_len=torch.tensor([37, 37]))
@@ -267,6 +272,134 @@ def test_queries_that_stand_before_the_first_key_that_is_put(method):
     assert_close(method.decode(q[:, :, 36:37], *cache, state=fixed, **seen), want, 1e-12)
     with pytest.raises(ValueError, match="q must be the query of the key that was put, got 2 queries"):
         method.decode(q[:, :, 35:37], *cache, state=fixed, **seen)
+    for wrong, message in ((dict(kv_len=torch.tensor([36, 36])), r"kv_len must be where .* ends, got \[36, 36\]"),
+                           (dict(kv_len=torch.tensor([37, 36])), "kv_len must be the same"),
+                           (dict(kv_len=None), r"kv_len must be where .* ends, got \[40, 40\]"),
+                           (dict(kv_start=torch.tensor([1, 4])), r"kv_start must be the first .*, got \[1, 4\]")):
+        with pytest.raises(ValueError, match=message): method.decode(q[:, :, [36]], *cache, state=fixed, **seen | wrong)
+
+EDGES = [H2O(1), H2O(2, recent=0), H2O(1.0), H2O(99), H2O(5, recent=5, heads="each"), H2O(0.3, recent=0, sinks=3),
+         SnapKV(7, 6), SnapKV(1.0, 6), SnapKV(99, 6, 1), SnapKV(0.05, 1, 9, "avg"), SnapKV(0.2, 64, heads="each")]
+
+@pytest.mark.parametrize("method", METHODS + EDGES, **NAMES)
+def test_several_turns_in_a_cache_of_a_fixed_length(method):
+    """As a state that grows: keys that are put to the last place, some of a turn that are taken back and come anew,
+    another length. The lists are the mask's, and as long as each other."""
+    (q, k, v), start = inputs(batch=3, keys=90), torch.tensor([0, 4, 29])
+    fixed, cache, grown = fixed_and_grown(method, q, k, v, start, 30, 38)
+    def put(places):
+        for n in places:
+            new, end = slice(n, n + 1), torch.full((3,), n + 1)
+            for x, y in zip(cache, (k, v)): x[:, :, new] = y[:, :, new]
+            grown.append(k[:, :, new], v[:, :, new], q=q[:, :, new])
+            for _ in range(1 + n % 2): fixed.put(*cache, torch.tensor([n]), q=q[:, :, new])  # once or twice: the same
+            want = method.select(q[:, :, new], k[:, :, :n + 1], state=grown, kv_start=start)
+            got = method.select(q[:, :, new], cache[0], state=fixed, kv_start=start, kv_len=end)
+            assert torch.equal(got.dense(n + 1), want.dense(n + 1)) and torch.equal(got.count, want.count)
+            for index, count, rows in zip(fixed.lists.index, fixed.lists.count, fixed.rows[:, :, :n + 1]):
+                held = [x.nonzero()[:, 0].tolist() for x in rows.transpose(1, 2).flatten(0, 1)]
+                assert [x[:count].tolist() for x in index.flatten(0, 1)] == held
+            if n == places[0]: first = got, got.count.clone(), got.index.clone()
+        assert torch.equal(first[0].count, first[1]) and torch.equal(first[0].index, first[2])  # it does not move
+    put(range(30, 38))
+    fixed.free(38, cache[0])
+    assert fixed.lists is None
+    for a, b, keep in ((38, 46, 41), (41, 44, 44)):
+        for state in (fixed, grown): state.append(k[:, :, a:b], v[:, :, a:b], q=q[:, :, a:b])
+        if b == 46: method.select(q[:, :, [45]], k[:, :, :46], state=fixed, kv_start=start)
+        for state in (fixed, grown): state.crop(keep)
+    cache[:] = (torch.nn.functional.pad(x[:, :, :44], (0, 0, 0, 46)) for x in (k, v))
+    fixed.fix(90)
+    fixed.look_at(k[:, :, :44], v[:, :, :44])
+    put(range(44, 50))
+    back = torch.tensor([2, 0, 0])
+    start, q, k, v, cache[:] = start[back], q[back], k[back], v[back], [x[back] for x in cache]
+    for state in (fixed, grown): state.pick_rows(back)
+    put(range(50, 90))
+    fixed.reset()
+    assert fixed.lists is None and len(fixed) == 0
+
+def held_by_definition(method, q, k, start, prompt):
+    "As `h2o`, for each group of each sequence, keys counted from the first of the cache"
+    return [[[{a + i for i in x} for x in h2o(method, q[b, 3 * g:3 * g + 3, a:], k[b, g, a:], prompt - a)]
+             for g in range(2)] for b, a in enumerate(start.tolist())]
+
+@pytest.mark.parametrize("method", [H2O(12), H2O(9, recent=3, sinks=2), H2O(4, recent=0), H2O(1, recent=0)], **NAMES)
+def test_of_equal_votes_the_earlier_key_stays(method):
+    "A prompt that gives all its attention to one key, and queries that give the same to each"
+    (q, k, v), start = inputs(keys=60), torch.tensor([0, 4])
+    q[:], k[..., 0] = 0, 0
+    q[:, :, :30, 0] = 1
+    for b in range(2): k[b, :, start[b] + 5, 0] = 1e5
+    q[:, :, :9, 0] = 0
+    fixed, cache, _ = fixed_and_grown(method, q, k, v, start, 30, 60)
+    cache[:] = k, v
+    want = held_by_definition(method, q, k, start, 30)
+    for n in range(30, 60):
+        fixed.put(*cache, torch.tensor([n]), q=q[:, :, [n]])
+        for b, count in enumerate(fixed.lists.count.flatten().tolist()):
+            for g in range(2): assert {*fixed.lists.index[b, g, 0, :count].tolist()} == want[b][g][n - 30]
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_goes_as_if_all_were_sorted(seed):
+    "Few votes that are different, none or one key too many, padding, sinks, newest keys and room behind them"
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda high, *shape: torch.randint(high, shape, generator=g)
+    n, end, first = 24, 13 + int(draw(12, 1)), draw(5, 3)
+    votes, i = draw(1 + seed % 4, 3, 2, n, 2).double(), torch.arange(n).view(1, 1, n, 1)
+    count = draw(9, 3)
+    there = (i >= first.view(3, 1, 1, 1)) & (i < end)
+    order = torch.rand(3, 2, n, 2, generator=g).masked_fill(~there, -1).argsort(2, descending=True).argsort(2)
+    held = there & (order < (count + draw(2, 3)).view(3, 1, 1, 1))
+    for sinks, recent in ((0, draw(1, 3)), (3, draw(4, 3)), (1, draw(14, 3))):
+        args = votes, held, first, count, recent, sinks, torch.tensor([end])
+        assert torch.equal(all_but_least(*args), most_voted(*args))
+
+def read_lists(q, k, v, index, weight, count, *, scale=None):
+    "What `sparse_nb.kernels.gather.attend` computes."
+    used = (torch.arange(index.shape[3]) < count[..., None]) * weight
+    each = torch.where(used > 0, index.long().repeat_interleave(q.shape[1] // index.shape[1], 1), 0)
+    return weighted_attention(q, k, v, Selection(each, used, count), scale=scale)
+
+@pytest.mark.parametrize("method", [METHODS[i] for i in (0, 2, 3, 4, 6)], **NAMES)
+def test_what_kernels_are_given(method, monkeypatch):
+    "The lists themselves, one for each group where its heads share it; each head's for a gradient and for statistics."
+    pytest.importorskip("triton")
+    from sparse_nb.kernels import gather
+    (q, k, v), start, called = inputs(keys=36, dtype=torch.float32), torch.tensor([0, 4]), []
+    fixed, cache, grown = fixed_and_grown(method, q, k, v, start, 30, 36, 0.3)
+    read = gather.attend if INTERPRETED else read_lists
+    def attend(q, k, v, index, weight, count, *, scale=None):
+        called.append(index)
+        assert index.untyped_storage().data_ptr() == fixed.lists.index.untyped_storage().data_ptr()
+        assert index.shape[1] == (6 if method.heads == "each" else 2) and not any(weight.stride())
+        return read(q, k, v, index, weight, count, scale=scale)
+    monkeypatch.setattr(gather, "attend", attend)
+    for n in range(30, 36):
+        new, asked = slice(n, n + 1), q[:, :, n:n + 1]
+        for x, y in zip(cache, (k, v)): x[:, :, new] = y[:, :, new]
+        grown.append(k[:, :, new], v[:, :, new], q=asked)
+        fixed.put(*cache, torch.tensor([n]), q=asked)
+        want = method.decode(asked, k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start, scale=0.3)
+        given = dict(state=fixed, scale=0.3, kv_start=start, kv_len=torch.full((2,), n + 1))
+        with monkeypatch.context() as patch:
+            patch.setattr("sparse_nb.eviction.has_kernels", lambda q: True)
+            found = [method.decode(asked, *cache, **given)]
+            assert len(called) == n - 29
+            patch.setattr("sparse_nb.core.selection.has_kernels", lambda q: False)
+            out, stats = method.decode(asked, *cache, return_stats=True, **given)
+            found += [out, method.decode(asked.clone().requires_grad_(), *cache, **given)]
+            assert len(called) == n - 29
+        assert torch.equal(stats.budget, fixed.lists.count.expand(2, 6, 1)) and found[2].requires_grad
+        for x in found: assert_close(x, want, 1e-5)
+
+@pytest.mark.budget(20)
+@pytest.mark.skipif(INTERPRETED, reason="is it")
+def test_the_kernels_in_the_interpreter(forked_pytest):
+    pytest.importorskip("triton")
+    code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, "-k", "kernels_are_given",
+                               TRITON_INTERPRET="1")
+    assert not code and "5 passed" in said, said[-4000:]
 
 def test_what_cannot_be_fixed():
     "A row without a key goes on growing; one key alone is enough"
@@ -275,6 +408,10 @@ def test_what_cannot_be_fixed():
         one = fixed_and_grown(method, q, k, v, torch.tensor([0, 0]), 1, 2)[0]
         one.put(k, v, torch.tensor([1]), q=q[:, :, 1:])
         assert_close(method.decode(q[:, :, 1:], k, v, state=one), attention(q[:, :, 1:], k, v), 1e-12)
+        unread = told(method, q[:, :, :1], k[:, :, :1], v[:, :, :1])
+        unread.fix(2)
+        with pytest.raises(ValueError, match="look at its keys"): unread.put(k, v, torch.tensor([1]), q=q[:, :, 1:])
+        with pytest.raises(ValueError, match="look at its keys"): method.decode(q[:, :, 1:], k, v, state=unread)
         none = method.new_state()
         none.append(k[:, :, :1], v[:, :, :1], q=q[:, :, :1], shown=torch.tensor([[True], [False]]))
         none.fix(9)

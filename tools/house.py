@@ -44,6 +44,8 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "text": ["evaluate"],
     "grid": ["evaluate", "text"],
     "rivals": ["bench"],
+    "records.cache_lines": ["records.decode", "records.exact", "records.saap_launches",
+                            "records.sketch_walk_launches", "records.vattention_launches"],
     "records.choose": ["records.gather"],
     "records.first_token": ["records.generate"],
     "records.saap": ["records.saap_partition"],
@@ -55,7 +57,8 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
 }
-OF_MANY = {"baselines": ["kernels.choose"], "hash_attention": ["kernels.choose"]}  # room: kernels it shares
+OF_MANY = {"baselines": ["kernels.choose"], "hash_attention": ["kernels.choose"],  # room: kernels it shares
+           "eviction": ["kernels.gather"]}
 FORBIDDEN = [  # rooms, and rooms below that they must not import
     (["bench", "rivals"], [*METHODS, "compose"]),
     (["core.checks", "core.streams", "core.exact", "core.bounds", "core.methods", "metrics", "tasks", "attention",
