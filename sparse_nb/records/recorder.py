@@ -131,6 +131,8 @@ RECORDS = {
 # %% ../../kernels/records/recorder.ipynb #2aafb91b
 RECORDS |= {
     "exact": Record(_HERE + "exact:record", "{gpu}_exact.json", "one query that reads all its keys"),
+    "cache_lines": Record(_HERE + "cache_lines:record", "{gpu}_cache_lines.json",
+                          "a step after a cache full of written lines, and of lines that were read"),
     "audit": Record(_HERE + "audit:record", "{gpu}_audit.json", "an audit of a step, by the reference"),
     "choose": Record(_HERE + "choose:record", "{gpu}_choose.json", "steps that choose keys, launch by launch"),
     "prefill": Record(_HERE + "prefill:record", "{gpu}_prefill.json", "a prompt: ours, dense rivals, and launches"),
