@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_nb import bench
 from sparse_nb.attention import assert_close, attention
@@ -52,6 +53,39 @@ def test_the_buffer_is_touched_before_every_call_and_outside_of_the_time():
     assert seen == [float(i) for i in range(1, 11)] and len(times) == 6 and all(t >= 1000 for t in times)
 
 
+class Memory(TorchDispatchMode):
+    "Writes down which operations are given the memory of a tensor, and the shapes that they see it in."
+    def __init__(self, tensor):
+        super().__init__()
+        self.at, self.found = tensor.untyped_storage().data_ptr(), []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        if name in ("add_", "sum", "mm"):
+            self.found += [(name, x.dtype, tuple(x.shape)) for x in (*args, *(kwargs or {}).values())
+                           if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() == self.at]
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("left, changed, used", [
+    ("written", True, [("add_", torch.float32, (22,))]), ("read", False, [("sum", torch.float32, (22,))]),
+    ("weights", False, [("mm", torch.bfloat16, (8, 4)), ("mm", torch.bfloat16, (8, 1))])])  # five rows of eight, 4 left
+def test_the_whole_buffer_is_written_or_only_read(monkeypatch, left, changed, used):
+    monkeypatch.setattr(bench, "_WEIGHTS", (8, 4))
+    buffer, calls = torch.ones(22), []
+    with Memory(buffer) as memory:
+        cold_times(lambda: calls.append(len(memory.found)), Protocol(warmup=1, runs=2, left=left), buffer=buffer)
+    assert memory.found == used * 3 and calls == [len(used) * i for i in (1, 2, 3)]
+    assert torch.equal(buffer, torch.full((22,), 4.0 if changed else 1.0))
+
+
+@pytest.mark.parametrize("left", bench.LEFT)
+def test_a_buffer_of_any_size_leaves_something(left):
+    protocol = Protocol(warmup=1, runs=2, buffer_mb=0, left=left)
+    assert len(cold_times(lambda: None, protocol)) == 2
+    for shape in (1,), (3, 5), (4097,): assert len(cold_times(lambda: None, protocol, buffer=torch.zeros(shape))) == 2
+
+
 def test_warm_up_is_not_counted():
     delays = iter([0.05] * 2 + [0.0] * 20)
     assert max(cold_times(lambda: time.sleep(next(delays)), Protocol(warmup=2, runs=20, buffer_mb=0))) < 40_000
@@ -68,7 +102,8 @@ def test_bad_times(times):
     with pytest.raises(ValueError, match="times must"): quartiles(times)
 
 
-@pytest.mark.parametrize("settings", [dict(warmup=0), dict(runs=0), dict(buffer_mb=-1)])
+@pytest.mark.parametrize("settings", [dict(warmup=0), dict(runs=0), dict(buffer_mb=-1), dict(left="dirty"),
+                                      dict(left=None)])
 def test_bad_protocol(settings):
     with pytest.raises(ValueError, match=next(iter(settings))): Protocol(**settings)
 
@@ -314,6 +349,22 @@ def test_append_replaces_whole_cases(tmp_path, monkeypatch):
     assert second["rows"][:2] == first["rows"][:2] and second["meta"]["earlier"] == [first["meta"]]
     third = read(bench_decode(lengths=[64], **settings))
     assert [row["n"] for row in third["rows"]] == [64] and "earlier" not in third["meta"]
+
+
+# What a step finds in the cache.
+
+@pytest.mark.budget(40)
+def test_steps_are_timed_after_each_kind_of_work(tmp_path):
+    command = [sys.executable, "-m", "sparse_nb.cli", "record", "cache_lines", "--quick", "--out", tmp_path / "x.json"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | dict(CUDA_VISIBLE_DEVICES=""), capture_output=True,
+                          text=True)
+    assert done.returncode == 0 and "not recorded" not in done.stdout, done.stderr
+    meta, rows = read_record(tmp_path / "x.json").values()
+    assert (meta["l2"], meta["buffer_mb"], meta["mode"]) == (list(bench.LEFT), 1, "eager")
+    named = lambda left: {row["method"] for row in rows if row["left"] == left}
+    always = {"exact", "santa_systematic", "santa_int8"}
+    assert named("written") == {*named("read"), "vattention", "sketch_walk", "saap"}
+    assert always < named("read") == named("weights") and named("read") - always <= DENSE.keys()
 
 
 # The table of records, and single kernels.
@@ -772,29 +823,39 @@ def test_readme_says_what_the_record_of_whole_models_says():
     same_run = [f"{static[way, 32768]['ratio'] * static[way, 32768]['median_us'] / 1000:.1f}" for way in (
         "SANTA, 128 samples", "SAAP, 5 %")]
     assert [re.search(r"\(at 32k keys ([\d.]+) ms in that of SANTA and SAAP\)", text)[1]] * 2 == same_run
-    said = re.search(r"SANTA is ([\d.]+) times as fast at 32k, ([\d.]+) at 131k and ([\d.]+) at 524k, vAttention "
-                     r"([\d.]+), ([\d.]+) and ([\d.]+), SAAP ([\d.]+), ([\d.]+) and ([\d.]+), Sketch&Walk "
-                     r"([\d.]+), ([\d.]+) and ([\d.]+)\. \(At 524k and more keys and values are drawn, .*?\) "
-                     r"Also at 131k, SANTA with keys of eight bits is ([\d.]+) times as fast, a window ([\d.]+), "
-                     r"Quest ([\d.]+), MagicPIG ([\d.]+), Adamas ([\d.]+), HashAttention ([\d.]+), Double Sparsity "
-                     r"([\d.]+), SnapKV ([\d.]+) and oracle top-k ([\d.]+); ", text)
+    said = re.search(r"SANTA is ([\d.]+) times as fast at 32k, ([\d.]+) at 131k and ([\d.]+) at 524k, vAttention, "
+                     r"with a promise that takes 10 % of the keys, ([\d.]+), ([\d.]+) and ([\d.]+), SAAP ([\d.]+), "
+                     r"([\d.]+) and ([\d.]+), Sketch&Walk ([\d.]+), ([\d.]+) and ([\d.]+)\. \(At 524k and more keys "
+                     r"and values are drawn\. .*?\) Also at 131k, a window is ([\d.]+) times as fast, SnapKV ([\d.]+), "
+                     r"SANTA with keys of eight bits ([\d.]+), Quest ([\d.]+), MagicPIG ([\d.]+), Double Sparsity "
+                     r"([\d.]+), Adamas ([\d.]+), HashAttention ([\d.]+) and oracle top-k ([\d.]+); ", text)
     santa, saap, at = "SANTA, 128 samples", "SAAP, 5 %", 131072
     places = [*((way, n) for way in (santa, "vAttention, 10 %", saap, "Sketch&Walk, 10 %") for n in lengths),
-              (santa + ", int8 keys", at), ("window, 10 %", at), ("Quest, 10 %", at), ("MagicPIG, 8 bits", at),
-              *((f"{way}, 10 %", at) for way in ("Adamas", "HashAttention", "Double Sparsity", "SnapKV",
-                                                 "oracle top-k"))]
+              ("window, 10 %", at), ("SnapKV, 10 %", at), (santa + ", int8 keys", at), ("Quest, 10 %", at),
+              ("MagicPIG, 8 bits", at), *((f"{way}, 10 %", at) for way in ("Double Sparsity", "Adamas", "HashAttention",
+                                                                         "oracle top-k"))]
     assert list(said.groups()) == [f"{static[place]['ratio']:.2f}" for place in places]
+    said = re.search(r"reads (\d+) % of this model's 32k keys and (\d+) % of its 131k, and is ([\d.]+) and "
+                     r"([\d.]+) times", text)
+    strict = [static["vAttention, eps 0.1", n] for n in (32768, at)]
+    assert list(said.groups()) == [f"{100 * x['density']:.0f}" for x in strict] + [f"{x['ratio']:.2f}" for x in strict]
+    places += [("vAttention, eps 0.1", n) for n in (32768, at)]
+    tenths = [row for row in rows if row["way"] == "vAttention, 10 %" and row["static"] and row["n"] < 2**20]
+    assert len(tenths) == 4 and all(0.09 < row["density"] < 0.1 for row in tenths)
     told = {place for place, row in static.items() if place[0] not in (*generate.DENSE_WAYS, generate.NO_KEYS)}
     assert told == set(places)  # a method that loses is told, too
     assert all(static[place]["replay"] for place in places)
     eight = {row["way"]: row for row in rows if row.get("static") and row["batch"] == 8}
-    said = re.search(r"with eight sequences of 32k keys, SAAP is ([\d.]+) and SANTA ([\d.]+)\. ", text)
-    assert eight.keys() == {generate.EXACT, saap, santa} and {row["n"] for row in eight.values()} == {32768}
-    assert list(said.groups()) == [f"{eight[x]['ratio']:.2f}" for x in (saap, santa)]
+    said = re.search(r"with eight sequences of 32k keys, SAAP is ([\d.]+), Sketch&Walk ([\d.]+), vAttention "
+                     r"([\d.]+), SANTA ([\d.]+) and with keys of eight bits ([\d.]+)\. ", text)
+    batched = saap, "Sketch&Walk, 10 %", "vAttention, 10 %", santa, santa + ", int8 keys"
+    assert eight.keys() == {generate.EXACT, "vAttention, eps 0.1", *batched}
+    assert {row["n"] for row in eight.values()} == {32768} and eight["vAttention, eps 0.1"]["ratio"] < 1
+    assert list(said.groups()) == [f"{eight[x]['ratio']:.2f}" for x in batched]
     assert {row["rival"] for row in eight.values()} == {generate.EXACT}
     assert {static[place]["rival"] for place in places} == {generate.EXACT}
     of_cublas = {place for place in places if not static[place]["tuned"]}
-    assert len(of_cublas) == 8 and {x for x in of_cublas if x[1] != at} == {("Sketch&Walk, 10 %", 32768)}
+    assert of_cublas == {("oracle top-k, 10 %", at)}
     for place in of_cublas: assert "2026-11-23" in static[place]["date"]
     dense = [static[generate.EXACT, n] for n in lengths]
     assert all(row["tuned"] and "2026-11-26" in row["date"] for row in dense)
@@ -806,7 +867,8 @@ def test_readme_says_what_the_record_of_whole_models_says():
     said = re.search(r"methods take ([\d.]+) to ([\d.]+) times as long as the model alone at 8k", text)
     cost = [x["reached"] for x in generate.targets(rows) if x["what"] == "times the model alone, step not compiled"]
     assert list(said.groups()) == [f"{x:.1f}" for x in (min(cost), max(cost))]
-    old = {x["way"]: x["median_us"] for x in record["meta"]["replaced"] if not x.get("static") and x["n"] == 8192}
+    old = {x["way"]: x["median_us"] for x in record["meta"]["replaced"]
+           if not x.get("static") and x["n"] == 8192 and x["date"] < "2026-11-26"}
     worst = re.search(r"where they took up to ([\d.]+) times without", text)[1]
     assert worst == f"{max(x / old[generate.PAIR[0]] for x in old.values()):.1f}"
     growing = {row["way"]: row for row in rows if row["n"] == at and not row.get("static")}

@@ -208,11 +208,14 @@ class Way(NamedTuple):
 def generate_methods() -> dict: # name -> method
     """The methods that `bench_generate` takes without a word.
 
-    Networks of HashAttention are "random": `bench_generate` draws them for the model.
+    Networks of HashAttention are "random": `bench_generate` draws them for the model. vAttention reads what its promise
+    takes; "10 %" is what it takes of 131,072 keys of the model with random weights.
     """
     signs = partial(HashAttention, maps="random")
     return {"SANTA, 128 samples": Santa(samples=128),
-            "vAttention, 10 %": VAttention(eps=0.1, delta=0.1, topk=0.05, base=0.025, predictor=signs(0.05)),
+            "vAttention, eps 0.1": VAttention(eps=0.1, delta=0.1, topk=0.05, base=0.025, predictor=signs(0.05)),
+            "vAttention, 10 %": VAttention(eps=0.15, delta=0.1, topk=0.05, base=0.025, plugin="plain",
+                                           predictor=signs(0.05)),
             "Quest, 10 %": Quest(0.1), "Double Sparsity, 10 %": DoubleSparsity(0.1), "Adamas, 10 %": Adamas(0.1),
             "HashAttention, 10 %": signs(0.1), "MagicPIG, 8 bits": MagicPIG(8, 32), "SAAP, 5 %": Saap(0.05),
             "Sketch&Walk, 10 %": SketchWalk(density=0.1), "window, 10 %": Streaming(sinks=128, window=0.1),
@@ -269,8 +272,17 @@ def asked_queries(
     return found
 
 # %% ../../kernels/records/generate.ipynb #c1f0a0a5
+def _told_queries(state, filled, i, q):
+    "Let a state hear drawn queries of the prompt, but of the last key that of the next token; gives what it then sees"
+    k, v, n = filled.keys[i], filled.values[i], filled.n - 1
+    state.append(k[:, :, :n], v[:, :, :n], q=torch.randn_like(q.expand(-1, -1, n, -1)))
+    state.fix(k.shape[2])
+    state.look_at(k[:, :, :n], v[:, :, :n])
+    state.put(k, v, torch.full((1,), n, device=k.device), q=q)
+    return dict(kv_len=torch.full((len(k),), filled.n, device=k.device))
+
 def _attentions(model, filled, way, layers):
-    "A call for the next token in `layers` layers from all over the model, and how many layers are exact instead"
+    "A call for the next token in `layers` layers from all over the model, how many, how many are exact instead"
     from sparse_nb.hf import Streams, attention_layers, by_layer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     modules, (B, _, room, _) = attention_layers(model), filled.keys[0].shape
@@ -283,9 +295,11 @@ def _attentions(model, filled, way, layers):
     seeds = Streams(0).heads(modules[chosen[0]], *q[chosen[0]].shape[:2], model.device)
     k, v = ({i: x[i][:, :, :filled.n] for i in chosen} for x in (filled.keys, filled.values))
     states = {i: m.new_state() for i in chosen if (m := methods[i]) is not None}
+    masks = dict.fromkeys(chosen, {})
     for i, state in states.items():
-        told = dict(q=torch.randn_like(q[i].expand(-1, -1, filled.n, -1))) if needs_queries(methods[i]) else {}
-        if state is not None: state.append(k[i], v[i], **told)
+        if needs_queries(methods[i]):
+            k[i], v[i], masks[i] = filled.keys[i], filled.values[i], _told_queries(state, filled, i, q[i])
+        elif state is not None: state.append(k[i], v[i])
     mask = torch.arange(room, device=model.device) < filled.n
     mask = mask.expand(B, 1, 1, room).contiguous()
     def own(i):
@@ -293,14 +307,14 @@ def _attentions(model, filled, way, layers):
         given = [x[i] for x in ((filled.keys, filled.values) if static else (k, v))]
         return ALL_ATTENTION_FUNCTIONS["sdpa"](modules[i], q[i], *given, mask if static else None,
                                                scaling=modules[i].scaling)[0]
-    def call():
-        step = methods[chosen[0]].new_step() if states else None
+    def call(**more):
+        step, out = methods[chosen[0]].new_step() if states else None, []
         for i in chosen:
-            if methods[i] is None: out = own(i)
+            if methods[i] is None: out.append(own(i))
             else:
-                given = dict(state=states[i], step=step)
+                given = dict(state=states[i], step=step) | masks[i] | more
                 given = {name: x for name, x in given.items() if x is not None}
-                out = methods[i].decode(q[i], k[i], v[i], seed=seeds[i], scale=modules[i].scaling, **given)
+                out.append(methods[i].decode(q[i], k[i], v[i], seed=seeds[i], scale=modules[i].scaling, **given))
         return out
     return call, len(chosen), len(dense)
 
@@ -310,16 +324,18 @@ def attention_time(
     filled: Filled,
     way: Way,         # whose attention
     layers: int = 4,  # at most, evenly from the first to the last
-) -> tuple:           # microseconds of one layer, and how many layers of the model are exact instead
+) -> tuple: # microseconds of one layer, layers of the model that are exact instead, share of the keys that is read
     "Time the attention of a token alone. Raises whatever the method raises where no graph can hold it."
     call, count, dense = _attentions(model, filled, way, layers)
-    if not filled.ids.is_cuda: return quartiles(cold_times(call, Protocol(1, 1, 0))).median_us / count, dense
+    own = (way.session or {}).get("decode") is None
+    read = None if own else float(torch.stack([x.density.mean() for _, x in call(return_stats=True)]).mean())
+    if not filled.ids.is_cuda: return quartiles(cold_times(call, Protocol(1, 1, 0))).median_us / count, dense, read
     call()                                  # kernels are compiled
     torch.cuda.set_sync_debug_mode("error") # a capture that fails half-way would leave the process unusable
     try: call()
     finally: torch.cuda.set_sync_debug_mode("default")
     replay, _ = captured(call)
-    return quartiles(cold_times(replay, Protocol(3, 20), device="cuda")).median_us / count, dense
+    return quartiles(cold_times(replay, Protocol(3, 20), device="cuda")).median_us / count, dense, read
 
 # %% ../../kernels/records/generate.ipynb #a74a340a
 def random_model(
@@ -424,21 +440,22 @@ def join_records(
     """One record of several: of rows of the same way, length, batch, cache and number of GPUs the last stands.
 
     Every row says the date of its record. `meta` is the last one's, with those before it under `earlier`, rows that
-    do not stand under `replaced`, and what failed and was never measured under `failed`. Raises ValueError for GPUs
-    or shapes that differ.
+    do not stand under `replaced`, those that others disturbed under `disturbed`, and what failed and was never measured
+    under `failed`. Raises ValueError for GPUs or shapes that differ.
     """
+    aside = "replaced", "disturbed"
     metas = [meta for x in records for meta in (*x["meta"].get("earlier", []), x["meta"])]
     for what in "gpu", "shape":
         if any(meta[what] != metas[0][what] for meta in metas):
             raise ValueError(f"{what} must be the same in all records, got {[meta[what] for meta in metas]}")
-    rows, replaced = {}, [row for x in records for row in x["meta"].get("replaced", [])]
+    rows, (replaced, disturbed) = {}, ([row for x in records for row in x["meta"].get(name, [])] for name in aside)
     for row in [dict(date=x["meta"]["date"]) | row for x in records for row in x["rows"]]:
         if old := rows.pop(_place(row), None): replaced.append(old)
         rows[_place(row)] = row
-    *earlier, last = [{name: x for name, x in meta.items() if name not in ("earlier", "replaced")} for meta in metas]
+    *earlier, last = [{name: x for name, x in meta.items() if name not in ("earlier", *aside)} for meta in metas]
     failed = {_place(x): x for meta in earlier for x in meta.get("failed", []) if _place(x) not in rows}
     failed |= {_place(x): x for x in last["failed"]}
-    kept = dict(replaced=replaced, earlier=earlier)
+    kept = dict(replaced=replaced, earlier=earlier, disturbed=disturbed)
     return dict(meta=last | dict(failed=list(failed.values())) | {name: x for name, x in kept.items() if x},
                 rows=list(rows.values()))
 
@@ -465,16 +482,16 @@ def _row(model, filled, name, way, runs, tokens, found, kernels, tuned):
         times += of_run
     ready, near = (time.perf_counter() - start - sum(times) / 1e6) / runs, name.removesuffix(HOST)
     same = round(float((wrote == found[near]).double().mean()), 4) if near != name and near in found else None
-    found[name], kernel, dense = wrote, None, 0
+    found[name], kernel, dense, read = wrote, None, 0, None
     if kernels and near == name:
-        try: kernel, dense = attention_time(model, filled, way)
+        try: kernel, dense, read = attention_time(model, filled, way)
         except Exception as error: notes["no_kernel"] = _why(error, 200)
     method = (way.session or {}).get("decode")
     return dict(way=name, n=filled.n, batch=len(wrote), static=way.cache == "static", tuned=tuned, filled=how,
                 replay=bool((way.session or {}).get("replay")),
                 runs=runs, **quartiles(times)._asdict(), held_bytes=held - base if held else None, same_tokens=same,
                 ready_s=round(ready, 2), kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense,
-                asked="by the model",
+                asked="by the model", density=None if read is None else round(read, 4),
                 method=None if method is None else method.to_json()) | notes
 
 def _written(path, old, meta, rows):
