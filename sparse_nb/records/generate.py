@@ -281,6 +281,7 @@ def _told_queries(state, filled, i, q):
     state.put(k, v, torch.full((1,), n, device=k.device), q=q)
     return dict(kv_len=torch.full((len(k),), filled.n, device=k.device))
 
+# %% ../../kernels/records/generate.ipynb #c1f0a0a6
 def _attentions(model, filled, way, layers):
     "A call for the next token in `layers` layers from all over the model, how many, how many are exact instead"
     from sparse_nb.hf import Streams, attention_layers, by_layer
@@ -434,6 +435,7 @@ def add_parts(
         row["rest_us"] = round(row["median_us"] - weights - row["attention_us"], 1) if known else None
     return rows
 
+# %% ../../kernels/records/generate.ipynb #c1f0a0a7
 def join_records(
     records: list, # of what `read_record` returns, the oldest first
 ) -> dict:         # meta, rows
