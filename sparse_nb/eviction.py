@@ -78,7 +78,9 @@ def most_voted(
     return (rank < count.view(-1, 1, 1, 1)) & (x > -math.inf)
 
 # %% ../nbs/64_eviction.ipynb #4b5691fb
-def all_but_least(votes, held, first, count, *others):
+def all_but_least(
+    votes, held, first, count, *others, # as for `most_voted`
+) -> torch.Tensor:                      # [B, G, n, L], bool
     "As `most_voted`, where there is one key too many, or none: the least goes, the later of two equal ones."
     x, i = worth(votes, held, first, *others)
     there = x > -math.inf
