@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from .core.checks import check_budget, check_count, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
 from .core.methods import BlockState, Fitted, Predictor, State, slots_used
-from .core.selection import Selection, has_kernels, make_selection, take_rows
+from .core.selection import Selection, has_kernels, listed_by_kernels, make_selection, take_rows
 from .core.streams import fold_in, philox
 from .hash_attention import (  # noqa: F401
-    BITS, PARTS, HashAttention, LearnedBits, by_kernels, hash_maps, put_by_kernels, signatures)
+    BITS, PARTS, HashAttention, LearnedBits, hash_maps, put_by_kernels, signatures)
 
 _all_ = ["BITS", "PARTS", "Fitted", "HashAttention", "LearnedBits", "Predictor", "hash_maps", "signatures"]
 
@@ -80,8 +80,9 @@ class Quest(Predictor):
 
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
         "As `Predictor.best_keys`."
-        return by_kernels("boxes", q, state.rows, self.budget, len(state), unit=self.page, begin=state.begin,
-                          number=q.shape[3]**-0.5 if scale is None else scale, kv_start=kv_start, kv_len=kv_len)
+        return listed_by_kernels("boxes", q, state.rows, self.budget, len(state), unit=self.page, begin=state.begin,
+                                 kv_start=kv_start, kv_len=kv_len,
+                                 number=q.shape[3]**-0.5 if scale is None else scale)
 
     def index_bytes(self, head_dim):
         "Two bfloat16 rows a page."
@@ -213,8 +214,9 @@ class DoubleSparsity(Predictor):
 
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
         "As `Predictor.best_keys`."
-        return by_kernels("channels", q, state.rows, self.budget, len(state), given=(state.fit,), kv_start=kv_start,
-                          number=q.shape[3]**-0.5 if scale is None else scale, kv_len=kv_len)
+        return listed_by_kernels("channels", q, state.rows, self.budget, len(state), given=(state.fit,),
+                                 kv_start=kv_start, kv_len=kv_len,
+                                 number=q.shape[3]**-0.5 if scale is None else scale)
 
     def index_bytes(self, head_dim):
         "Half a byte a channel and a step of two bytes."
@@ -296,8 +298,8 @@ class Adamas(Predictor):
 
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
         "As `Predictor.best_keys`."
-        return by_kernels("codes", q, state.rows, self.budget, len(state), number=CUT, kv_start=kv_start,
-                          kv_len=kv_len)
+        return listed_by_kernels("codes", q, state.rows, self.budget, len(state), number=CUT, kv_start=kv_start,
+                                 kv_len=kv_len)
 
     def index_bytes(self, head_dim):
         "2 bits a coefficient."

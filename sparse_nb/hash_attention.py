@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BITS', 'PARTS', 'POCKET_WEIGHTS', 'network_outputs', 'signatures', 'save_networks', 'hash_maps', 'trained_on',
-           'by_kernels', 'put_by_kernels', 'LearnedBits', 'HashAttention']
+           'put_by_kernels', 'LearnedBits', 'HashAttention']
 
 # %% ../nbs/61_hash_attention.ipynb #af878a7b
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ import torch
 from .core.checks import check_budget, check_count
 from .core.exact import grouped, no_autocast, promote
 from .core.methods import Predictor, State, weights_id
-from .core.selection import Selection, has_kernels
+from .core.selection import has_kernels, listed_by_kernels
 
 # %% ../nbs/61_hash_attention.ipynb #738d5521
 BITS = 32
@@ -100,19 +100,6 @@ def trained_on(
     return _open(maps, None, None)
 
 # %% ../nbs/61_hash_attention.ipynb #9603a710
-def by_kernels(
-    kind: str,           # what the index is, as in `sparse_nb.kernels.choose.choose`
-    q: torch.Tensor,     # queries [B, H, Q, D]
-    rows: torch.Tensor,  # the index
-    budget: int | float, # keys to read: a count, or a share of the visible keys
-    keys: int,           # N
-    **given,             # what that function takes
-) -> Selection | None:
-    "The keys that kernels choose; None where they cannot serve these queries or so many keys."
-    if not has_kernels(q): return None
-    from .kernels.choose import MOST, choose
-    return None if keys > MOST else Selection(*choose(kind, q, rows, budget, keys, **given))
-
 def put_by_kernels(
     kind: str,           # what the index is, as in `sparse_nb.kernels.choose.write_row`
     k: torch.Tensor,     # keys of a buffer [B, G, N, D]
@@ -218,7 +205,8 @@ class HashAttention(Predictor):
         networks = state.networks(q.device)
         of_q = tuple(networks[part] for part in PARTS if part[0] == "q")
         if of_q[0].shape[:2] != q.shape[1::2]: return None
-        return by_kernels("signs", q, state.rows, self.budget, len(state), given=of_q, kv_start=kv_start, kv_len=kv_len)
+        return listed_by_kernels("signs", q, state.rows, self.budget, len(state), given=of_q, kv_start=kv_start,
+                                 kv_len=kv_len)
 
     def index_bytes(self, head_dim):
         "32 bits, whatever the size of a head."

@@ -19,9 +19,10 @@ from covering import covering
 from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb import baselines, hash_attention
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, Quest
-from sparse_nb.core.exact import assert_close
 from sparse_nb.core import selection
-from sparse_nb.core.selection import Selection, budget_counts
+from sparse_nb.core.exact import assert_close, attention_scores, visible_range
+from sparse_nb.core.methods import TopK
+from sparse_nb.core.selection import Selection, budget_counts, first_slots
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLOSE = 2**-18  # of the sum of the terms' sizes
@@ -54,10 +55,10 @@ KINDS = {
 
 
 def bounds(B, N, ragged):
-    "First visible keys and their ends: all keys, or of one sequence a single one."
+    "First visible keys and their ends: all keys, or some in the middle, and of one sequence a single one."
     if not ragged: return None, None
-    start = torch.tensor([b * N // (B + 1) for b in range(B)], device=DEVICE)
-    stop = torch.tensor([N - b * (N // 5) for b in range(B)], device=DEVICE, dtype=torch.int32)
+    start = torch.tensor([(b + 1) * N // (B + 2) for b in range(B)], device=DEVICE)
+    stop = torch.tensor([N - (b + 1) * (N // 7) for b in range(B)], device=DEVICE, dtype=torch.int32)
     stop[-1] = start[-1] + 1
     return start, stop
 
@@ -168,20 +169,28 @@ def networks(H, G, D, M=32):
 
 
 def chosen(method, q, k, by_kernels, state=None, **masks):
-    "`select` with or without the kernels, wherever it runs."
+    "`select` with or without the kernels, wherever it runs; of equal scores the first ones."
+    if isinstance(method, TopK) and not by_kernels:
+        masks.pop("scale", None)
+        slots = first_slots(q, k, method.budget, *visible_range(q, k, **masks))
+        order = attention_scores(q, k, **masks).sort(dim=-1, descending=True, stable=True).indices
+        return slots.filled(order[..., :slots.count])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hash_attention, "has_kernels", lambda q: by_kernels)
+        patch.setattr(selection, "has_kernels", lambda q: by_kernels)
         patch.setattr(hash_attention, "hash_maps", lambda *_: networks(q.shape[1], k.shape[1], q.shape[3]))
-        return method.select(q, k, state=state, **masks)
+        return method.select(q, k, **masks, **({} if isinstance(method, TopK) else dict(state=state)))
 
 
 def exact_scores(method, q, k, state, scale=None):
-    "Scores of every key in float64 from the index [B, H, N], and by how much a float32 sum may be off."
+    "Scores of every key in float64 as chosen by [B, H, N], and by how much a float32 sum may be off."
     G, N, factor = k.shape[1], k.shape[2], q.shape[3]**-0.5 if scale is None else scale
     x = (q.float() * factor).double()[:, :, 0].unflatten(1, (G, -1))                         # [B, G, R, D]
     if isinstance(method, DoubleSparsity):
         x = x.gather(-1, state.fit[:, :, None].expand(*x.shape[:3], -1))
         y = state.numbers(torch.float64).transpose(-1, -2)
+        return (x @ y).flatten(1, 2), (x.abs() @ y.abs()).flatten(1, 2) * CLOSE
+    if isinstance(method, TopK):
+        y = k.double().transpose(-1, -2)
         return (x @ y).flatten(1, 2), (x.abs() @ y.abs()).flatten(1, 2) * CLOSE
     low, high = state.rows.double().unbind(3)
     none = (low > high).any(-1)[:, :, None]
@@ -195,12 +204,12 @@ def exact_scores(method, q, k, state, scale=None):
 def check_method(method, q, k, state=None, scale=None, **masks):
     "The same keys as without kernels; other ones only where float64 scores are as near to the threshold as sums err."
     more = {} if scale is None else dict(scale=scale)
-    state = chosen_state(method, q, k, **masks) if state is None else state
+    if state is None and not isinstance(method, TopK): state = chosen_state(method, q, k, **masks)
     want = chosen(method, q, k, False, state, **masks, **more)
     got = poisoned(lambda: chosen(method, q, k, True, state, **masks, **more))
     assert isinstance(got, Selection) and got.index.shape == want.index.shape and torch.equal(got.budget, want.budget)
     a, b = (x.dense(k.shape[2])[:, :, 0] > 0 for x in (got, want))
-    if isinstance(method, (Quest, DoubleSparsity)):
+    if isinstance(method, (Quest, DoubleSparsity, TopK)):
         x, off = exact_scores(method, q, k, state, scale)
         least = x.masked_fill(~b, math.inf).amin(-1, keepdim=True)
         near = (x - least).abs() <= off + off.masked_fill(~b, 0).amax(-1, keepdim=True)
@@ -231,7 +240,8 @@ def problem(B, G, R, N, D, dtype, ragged=False, seed=0):
 METHODS = {"quest": lambda budget, i: Quest(budget, (16, 5, 64)[i]),
            "double sparsity": lambda budget, i: DoubleSparsity(budget, (16, 6, 33)[i]),
            "adamas": lambda budget, i: Adamas(budget), "hash": lambda budget, i: HashAttention(budget, layer=0)}
-OF_METHODS = drawn(dict(method=tuple(METHODS), budget=(1, 40, 0.1, 0.5, 10**6), setting=(0, 1, 2), D=(16, 64, 80, 128),
+ALL = METHODS | {"top-k": lambda budget, i: TopK(budget)}
+OF_METHODS = drawn(dict(method=tuple(ALL), budget=(1, 40, 0.1, 0.5, 10**6), setting=(0, 1, 2), D=(16, 64, 80, 128),
                         R=(1, 3, 4, 8), dtype=(BF16, FP16, FP32), ragged=(False, True)), seed=2)
 
 
@@ -240,18 +250,20 @@ OF_METHODS = drawn(dict(method=tuple(METHODS), budget=(1, 40, 0.1, 0.5, 10**6), 
 def test_methods(case):
     N = 5003 if GPU else 210
     q, k, masks = problem(2, 2, case["R"], N, case["D"], case["dtype"], case["ragged"])
-    check_method(METHODS[case["method"]](case["budget"], case["setting"]), q, k, **masks)
+    method = ALL[case["method"]](case["budget"], case["setting"])
+    if case["method"] == "double sparsity": method = DoubleSparsity(case["budget"], min(case["D"], method.channels))
+    check_method(method, q, k, **masks)
 
 
 @kernel
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ALL)
 def test_equal_keys(name):
     "All scores are equal: the first visible keys."
     q, k, masks = problem(2, 2, 2, 100, 64, FP32, True)
     q, k = (x.nan_to_num().mul(256).round().div(256) for x in (q, k))  # sums that are exact in any order
     k = k[:1, :, 50:51].expand(2, 2, 100, 64).contiguous()
-    got = check_method(METHODS[name](0.3, 0), q, k, **masks)
-    assert got.index[0, 0, 0, :30].tolist() == list(range(30))
+    got = check_method(ALL[name](0.3, 0), q, k, **masks)
+    assert got.index[0, 0, 0, :10].tolist() == list(range(25, 35))
 
 
 @kernel
@@ -268,6 +280,32 @@ def test_other_strides_and_scale(name):
     check_method(method, q, k, state, scale=0.3, **masks)
     if name != "quest": state.rows = state.rows.repeat_interleave(2, 2)[:, :, ::2]
     check_method(method, q, k, state, scale=0.3, **masks)
+
+
+@kernel
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("D", [20, 64, 256])
+def test_keys_as_they_lie(layout, D):
+    "By the keys themselves, whatever their strides and the scale."
+    draw = torch.Generator(DEVICE).manual_seed(D)
+    new = lambda *shape: torch.randn(*shape, generator=draw, device=DEVICE)
+    q, k = new(2, D, 6).transpose(1, 2)[:, :, None], LAYOUTS[layout](2, 2, 150, D, new)
+    start, stop = bounds(2, 150, True)
+    for budget in (9, 0.2):
+        for scale in (None, 0.3): check_method(TopK(budget), q, k, kv_start=start, kv_len=stop, scale=scale)
+
+
+@kernel
+def test_keys_that_are_no_numbers_come_first():
+    "Of what a GPU may not look at: as `torch.sort` has them."
+    q, k, _ = problem(1, 1, 1, 90, 16, FP32)
+    k[0, 0, 70] = math.nan
+    k[0, 0, 80], q[..., 1:] = math.inf, 0
+    q[..., 0] = 1
+    k[0, 0, 80, 1:] = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "has_kernels", lambda q: True)
+        assert TopK(2).select(q, k).index.flatten().tolist() == [70, 80]
 
 
 @kernel
@@ -550,17 +588,19 @@ def named(kernel): return "code_kernel" if kernel == "code" else f"_{kernel}_ker
 ATTEND, LIST = ("gather", "merge"), ("guess", "sift", "select", "list")
 OF_A_STEP = {"quest": ("box_row", "box", *LIST), "double sparsity": ("channel_row", "channel", *LIST),
              "adamas": ("code_row", "ask", "distance", *LIST), "hash": ("sign_row", "code", "equal", *LIST),
+             "top-k": ("key", *LIST),
              "magicpig": ("table", "table", "collide", "taken", "weigh")}
 
 
 def one_step(name, k, shown, known, setting):
     "A step that puts a key and decodes its query, with a state of fixed length."
-    method = MagicPIG(5, 33) if name == "magicpig" else METHODS[name](0.3, setting)
-    state, q = fixed_state(method, k, shown, known), k.repeat_interleave(2, 1)[:, :, known:known + 1]
+    method = MagicPIG(5, 33) if name == "magicpig" else ALL[name](0.3, setting)
+    state = None if method.new_state() is None else fixed_state(method, k, shown, known)
+    q, own = k.repeat_interleave(2, 1)[:, :, known:known + 1], {} if state is None else dict(state=state)
     start, stop, at = (torch.full((n,), x, device=DEVICE) for n, x in ((len(k), 5), (len(k), known + 1), (1, known)))
     def step():
-        state.put(k, k, at)
-        method.decode(q, k, k, kv_start=start, kv_len=stop, state=state)
+        if state is not None: state.put(k, k, at)
+        method.decode(q, k, k, kv_start=start, kv_len=stop, **own)
     return step, Counter(map(named, (*OF_A_STEP[name], *ATTEND)))
 
 
@@ -582,15 +622,15 @@ FOLLOWS = pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers
 
 @kernel
 @FOLLOWS
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ALL)
 def test_one_graph_of_a_choice(name, monkeypatch):
     "`torch.compile` takes the choice as one graph, with a length on the device."
     q, k, _ = problem(1, 2, 2, 70, 64, FP32)
     monkeypatch.setattr(hash_attention, "hash_maps", lambda *_: networks(4, 2, 64))
-    monkeypatch.setattr(hash_attention, "has_kernels", lambda q: True)
-    method, stop = METHODS[name](0.3, 0), torch.tensor([60], device=DEVICE)
-    state = method.build(k)
-    select = lambda q, k: method.select(q, k, state=state, kv_len=stop)
+    monkeypatch.setattr(selection, "has_kernels", lambda q: True)
+    method, stop = ALL[name](0.3, 0), torch.tensor([60], device=DEVICE)
+    own = dict(state=method.build(k)) if name in METHODS else {}
+    select = lambda q, k: method.select(q, k, **own, kv_len=stop)
     want = select(q, k)
     got = torch.compile(select, fullgraph=True, backend="aot_eager")(q, k)
     assert torch.equal(got.index, want.index) and torch.equal(got.weight, want.weight)
@@ -649,22 +689,24 @@ def test_refused(call, error, message):
 
 
 def served(name, N=2000, **more):
-    "A method, its index of bfloat16 keys, queries and values."
+    "A method, its index of bfloat16 keys if it has one, queries and values."
     q, k, _ = problem(1, 2, 4, N, 128, BF16)
-    method = METHODS[name](0.1, 0)
-    return method, chosen_state(method, q, k, **more), q, k, torch.randn_like(k)
+    method = ALL[name](0.1, 0)
+    state = chosen_state(method, q, k, **more) if name in METHODS else None
+    return method, state, q, k, torch.randn_like(k)
 
 
 if GPU:
     @pytest.mark.gpu
     @FOLLOWS
-    @pytest.mark.parametrize("name", METHODS)
+    @pytest.mark.parametrize("name", ALL)
     def test_one_graph(name, monkeypatch):
         "torch.compile takes the whole step as one graph; nothing waits for the GPU; a captured step follows a length."
         monkeypatch.setattr(hash_attention, "hash_maps", lambda *_: networks(8, 2, 128))
         method, state, q, k, v = served(name)
         stop = torch.tensor([1500], device=DEVICE)
-        step = lambda: method.decode(q, k, v, state=state, kv_len=stop)
+        own = {} if state is None else dict(state=state)
+        step = lambda: method.decode(q, k, v, **own, kv_len=stop)
         want = step()
         torch.cuda.set_sync_debug_mode("error")
         try: step()
@@ -694,11 +736,11 @@ if GPU:
         assert ran == want
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("name", METHODS)
+    @pytest.mark.parametrize("name", ALL)
     @pytest.mark.parametrize("N", [131072, 524288, 1100003])
     def test_long(name, N):
         q, k, _ = problem(1, 2, 4, N, 128, BF16)
-        check_method(METHODS[name](0.1, 0), q, k)
+        check_method(ALL[name](0.1, 0), q, k)
 
 
 if not INTERPRETED:
@@ -724,7 +766,7 @@ if not INTERPRETED:
     @pytest.mark.parametrize("capability, kind, U", [(80, "fp16", 1), (90, "bf16", 16), (90, "fp32", 1)])
     def test_registers_and_spills(capability, kind, U):
         pytest.importorskip("triton")
-        from sparse_nb.kernels.choose import Tiles, page_tile
+        from sparse_nb.kernels.choose import Tiles, key_tile, page_tile
         tiles = Tiles()
         (few, warps), (_, each), found = tiles.select, tiles.sift, {}
         of_q = dict(BN=tiles.score[0], warps=tiles.score[1])
@@ -737,6 +779,8 @@ if not INTERPRETED:
         for D in (64, 128, 256):
             BN, few_warps = page_tile(tiles, D), tiles.page[1]
             found[f"box {D}"] = usage("box", capability, kind, U=16, D=D, BD=D, BN=BN, warps=few_warps)
+            BN, each = key_tile(tiles, D, 4 if kind == "fp32" else 2), tiles.score[1]
+            found[f"key {D}"] = usage("key", capability, kind, D=D, BD=D, BR=16, BN=BN, warps=each)
         found["channel"] = usage("channel", capability, kind, **of_q)
         found["equal"] = usage("equal", capability, kind, **of_q)
         found["distance"] = usage("distance", capability, kind, WORDS=4, **of_q)

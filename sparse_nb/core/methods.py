@@ -26,8 +26,8 @@ from .checks import (
     check_bounds, check_budget, check_count, check_inputs, check_mass, check_scores, check_seed, on_cpu_eagerly)
 from .exact import promote, to_device_of, visible_range
 from .selection import (
-    Selection, first_slots, full_attention, select_sinks_window, select_topk, select_topp, select_uniform,
-    weighted_attention, window_attention)
+    Selection, first_slots, full_attention, listed_by_kernels, select_sinks_window, select_topk, select_topp,
+    select_uniform, weighted_attention, window_attention)
 from .streams import fold_in, head_seeds, new_seed
 
 # %% ../../nbs/07_methods.ipynb #d6862fa6
@@ -413,8 +413,12 @@ class TopK(PrefillByDecode, Method):
     def __post_init__(self): check_budget(self.budget)
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
-        "`select_topk` with these settings."
-        return select_topk(q, k, budget=self.budget, causal=causal, kv_start=kv_start, kv_len=kv_len)
+        "`select_topk` with these settings; for one query, and keys on its GPU, by kernels, in the order of the keys."
+        masks = dict(kv_start=kv_start, kv_len=kv_len)
+        check_inputs(q, k, causal=causal, scale=scale, seed=seed, **masks)
+        same = k.device == q.device
+        found = listed_by_kernels("keys", q, k, self.budget, k.shape[2], **masks) if same else None
+        return select_topk(q, k, budget=self.budget, causal=causal, **masks) if found is None else found
 
 # %% ../../nbs/07_methods.ipynb #25ab8dbb
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COPIED_AT_ONCE', 'HAS_TRITON', 'Selection', 'take_rows', 'exponential_terms', 'weighted_state', 'has_kernels',
-           'weighted_attention', 'full_attention', 'budget_counts', 'make_selection', 'FirstSlots', 'first_slots',
-           'select_sinks_window', 'window_attention', 'select_topk', 'select_topp', 'select_uniform']
+           'listed_by_kernels', 'weighted_attention', 'full_attention', 'budget_counts', 'make_selection', 'FirstSlots',
+           'first_slots', 'select_sinks_window', 'window_attention', 'select_topk', 'select_topp', 'select_uniform']
 
 # %% ../../nbs/06_selection.ipynb #da41eb24
 import importlib.util
@@ -183,6 +183,19 @@ def has_kernels(
     if not (HAS_TRITON and q.is_cuda): return False
     from sparse_nb.kernels.common import refusal
     return refusal(q) is None
+
+def listed_by_kernels(
+    kind: str,           # what the keys are found by, as in `sparse_nb.kernels.choose.choose`
+    q: torch.Tensor,     # queries [B, H, Q, D]
+    rows: torch.Tensor,  # the index, or the keys themselves
+    budget: int | float, # keys to read: a count, or a share of the visible keys
+    keys: int,           # N
+    **given,             # what that function takes
+) -> Selection | None:
+    "The keys that kernels choose; None where they cannot serve these queries or so many keys."
+    if not has_kernels(q): return None
+    from sparse_nb.kernels.choose import MOST, choose
+    return None if keys > MOST else Selection(*choose(kind, q, rows, budget, keys, **given))
 
 def _by_kernels(backend, q, *given):
     "Should kernels do it? Raise for a backend of another name, and where a gradient is wanted of the kernels."
