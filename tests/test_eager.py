@@ -6,8 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("triton")
 from transformers import DynamicCache
+from triton.runtime.jit import JITFunction
 
 import sparse_nb.core.selection
+import sparse_nb.kernels.choose
 import sparse_nb.kernels.exact
 import sparse_nb.kernels.gather
 import sparse_nb.kernels.santa
@@ -15,9 +17,10 @@ import sparse_nb.santa
 from sparse_nb.attention import Exact, Streaming, TopK
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
+from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
-from test_hf import IDS, SMALL
+from test_hf import IDS, SMALL, build
 
 class Operations(TorchDispatchMode):
     "Counts what torch is asked to do."
@@ -65,19 +68,33 @@ def launched(monkeypatch):
         names.append(name)
         out = dict(merge=3, gather=None, read=None, scores=None, draws=10)[name]
         if out is not None: args[out].numpy().fill(0)
+    def run(kernel, *args, grid, **options):
+        names.append(kernel.__name__)
+        if kernel.__name__ == "_list_kernel":  # numbers, weights and how many
+            for x, value in zip(args[3:6], (0, 1, args[4].shape[3])): x.numpy().fill(value)
+    monkeypatch.setattr(JITFunction, "run", run)
     for module in (sparse_nb.core.selection, sparse_nb.santa):
         monkeypatch.setattr(module, "has_kernels", lambda q: q.shape[2] == 1)
     for module in (sparse_nb.kernels.exact, sparse_nb.kernels.gather, sparse_nb.kernels.santa):
         monkeypatch.setattr(module, "relaunch", launch)
         monkeypatch.setattr(module, "refusal", lambda q: None)
+    monkeypatch.setattr(sparse_nb.kernels.choose, "refusal", lambda q: None)
     return names
 
-@pytest.mark.parametrize("method, most", [(Streaming(sinks=2, window=0.2), 8), (TopK(budget=0.2), 33),
-                                          (Santa(samples=4), 9)], ids=lambda x: type(x).__name__)
-def test_what_a_layer_adds_beside_its_kernels(launched, method, most):
-    "The way of a GPU: two launches, and at most so many operations more, workspaces and views included."
+@pytest.mark.parametrize("method, own, most", [(Streaming(sinks=2, window=0.2), 2, 8), (TopK(budget=0.2), 7, 33),
+                                               (Santa(samples=4), 2, 9)], ids=lambda x: type(x).__name__)
+def test_what_a_layer_adds_beside_its_kernels(launched, method, own, most):
+    "The way of a GPU: its launches, and at most so many operations more, workspaces and views included."
     operations, launches = a_layer(dict(decode=method), launched)
-    assert launches == 2 and operations - a_layer(None, launched)[0] <= most
+    assert launches == own and operations - a_layer(None, launched)[0] <= most
+
+@pytest.mark.parametrize("method, each", [(TopK(), 0), (Santa(samples=4), 0), (Quest(), 0), (Saap(), 1),
+                                          (Saap(before_rope=False), 0)], ids=lambda x: repr(x)[:20])
+def test_layers_behind_the_first_are_called_as_without_a_session(method, each):
+    "What a hook of a module costs is more than most of them do; an index of keys before RoPE is told in each layer."
+    model = build("llama")
+    with sparsify(model, decode=method):
+        assert [len(x.self_attn._forward_pre_hooks) for x in model.model.layers] == [1 + 1, each]
 
 def test_a_step_checks_once_what_is_not_looked_at(monkeypatch):
     from sparse_nb.core import checks

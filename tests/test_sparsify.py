@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from sparse_nb import hf
 from sparse_nb.attention import Exact, State, Streaming, TopK, TopP, Uniform, assert_close, attention, fold_in
 from sparse_nb.compose import Then
 from sparse_nb.delta import Delta
@@ -56,6 +57,25 @@ def test_generate_is_the_method_step_by_step(llama, method):
     assert torch.equal(got, step_by_step(llama, method, IDS, 6))
     with sparsify(llama, decode=method, audit=True) as session: assert torch.equal(ids_of(llama), got)
     assert session.stats().error.min() > 1e-4  # it is not exact attention that wrote this
+
+@pytest.mark.parametrize("rows", [1, 3, 5000])
+def test_streams_made_for_some_steps_at_once_are_those_of_each(llama, monkeypatch, rows):
+    "Steps one after another, back, far ahead, of sequences that part, of others in between; few at once of many."
+    layer, made, own = llama.model.layers[0].self_attn, [], hf.Streams(3)
+    monkeypatch.setattr(hf, "fold_in", lambda *given: made.append(given) or fold_in(*given))
+    def check(*places):
+        place = torch.tensor(places).expand(rows)
+        got, streams = own.at(layer, rows, 4, place), own.heads(layer, rows, 4, place.device)
+        assert torch.equal(got, fold_in(streams, place[:, None]))
+    for n in range(40, 40 + 2 * hf.AHEAD): check(n)
+    assert len(made) == (2 * hf.AHEAD if rows == 5000 else 2) + 2  # and a stream for each sequence, and for each head
+    for n in (41, 40, 39, 55, 56, 900, 0): check(n)
+    if rows == 3:
+        for places in ((7, 9, 8), (8, 10, 9), (9, 10, 9), (10, 11, 10), (0, 0, 5)): check(*places)
+    for n in (901, 902):
+        assert torch.equal(own.at(layer, 2, 4, torch.tensor([n, 3])),
+                           fold_in(own.heads(layer, 2, 4, torch.device("cpu")), torch.tensor([[n], [3]])))
+        check(n)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exact_and_whole_methods_leave_every_family_as_it_is(family):

@@ -232,13 +232,14 @@ class RoomyLayer(DynamicLayer):
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized: self.lazy_initialization(key_states, value_states)
-        n = self.get_seq_length()
-        whole = n + key_states.shape[2]
-        if whole > self.most():
+        n, new = self.get_seq_length(), key_states.shape[2]
+        if n + new > self.most():
             self.rooms = tuple(_with_spare(x, y, n) for x, y in ((self.keys, key_states), (self.values, value_states)))
-        for room, new in zip(self.rooms, (key_states, value_states)): room[:, :, n:whole] = new
-        self.keys, self.values = (x[:, :, :whole] for x in self.rooms)
-        self.mine = self.keys
+        keys, values = self.rooms
+        keys.narrow(2, n, new).copy_(key_states)
+        values.narrow(2, n, new).copy_(value_states)
+        self.keys = self.mine = keys.narrow(2, 0, n + new)
+        self.values = values.narrow(2, 0, n + new)
         return self.keys, self.values
 
     def roomy(self) -> bool:
