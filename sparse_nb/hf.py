@@ -985,6 +985,7 @@ def adopt_cache(dispatch, module, method, keeps, away, decodes, kwargs):
     thread.forward.kept[i] = kept
     if isinstance(kept.layer, RoomyLayer): thread.adopted.add(kept.layer)
 
+# %% ../nbs/70_hf.ipynb #0e572976
 def hooks_of(
     model,              # a transformers decoder, or a wrapper of one
     plan: Plan,

@@ -59,7 +59,8 @@ def share_in_units(
     x: int | float, # a count of keys, or a share of them
 ) -> tuple:         # (count, 0), or (0, share in units of 2^-38)
     "A setting in keys as a kernel takes it."
-    return (x, 0) if isinstance(x, int) else (0, math.floor(x * (1 - 1e-12) * 2**38))
+    if isinstance(x, int) or not x: return int(x), 0
+    return 0, max(1, math.floor(x * (1 - 1e-12) * 2**38))  # the smallest share means one key, too
 
 @triton.jit
 def in_keys(count, share, n):
