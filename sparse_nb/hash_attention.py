@@ -116,7 +116,7 @@ def put_by_kernels(
 # %% ../nbs/61_hash_attention.ipynb #730f4496
 class LearnedBits(State):
     "Signatures of keys: `rows` [B, G, N, 1], int32, 32 bits packed."
-    __slots__ = ("held",)  # the networks, as `hash_maps` gave them
+    __slots__ = "held", "first_group" # networks, as `hash_maps` gave them; of heads that are shared out the first group
 
     def __init__(
         self,
@@ -124,16 +124,21 @@ class LearnedBits(State):
         layer: int, # whose networks
     ):
         super().__init__()
-        self.maps, self.layer, self.held = maps, layer, None
+        self.maps, self.layer, self.held, self.first_group = maps, layer, None, None
 
     def networks(
         self,
         device: torch.device, # where they are wanted
-    ) -> dict:
+        side: str,            # "k" for keys, "q" for queries
+        heads: int,           # of them that are here: all, but where several processes share a model
+    ) -> tuple:               # [heads, D, M], [heads, M], [heads, M, 32], [heads, 32]
         "Those of this layer, looked up once. Raises as `hash_maps`."
         if self.held is None or self.held["k_w1"].device != device:
             self.held = hash_maps(self.maps, self.layer, device)
-        return self.held
+        found = tuple(self.held[part] for part in PARTS if part[0] == side)
+        if self.first_group is None: return found
+        first = self.first_group * len(found[0]) // len(self.held["k_w1"])
+        return tuple(x[first:first + heads] for x in found)
 
     def hash(
         self,
@@ -141,8 +146,7 @@ class LearnedBits(State):
         side: str,        # "k" for keys, "q" for queries
     ) -> torch.Tensor:    # [B, heads, n], int32
         "Signatures by the networks of this layer. Raises as `hash_maps` and `signatures`."
-        networks = self.networks(x.device)
-        try: return signatures(x, *(networks[part] for part in PARTS if part[0] == side))
+        try: return signatures(x, *self.networks(x.device, side, x.shape[1]))
         except ValueError as error:
             raise ValueError(f"maps must hold networks that fit {side}, got {self.maps!r}: {error}") from None
 
@@ -152,8 +156,7 @@ class LearnedBits(State):
 
     def put(self, k, v, at):
         "As `State.put`, by one launch where kernels can."
-        networks = self.networks(k.device)
-        of_k = tuple(networks[part] for part in PARTS if part[0] == "k")
+        of_k = self.networks(k.device, "k", k.shape[1])
         fits = of_k[0].shape[:2] == k.shape[1::2]
         if not (fits and put_by_kernels("signs", k, self.rows, at, given=of_k)): super().put(k, v, at)
 
@@ -189,11 +192,6 @@ class HashAttention(Predictor):
         if self.layer is None: raise ValueError("layer must be a number outside of a model, got None")
         return LearnedBits(self.maps, self.layer)
 
-    def query_networks(self, device):
-        "The networks of the queries, for kernels: `q_w1` [H, D, M], `q_b1` [H, M], `q_w2` [H, M, 32], `q_b2` [H, 32]."
-        networks = hash_maps(self.maps, self.layer, device)
-        return tuple(networks[part] for part in PARTS if part[0] == "q")
-
     def priorities(self, q, state, *, scale=None):
         "How many of the 32 bits of query and key are equal."
         x = grouped(_halves(state.hash(q, "q")), state.rows.shape[1])
@@ -202,8 +200,7 @@ class HashAttention(Predictor):
 
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
         "As `Predictor.best_keys`."
-        networks = state.networks(q.device)
-        of_q = tuple(networks[part] for part in PARTS if part[0] == "q")
+        of_q = state.networks(q.device, "q", q.shape[1])
         if of_q[0].shape[:2] != q.shape[1::2]: return None
         return listed_by_kernels("signs", q, state.rows, self.budget, len(state), given=of_q, kv_start=kv_start,
                                  kv_len=kv_len)

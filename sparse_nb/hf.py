@@ -332,8 +332,9 @@ class Call:
         return getattr(self.module, "layer_idx", None)
 
     def first_group(self):
-        "Number of its first head of keys, where several processes share them. Raises as `first_head`."
+        "Number of its first head of keys, where several processes share them; else None. Raises as `first_head`."
         heads = self.query.shape[1]
+        if heads == self.module.config.num_attention_heads: return None
         return first_head(self.module, heads) * self.key.shape[1] // heads
 
     def near(self):

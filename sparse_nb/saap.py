@@ -436,7 +436,7 @@ class Clusters(OfKeys):
         super().__init__(before_rope, asks)
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
         self.offline, self.source, self.fit = centroids is not None, source, centroids
-        self.waits, self.held, self.kept, self.first_group = None, None, None, 0
+        self.waits, self.held, self.kept, self.first_group = None, None, None, None
 
     def extend(self, k, v, k_before=None, q_before=None, shown=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there or do not fit, and centroids likewise."
@@ -469,7 +469,7 @@ class Clusters(OfKeys):
         i = torch.arange(begin, len(self), device=end.device)
         shown = (i >= first[:, None]) & (i < end[:, None])
         if self.waits is not None and (new := self.waits & (last > first)).any():
-            how = dict(kmeans=self.kmeans, iterations=self.iterations, seed=self.seed, first=self.first_group)
+            how = dict(kmeans=self.kmeans, iterations=self.iterations, seed=self.seed, first=self.first_group or 0)
             before = shown[new] & (i < end[new, None] - 1)  # the query's own key
             fit = fit_partition(self.held[new], self.clusters, shown=before, **how)
             self.fit, waits = self.fit.index_put((new,), fit.to(self.fit.dtype)), self.waits & ~new

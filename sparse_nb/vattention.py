@@ -414,8 +414,8 @@ def _given_to_kernels(q, k, v, s, state, first, end, scale):
     """What the kernels get beside settings: codes and networks, or the keys that PyTorch keeps; a ceiling of scores;
     lengths of values; and the shares of eps and delta to try.
     """
-    if hasattr(s.predictor, "query_networks"):
-        scores, given = None, dict(codes=state.rows, maps=s.predictor.query_networks(q.device))
+    if hasattr(state, "networks"):
+        scores, given = None, dict(codes=state.rows, maps=state.networks(q.device, "q", q.shape[1]))
     else:
         kept, seen, scores = (None if x is None else x[:, :, 0] for x in _kept_mask(q, k, s, state, first, end, scale))
         n = k.shape[2]

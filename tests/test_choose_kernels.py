@@ -395,7 +395,7 @@ def same_rows(got, want):
 
 def check_signatures(got, want, k, at):
     "Bits differ only where the output of the network is a rounding error; other rows are as they were."
-    w1, b1, w2, b2 = (got.networks(k.device)[f"k_{x}"].double() for x in ("w1", "b1", "w2", "b2"))
+    w1, b1, w2, b2 = (x.double() for x in got.networks(k.device, "k", k.shape[1]))
     hidden = torch.relu(k[:, :, at].double() @ w1 + b1[:, None])
     out, size = hidden @ w2 + b2[:, None], hidden.abs() @ w2.abs() + b2.abs()[:, None]
     bit = got.rows[:, :, at] >> torch.arange(32, device=k.device) & 1

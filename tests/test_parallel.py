@@ -19,6 +19,7 @@ from sparse_nb.hf import sparsify
 from sparse_nb.records import generate
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
+from sparse_nb.vattention import VAttention
 
 SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2,
@@ -28,7 +29,10 @@ RANDOM = {"llama": "Llama", "gpt-neox, fused": "GPTNeoX", "phi3, all heads every
 HEADS = {"llama": (2, 1), "gpt-neox, fused": (4, 2), "phi3, all heads everywhere": (2, 2), "pocket": (2, 1)}
 METHODS = {"own": None, "topk": TopK(budget=0.25), "uniform": Uniform(samples=0.5), "santa": Santa(samples=64),
            # keys of a token that comes twice are equal before RoPE, and its clusters a matter of rounding
-           "saap": Saap(0.25, clusters=6, window=8, before_rope=False)}
+           "saap": Saap(0.25, clusters=6, window=8, before_rope=False),
+           "hash": HashAttention(0.25, maps="random"),
+           "vattention": VAttention(eps=0.9, delta=0.5, sinks=1, window=1, topk=0.05, base=4, plugin="plain",
+                                    predictor=HashAttention(0.1, maps="random"))}
 STEPS = 8
 BENCH = dict(lengths=((70, 1),), static=True, tokens=3, shape=generate.TINY | dict(initializer_range=0.2),
              methods={"santa": Santa(samples=16), "broken": HashAttention(0.25, maps="nowhere"), "uneven": Uniform(16),
@@ -57,8 +61,10 @@ def write(folder, name, device):
     else: ids = torch.randint(3, 64, (1, 60), generator=torch.Generator().manual_seed(1))
     ids = ids.to(model.device)
     assert model.device.type == device
+    maps = "pocket" if name == "pocket" else str(folder / f"{name}.safetensors")  # of all heads
     for method in METHODS:
-        with sparsify(model, decode=METHODS[method], seed=0):
+        decode = METHODS[method] and generate.with_networks(METHODS[method], maps)
+        with sparsify(model, decode=decode, seed=0):
             out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False,
                                  return_dict_in_generate=True, output_logits=True)
         found[method] = dict(ids=out.sequences.cpu(), logits=torch.cat(out.logits).cpu(),
@@ -90,6 +96,7 @@ def ranks(tmp_path_factory, request):
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(getattr(transformers,
             kind + "Config")(**SMALL)).save_pretrained(folder / name)
+        generate.random_networks(SMALL | dict(num_key_value_heads=HEADS[name][0]), folder / f"{name}.safetensors")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__,
                str(folder), device]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""}

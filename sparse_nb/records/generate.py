@@ -81,11 +81,6 @@ class Ranks(NamedTuple):
     rank: int = 0  # number of this one
     count: int = 1
 
-    def part(self, heads):
-        "Which of so many heads are this process's."
-        each = heads // self.count
-        return slice(each * self.rank, each * (self.rank + 1))
-
     def any(self, x):
         "Is it so in any of them? All have to ask."
         if self.count == 1: return bool(x)
@@ -284,7 +279,7 @@ def _told_queries(state, filled, i, q):
 # %% ../../kernels/records/generate.ipynb #c1f0a0a6
 def _attentions(model, filled, way, layers):
     "A call for the next token in `layers` layers from all over the model, how many, how many are exact instead"
-    from sparse_nb.hf import Streams, attention_layers, by_layer
+    from sparse_nb.hf import Call, Streams, attention_layers, by_layer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     modules, (B, _, room, _) = attention_layers(model), filled.keys[0].shape
     methods = by_layer("decode", (way.session or {}).get("decode"), modules, "decode")
@@ -298,6 +293,7 @@ def _attentions(model, filled, way, layers):
     states = {i: m.new_state() for i in chosen if (m := methods[i]) is not None}
     masks = dict.fromkeys(chosen, {})
     for i, state in states.items():
+        if hasattr(state, "first_group"): state.first_group = Call(modules[i], q[i], k[i], v[i], None, {}).first_group()
         if needs_queries(methods[i]):
             k[i], v[i], masks[i] = filled.keys[i], filled.values[i], _told_queries(state, filled, i, q[i])
         elif state is not None: state.append(k[i], v[i])
@@ -356,16 +352,15 @@ def random_model(
     return type(model).from_pretrained(None, **given, distributed_config=DistributedConfig(tp_plan="auto")).eval()
 
 def random_networks(
-    shape: Mapping,         # arguments of `LlamaConfig`
-    path: Path,             # of the file
-    ranks: Ranks = Ranks(), # that share the model: each writes those of its heads
-) -> str:                   # what `HashAttention(maps=...)` takes
+    shape: Mapping, # arguments of `LlamaConfig`
+    path: Path,     # of the file
+) -> str:           # what `HashAttention(maps=...)` takes
     "Write networks of HashAttention for a model of this shape: the time does not depend on what they have learnt."
     from safetensors.torch import save_file
     H, G = shape["num_attention_heads"], shape["num_key_value_heads"]
     D, M, draw = shape["hidden_size"] // H, 64, torch.Generator().manual_seed(0)
     sizes = dict(w1=(D, M), b1=(M,), w2=(M, BITS), b2=(BITS,))
-    drawn = lambda heads, *size: torch.randn(heads, *size, generator=draw)[ranks.part(heads)] / 10
+    drawn = lambda *size: torch.randn(size, generator=draw) / 10
     save_file({f"{i}.{side}_{part}": drawn(heads, *size) for part, size in sizes.items()
                for side, heads in (("k", G), ("q", H)) for i in range(shape["num_hidden_layers"])}, str(path))
     return str(path)
@@ -548,7 +543,7 @@ def bench_generate(
     ranks, start, path = ranks_of(shape, device), time.perf_counter(), record_path("generate", out)
     if ranks.rank: say = lambda line: None
     old, model = [read_record(path)] if append and path.exists() else [], random_model(shape, device, ranks)
-    maps = random_networks(shape, Path(tempfile.mkdtemp()) / "networks.safetensors", ranks)
+    maps = random_networks(shape, Path(tempfile.mkdtemp()) / "networks.safetensors")
     ways = _taken(methods, maps, static, offload, rivals, device, ranks.count)
     about = dict(shape=dict(shape), dtype="bfloat16", tokens=tokens, seed=0, command=command, gpus=ranks.count,
                  weights_bytes=bytes_here(*model.parameters()), weights_read_bytes=weight_bytes(model), failed=[])
