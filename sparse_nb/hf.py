@@ -333,9 +333,8 @@ class Call:
 
     def first_group(self):
         "Number of its first head of keys, where several processes share them; else None. Raises as `first_head`."
-        heads = self.query.shape[1]
-        if heads == self.module.config.num_attention_heads: return None
-        return first_head(self.module, heads) * self.key.shape[1] // heads
+        heads, total = self.query.shape[1], self.module.config.num_attention_heads
+        return None if heads == total else first_head(self.module, heads) * self.key.shape[1] // heads
 
     def near(self):
         "The same with keys and values on the device of the queries."
