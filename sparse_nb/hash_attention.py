@@ -116,7 +116,7 @@ def put_by_kernels(
 # %% ../nbs/61_hash_attention.ipynb #730f4496
 class LearnedBits(State):
     "Signatures of keys: `rows` [B, G, N, 1], int32, 32 bits packed."
-    __slots__ = "held", "first_group" # networks, as `hash_maps` gave them; of heads that are shared out the first group
+    __slots__ = "held", "part" # networks, as `hash_maps` gave them; which part of the heads is here, and of how many
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class LearnedBits(State):
         layer: int, # whose networks
     ):
         super().__init__()
-        self.maps, self.layer, self.held, self.first_group = maps, layer, None, None
+        self.maps, self.layer, self.held, self.part = maps, layer, None, (0, 1)
 
     def networks(
         self,
@@ -132,13 +132,12 @@ class LearnedBits(State):
         side: str,            # "k" for keys, "q" for queries
         heads: int,           # of them that are here: all, but where several processes share a model
     ) -> tuple:               # [heads, D, M], [heads, M], [heads, M, 32], [heads, 32]
-        "Those of this layer, looked up once. Raises as `hash_maps`."
+        "Those of this layer, looked up once; all, if they are of another number of heads. Raises as `hash_maps`."
         if self.held is None or self.held["k_w1"].device != device:
             self.held = hash_maps(self.maps, self.layer, device)
         found = tuple(self.held[part] for part in PARTS if part[0] == side)
-        if self.first_group is None: return found
-        first = self.first_group * len(found[0]) // len(self.held["k_w1"])
-        return tuple(x[first:first + heads] for x in found)
+        number, parts = self.part
+        return tuple(x[number * heads:(number + 1) * heads] for x in found) if len(found[0]) == parts * heads else found
 
     def hash(
         self,

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['AHEAD', 'sparsify', 'Session', 'attention_layers', 'has_window', 'is_method', 'by_layer', 'keeps_state',
            'walks_layers', 'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call',
-           'ForwardPass', 'PerThread', 'decoded_queries', 'refuse_losses', 'first_head', 'Streams', 'Kept', 'Dispatch',
-           'Decoded', 'at_layer', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph', 'Turn',
-           'heard_of', 'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'of_ours', 'played_layers',
-           'can_play', 'on_a_gpu', 'Bounds', 'bounds_of', 'LayerPart', 'playable', 'played_step', 'note_request',
-           'begin_pass', 'check_reached', 'turn_back', 'Keeper', 'adopt_caches', 'adopt_cache', 'hooks_of', 'reads_of',
-           'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily',
-           'answer', 'Captured', 'attention_override', 'capture']
+           'ForwardPass', 'PerThread', 'decoded_queries', 'refuse_losses', 'part_here', 'first_head', 'Streams', 'Kept',
+           'Dispatch', 'Decoded', 'at_layer', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph',
+           'Turn', 'heard_of', 'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'of_ours',
+           'played_layers', 'can_play', 'on_a_gpu', 'Bounds', 'bounds_of', 'LayerPart', 'playable', 'played_step',
+           'note_request', 'begin_pass', 'check_reached', 'turn_back', 'Keeper', 'adopt_caches', 'adopt_cache',
+           'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
+           'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -331,11 +331,6 @@ class Call:
         "Number of the layer."
         return getattr(self.module, "layer_idx", None)
 
-    def first_group(self):
-        "Number of its first head of keys, where several processes share them; else None. Raises as `first_head`."
-        heads, total = self.query.shape[1], self.module.config.num_attention_heads
-        return None if heads == total else first_head(self.module, heads) * self.key.shape[1] // heads
-
     def near(self):
         "The same with keys and values on the device of the queries."
         if self.key.device == self.value.device == self.query.device: return self
@@ -408,19 +403,23 @@ def refuse_losses(
                          f"{kind_of(call.module)}, which uses {', '.join(lost)}")
 
 # %% ../nbs/70_hf.ipynb #4fbbc704
-def first_head(
+def part_here(
     module,     # an attention layer
     heads: int, # query heads in this process
-) -> int:
-    "Number of the first of these heads, where several processes share them. ValueError where the layer does not tell."
+) -> tuple:     # its number, and how many there are
+    "Which part of the heads is here, where several processes share them. ValueError where the layer does not tell."
     shared = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
-    if not shared or heads == (total := module.config.num_attention_heads): return 0
+    if not shared or heads == (total := module.config.num_attention_heads): return 0, 1
     for mesh in shared:
         mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
-        if mesh.ndim == 1 and heads * mesh.size() == total: return mesh.get_local_rank() * heads
+        if mesh.ndim == 1 and heads * mesh.size() == total: return mesh.get_local_rank(), mesh.size()
     raise ValueError(f"model must tell which heads are here, got {heads} of {total} in layer {module.layer_idx}")
 
 AHEAD = 16 # steps whose streams are made at once
+
+def first_head(module, heads):
+    "Number of the first of these heads. Arguments and errors as of `part_here`."
+    return part_here(module, heads)[0] * heads
 
 class Streams:
     "A stream of random numbers for each layer, sequence and head. Raises TypeError or ValueError for what is no seed."
@@ -477,7 +476,8 @@ class Kept:
         if self.state is None: return
         new, length, heard = call.query.shape[2], int(self.layer.get_seq_length()), {}
         keys, values = call.key[:, :, :length], call.value[:, :, :length]
-        if hasattr(self.state, "first_group") and not len(self.state): self.state.first_group = call.first_group()
+        if hasattr(self.state, "part") and not len(self.state):
+            self.state.part = part_here(call.module, call.query.shape[1])
         for what in self.state.hears:
             if what == "shown":
                 show = lambda: shown_places(call.mask, call.query, length)

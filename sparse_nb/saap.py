@@ -420,7 +420,7 @@ class OfKeys(State):
 # %% ../nbs/40_saap.ipynb #f3f43e79
 class Clusters(OfKeys):
     "The cluster of each key: `rows` [B, G, N, 1], int16, -1 for keys that wait; `fit`: the centroids [B, G, C, D]."
-    __slots__ = "fit", "waits", "held", "kept", "first_group"  # held [B, G, n, D]: waiting keys; kept: `Kept`
+    __slots__ = "fit", "waits", "held", "kept", "part" # held [B, G, n, D]: waiting keys; kept: `Kept`; part: of heads
 
     def __init__(
         self,
@@ -436,7 +436,7 @@ class Clusters(OfKeys):
         super().__init__(before_rope, asks)
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
         self.offline, self.source, self.fit = centroids is not None, source, centroids
-        self.waits, self.held, self.kept, self.first_group = None, None, None, None
+        self.waits, self.held, self.kept, self.part = None, None, None, (0, 1)
 
     def extend(self, k, v, k_before=None, q_before=None, shown=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there or do not fit, and centroids likewise."
@@ -469,9 +469,9 @@ class Clusters(OfKeys):
         i = torch.arange(begin, len(self), device=end.device)
         shown = (i >= first[:, None]) & (i < end[:, None])
         if self.waits is not None and (new := self.waits & (last > first)).any():
-            how = dict(kmeans=self.kmeans, iterations=self.iterations, seed=self.seed, first=self.first_group or 0)
+            x, how = self.held[new], dict(kmeans=self.kmeans, iterations=self.iterations, seed=self.seed)
             before = shown[new] & (i < end[new, None] - 1)  # the query's own key
-            fit = fit_partition(self.held[new], self.clusters, shown=before, **how)
+            fit = fit_partition(x, self.clusters, shown=before, first=self.part[0] * x.shape[1], **how)
             self.fit, waits = self.fit.index_put((new,), fit.to(self.fit.dtype)), self.waits & ~new
             self.waits = waits if waits.any() else None
         check_keys(self.held, shown)

@@ -69,6 +69,8 @@ def write(folder, name, device):
                                  return_dict_in_generate=True, output_logits=True)
         found[method] = dict(ids=out.sequences.cpu(), logits=torch.cat(out.logits).cpu(),
                              heads=out.past_key_values.layers[0].keys.shape[1])
+    with sparsify(model, decode=HashAttention(0.25, maps=str(folder / "twice.safetensors")), seed=0):
+        with pytest.raises(ValueError, match="maps must hold networks that fit"): model.generate(ids, max_new_tokens=2)
     return found
 
 def bench(folder, device):
@@ -97,6 +99,8 @@ def ranks(tmp_path_factory, request):
         transformers.AutoModelForCausalLM.from_config(getattr(transformers,
             kind + "Config")(**SMALL)).save_pretrained(folder / name)
         generate.random_networks(SMALL | dict(num_key_value_heads=HEADS[name][0]), folder / f"{name}.safetensors")
+    twice = SMALL | dict(num_attention_heads=8, num_key_value_heads=4, hidden_size=128)  # for another model
+    generate.random_networks(twice | dict(num_hidden_layers=6), folder / "twice.safetensors")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__,
                str(folder), device]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""}

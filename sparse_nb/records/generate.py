@@ -279,7 +279,7 @@ def _told_queries(state, filled, i, q):
 # %% ../../kernels/records/generate.ipynb #c1f0a0a6
 def _attentions(model, filled, way, layers):
     "A call for the next token in `layers` layers from all over the model, how many, how many are exact instead"
-    from sparse_nb.hf import Call, Streams, attention_layers, by_layer
+    from sparse_nb.hf import Streams, attention_layers, by_layer, part_here
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     modules, (B, _, room, _) = attention_layers(model), filled.keys[0].shape
     methods = by_layer("decode", (way.session or {}).get("decode"), modules, "decode")
@@ -293,7 +293,7 @@ def _attentions(model, filled, way, layers):
     states = {i: m.new_state() for i in chosen if (m := methods[i]) is not None}
     masks = dict.fromkeys(chosen, {})
     for i, state in states.items():
-        if hasattr(state, "first_group"): state.first_group = Call(modules[i], q[i], k[i], v[i], None, {}).first_group()
+        if hasattr(state, "part"): state.part = part_here(modules[i], q[i].shape[1])
         if needs_queries(methods[i]):
             k[i], v[i], masks[i] = filled.keys[i], filled.values[i], _told_queries(state, filled, i, q[i])
         elif state is not None: state.append(k[i], v[i])
