@@ -854,9 +854,12 @@ def test_readme_says_what_the_record_of_whole_models_says():
     assert list(said.groups()) == [f"{eight[x]['ratio']:.2f}" for x in batched]
     assert {row["rival"] for row in eight.values()} == {generate.EXACT}
     assert {static[place]["rival"] for place in places} == {generate.EXACT}
-    of_cublas = {place for place in places if not static[place]["tuned"]}
-    assert of_cublas == {("oracle top-k, 10 %", at)}
-    for place in of_cublas: assert "2026-11-23" in static[place]["date"]
+    anew = {place for place in (*places, *((generate.EXACT, n) for n in lengths)) if static[place].get("compiler")}
+    assert anew == {(generate.EXACT, at), ("Sketch&Walk, 10 %", at)}
+    before = [row["ratio"] * row["median_us"] for place, row in static.items() if place in places and place[1] == at
+              and place not in anew]
+    said = re.search(r"still against the ([\d.]+) to ([\d.]+) ms of before", text)
+    assert list(said.groups()) == [f"{x / 1000:.1f}" for x in (min(before), max(before))]
     dense = [static[generate.EXACT, n] for n in lengths]
     assert all(row["tuned"] and "2026-11-26" in row["date"] for row in dense)
     assert {x["filled"] for x in rows if x.get("replay") and x["n"] >= 524288} == {"drawn"}

@@ -193,7 +193,8 @@ PAIR = "the model alone", "a session that does nothing"
 EXACT, NO_KEYS, HOST = "exact kernel", "no keys", ", host"
 OFFLOADED = "the model alone, offloaded by transformers"
 DENSE_WAYS = PAIR[0], EXACT  # rivals of a loop
-TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True} # of Inductor
+TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True, # of Inductor
+         "realize_opcount_threshold": 4} # what the rows of a product share is reckoned once, not for each of them
 
 class Way(NamedTuple):
     "How tokens are written."
@@ -404,7 +405,7 @@ def add_rivals(
     The rival of a way with its cache in host memory is the cache that transformers offloads; others have one whose step
     was compiled alike, on as many GPUs. A row that has a rival keeps it: it is one of its own record.
     """
-    alike = lambda row: (*_place(row)[1:], row.get("tuned", False))
+    alike = lambda row: (*_place(row)[1:], row.get("tuned", False), row.get("compiler"))
     for row in rows:
         if row.get("rival"): continue
         able = [x for x in rows if alike(x) == alike(row)
@@ -485,7 +486,7 @@ def _row(model, filled, name, way, runs, tokens, found, kernels, tuned):
         except Exception as error: notes["no_kernel"] = _why(error, 200)
     method = (way.session or {}).get("decode")
     return dict(way=name, n=filled.n, batch=len(wrote), static=way.cache == "static", tuned=tuned, filled=how,
-                replay=bool((way.session or {}).get("replay")),
+                compiler=dict(TUNED) if tuned else None, replay=bool((way.session or {}).get("replay")),
                 runs=runs, **quartiles(times)._asdict(), held_bytes=held - base if held else None, same_tokens=same,
                 ready_s=round(ready, 2), kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense,
                 asked="by the model", density=None if read is None else round(read, 4),
