@@ -613,6 +613,9 @@ def test_a_tuned_step_is_asked_of_generate_and_has_rivals_of_its_own(tmp_path, m
     found = {row["way"]: row for row in tiny(tmp_path, **tuned)["rows"] if row["tuned"] and row["n"] == 200}
     dense = min(found[name]["median_us"] for name in generate.DENSE_WAYS)
     assert found["window"]["ratio"] == pytest.approx(dense / found["window"]["median_us"], rel=1e-3)
+    monkeypatch.setattr(generate, "TUNED", generate.TUNED | dict(split_reductions=False))
+    other = next(row for row in tiny(tmp_path, rivals=False, **tuned)["rows"] if row["way"] == "window")
+    assert other["compiler"] == generate.TUNED and other["ratio"] is None  # nor do those of other options
 
 
 def test_what_stays_exact_counts_as_exact(tmp_path):
