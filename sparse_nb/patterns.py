@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['SIZES_OF_A_HEAD', 'AT_ONCE', 'BlockGrid', 'block_grid', 'rows_attention', 'BlockChooser', 'scaled', 'sums_read',
-           'pairs_read', 'mass_read', 'check_share', 'heaviest', 'fewest', 'last_weights', 'diagonal_sums',
-           'block_sums', 'any_between', 'covering_blocks', 'pooled_blocks', 'save_choices', 'choices_of',
-           'chosen_lines', 'VerticalSlash', 'search_choices', 'js_distance', 'pooled_scores', 'look_of_the_last',
-           'query_aware_blocks', 'FlexPrefill', 'strips', 'antidiagonal_weights', 'XAttention', 'chunk_scores', 'prune',
-           'HiP', 'marked', 'attention_of_blocks', 'drawn_numbers', 'up_to', 'OracleBlocks', 'RandomBlocks',
+           'pairs_read', 'mass_read', 'block_sums', 'check_share', 'heaviest', 'fewest', 'last_weights',
+           'diagonal_sums', 'attention_of_blocks', 'any_between', 'covering_blocks', 'pooled_blocks', 'save_choices',
+           'choices_of', 'chosen_lines', 'VerticalSlash', 'search_choices', 'js_distance', 'pooled_scores',
+           'look_of_the_last', 'query_aware_blocks', 'FlexPrefill', 'strips', 'antidiagonal_weights', 'XAttention',
+           'chunk_scores', 'prune', 'HiP', 'marked', 'drawn_numbers', 'up_to', 'OracleBlocks', 'RandomBlocks',
            'with_counts_of']
 
 # %% ../nbs/62_patterns.ipynb #7dabfe6d
@@ -22,10 +22,10 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .core.blocks import BlockPattern, block_attention, check_block, streaming_prefill
+from .core.blocks import BlockPattern, block_attention, check_block, check_fit
 from .core.checks import (
     check_bounds, check_choice, check_count, check_inputs, check_level, check_number, check_scores)
-from .core.exact import grouped, masked_scores, no_autocast, promote, visible_range
+from .core.exact import attention_scores, grouped, masked_scores, no_autocast, promote, visible_range
 from .core.methods import Method, PrefillByPattern, weights_id
 from .core.selection import take_rows
 from .core.streams import fold_in, head_seeds, new_seed, philox
@@ -134,12 +134,16 @@ def sums_read(
     scale: float | None = None,  # factor on the dot products; None is D ** -0.5
 ) -> torch.Tensor:               # [B, H, Q], float64
     "The log-sum-exp of each query's scores over what the method reads."
-    more = dict(scale=scale, return_lse=True)
-    if method is None: return streaming_prefill(q, k, k, sinks=0, window=k.shape[2], **more)[1].double()
+    if method is None:
+        found, end = [], k.shape[2] - q.shape[2]
+        for mine in q.split(64, 2):
+            end += mine.shape[2]
+            found.append(attention_scores(mine, k[:, :, :end], causal=True, scale=scale).logsumexp(-1))
+        return torch.cat(found, 2).double()
     if getattr(method, "rounding", "") == "none":
         return rows_attention(q, k, k, method.rows(q, k, scale=scale), scale=scale)[1].double()
     pattern = method if isinstance(method, BlockPattern) else method.pattern(q, k, seed=seed, scale=scale)
-    return block_attention(q, k, k, pattern, **more)[1].double()
+    return block_attention(q, k, k, pattern, scale=scale, return_lse=True)[1].double()
 
 def pairs_read(
     method,          # as in `sums_read`
@@ -148,12 +152,20 @@ def pairs_read(
     *,
     seed=None,       # for methods that draw
 ) -> torch.Tensor:   # [B, H], float64
-    "How many pairs of query and key the method reads."
+    "How many pairs of query and key the method reads. Raises as `check_fit`."
     if method is None: return torch.arange(k.shape[2], device=q.device)[-q.shape[2]:].add(1.0).sum().expand(q.shape[:2])
     if getattr(method, "rounding", "") == "none":
         return method.rows(q, k).expand(len(q), -1, -1, -1).sum((2, 3)).double().expand(q.shape[:2])
-    if hasattr(method, "pattern"): method = method.pattern(q, k, seed=seed)
-    return sums_read(method, 0 * q, k).exp().sum(2)
+    p = method if isinstance(method, BlockPattern) else method.pattern(q, k, seed=seed)
+    check_fit(p, q, k)
+    begin = torch.arange(p.key_blocks, device=q.device) * p.key_block
+    end = torch.minimum(begin + p.key_block, torch.arange(1, k.shape[2] + 1, device=q.device)[-q.shape[2]:, None])
+    seen = (end - begin).clamp(min=0)                          # keys of each block that a row sees [Q, Mk]
+    if p.gap is not None:
+        low, high = p.gap[..., None, :].unbind(-1)
+        seen = seen - (torch.minimum(high, end) - torch.maximum(low, begin)).clamp(min=0)
+    found = (p.mask() * block_sums(seen.mT, p.query_block).mT).sum((2, 3)).double()
+    return found.repeat_interleave(q.shape[1] // found.shape[1], 1).expand(len(q), -1)
 
 def mass_read(
     method,                      # any of this room, or a `BlockPattern`
@@ -165,6 +177,13 @@ def mass_read(
 ) -> torch.Tensor:               # [B, H, Q], float64
     "The share of each query's attention that falls on what the method reads."
     return (sums_read(method, q, k, seed=seed, scale=scale) - sums_read(None, q, k, scale=scale)).exp()
+
+def block_sums(
+    x: torch.Tensor, # [..., n]
+    size: int,       # of a block
+) -> torch.Tensor:   # [..., blocks]
+    "Sums over blocks; the last one may be shorter."
+    return F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1)
 
 # %% ../nbs/62_patterns.ipynb #560ff574
 def check_share(
@@ -212,14 +231,22 @@ def diagonal_sums(
     skewed = F.pad(weights.flip(2), (0, m)).flatten(2)[..., :m * (n + m - 1)].unflatten(2, (m, -1))
     return skewed.sum(2)[..., :n].flip(-1)
 
-# %% ../nbs/62_patterns.ipynb #e5209def
-def block_sums(
-    x: torch.Tensor, # [..., n]
-    size: int,       # of a block
-) -> torch.Tensor:   # [..., blocks]
-    "Sums over blocks; the last one may be shorter."
-    return F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1)
+def attention_of_blocks(
+    q: torch.Tensor,                      # scaled queries [B, H, Q, D]
+    k: torch.Tensor,                      # keys [B, G, N, D]
+    query_block: int,                     # queries of a block
+    key_block: int,                       # keys of a block
+    kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+) -> torch.Tensor:                        # [B, H, Mq, Mk]
+    "Attention weights, summed over the queries and the keys of each pair of blocks."
+    found, offset = [], k.shape[2] - q.shape[2]
+    for m, mine in enumerate(q.split(query_block, 2)):
+        end = offset + m * query_block + mine.shape[2]
+        weights = last_weights(mine, k[:, :, :end], mine.shape[2], kv_start).sum(2)
+        found.append(block_sums(F.pad(weights, (0, k.shape[2] - end)), key_block))
+    return torch.stack(found, 2)
 
+# %% ../nbs/62_patterns.ipynb #e5209def
 def any_between(
     chosen: torch.Tensor, # [..., n], bool
     low: torch.Tensor,    # [*S]
@@ -376,9 +403,13 @@ def search_choices(
     tried = [replace(method, choices=None, **dict(zip(SIZES_OF_A_HEAD, row))) for row in rows]
     found = {}
     for layer, q, k in layers:
-        every, visible = sums_read(None, q, k), pairs_read(None, q, k)
-        worth = [(sums_read(x, q, k) - every).exp().mean((0, 2)) for x in tried]
-        if price: worth = [y - price * (pairs_read(x, q, k) / visible).mean(0) for x, y in zip(tried, worth)]
+        if method.rounding == "none": read, worth = tried, [mass_read(x, q, k).mean((0, 2)) for x in tried]
+        else:
+            read = [x.pattern(q, k) for x in tried]
+            held = attention_of_blocks(scaled(q, None), promote(k), method.query_block, method.key_block)
+            worth = [(held * p.mask()).sum((2, 3)).mean(0) / q.shape[2] for p in read]
+        every = pairs_read(None, q, k)
+        if price: worth = [y - price * (pairs_read(x, q, k) / every).mean(0) for x, y in zip(read, worth)]
         found[layer] = [rows[i] for i in torch.stack(worth).argmax(0).tolist()]
     return found
 
@@ -660,21 +691,6 @@ def marked(
     return place.new_zeros(*place.shape[:3], size + 1, dtype=torch.bool).scatter(-1, place, True)[..., :-1]
 
 # %% ../nbs/62_patterns.ipynb #2bffa0ac
-def attention_of_blocks(
-    q: torch.Tensor,                      # scaled queries [B, H, Q, D]
-    k: torch.Tensor,                      # keys [B, G, N, D]
-    query_block: int,                     # queries of a block
-    key_block: int,                       # keys of a block
-    kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-) -> torch.Tensor:                        # [B, H, Mq, Mk]
-    "Attention weights, summed over the queries and the keys of each pair of blocks."
-    found, offset = [], k.shape[2] - q.shape[2]
-    for m, mine in enumerate(q.split(query_block, 2)):
-        end = offset + m * query_block + mine.shape[2]
-        weights = last_weights(mine, k[:, :, :end], mine.shape[2], kv_start).sum(2)
-        found.append(block_sums(F.pad(weights, (0, k.shape[2] - end)), key_block))
-    return torch.stack(found, 2)
-
 def drawn_numbers(
     q: torch.Tensor, # queries [B, H, Q, D]
     grid: BlockGrid,
@@ -751,6 +767,6 @@ def with_counts_of(
     grid, heads = block_grid(q, k, **sizes), q.shape[1] // pattern.index.shape[1]
     count = (pattern.mask() & grid.visible).sum(-1, keepdim=True).repeat_interleave(heads, 1)
     with torch.no_grad(), no_autocast(q):
-        mass = drawn_numbers(q, grid, seed)
-        if seed is None: mass = attention_of_blocks(scaled(q, scale), promote(k), **sizes)
+        mass = (attention_of_blocks(scaled(q, scale), promote(k), **sizes) if seed is None else
+                drawn_numbers(q, grid, seed))
         return BlockPattern.from_mask(up_to(mass, count, grid), queries=q.shape[2], keys=k.shape[2], **sizes)

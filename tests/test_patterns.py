@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_nb import patterns
-from sparse_nb.core.blocks import block_attention
+from sparse_nb.core.blocks import block_attention, sinks_window_pattern
 from sparse_nb.core.exact import assert_close, attention, attention_weights
 from sparse_nb.core.methods import Method
 from sparse_nb.core.streams import fold_in
@@ -360,6 +360,21 @@ def test_mass_read_is_the_sum_of_weights(method):
     seen = seen.repeat_interleave(4 // len(seen), 0)
     assert_close(mass_read(method, q, k, seed=1)[0], (weights * seen).sum(-1), 1e-10)
     assert_close(pairs_read(method, q, k, seed=1)[0], seen.sum((1, 2)).double(), 1e-10)
+
+
+@pytest.mark.parametrize("Q, sinks, window", [(70, 0, 9), (70, 5, 33), (70, 40, 40), (23, 3, 16), (1, 8, 8)])
+def test_pairs_of_a_pattern_with_a_gap(Q, sinks, window):
+    q, k, _ = problem(B=2)
+    q, own = q[:, :, -Q:], dict(sinks=sinks, window=window)
+    pattern = sinks_window_pattern(q, k, query_block=64, key_block=32, **own)
+    row = torch.arange(k.shape[2])[-Q:, None]
+    seen = (torch.arange(k.shape[2]) <= row) & ((torch.arange(k.shape[2]) < sinks)
+                                                | (torch.arange(k.shape[2]) > row - window))
+    assert torch.equal(pairs_read(pattern, q, k), seen.sum().double().expand(q.shape[:2]))
+    with pytest.raises(ValueError, match="pattern must be for Q, N = "): pairs_read(pattern, q, k[:, :, 1:])
+    with pytest.raises(ValueError, match="pattern must have lists"):
+        twice = {x: torch.cat([getattr(pattern, x)] * 2) for x in ("index", "count", "gap")}
+        pairs_read(replace(pattern, **twice), q, k)
 
 
 def test_js_distance():
