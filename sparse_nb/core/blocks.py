@@ -222,23 +222,7 @@ def _blocks_in_torch(q, k, v, pattern, causal, scale, kv_start, kv_len):
         found.append(_attend(q[:, :, rows], k, v, i, seen, scale))
     return [torch.cat(x, 2) for x in zip(*found)]
 
-# %% ../../nbs/09_blocks.ipynb #5cbb5437
-def _chosen_backend(backend, *tensors):
-    "Is the kernel to be used? Raise for a backend that there is not, or that cannot do it."
-    check_choice("backend", backend, ("auto", "torch", "triton"))
-    q = tensors[0]
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if backend == "triton" and learns:
-        raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
-    fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not learns
-    return backend == "triton" or backend == "auto" and fits and importlib.util.find_spec("triton") is not None
-
-def _check_call(q, k, v, causal, scale, kv_start, kv_len, return_lse):
-    "Raise as `check_inputs`, but let the padding reach into the queries, and past the last key."
-    check_inputs(q, k, v, causal=causal, scale=scale)
-    _check_masks(q, k, kv_start, kv_len)
-    check_flag("return_lse", return_lse)
-
+# %% ../../nbs/09_blocks.ipynb #c4ec0f18
 def check_fit(
     pattern,         # what should be a `BlockPattern`
     q: torch.Tensor, # queries [B, H, Q, D]
@@ -256,6 +240,23 @@ def check_fit(
         raise ValueError(f"pattern must have lists for [B, P] = {want}, got {[batch, lists]}")
     if pattern.index.device != q.device:
         raise ValueError(f"pattern must be on the device of q, {q.device}, got {pattern.index.device}")
+
+# %% ../../nbs/09_blocks.ipynb #5cbb5437
+def _chosen_backend(backend, *tensors):
+    "Is the kernel to be used? Raise for a backend that there is not, or that cannot do it."
+    check_choice("backend", backend, ("auto", "torch", "triton"))
+    q = tensors[0]
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if backend == "triton" and learns:
+        raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
+    fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not learns
+    return backend == "triton" or backend == "auto" and fits and importlib.util.find_spec("triton") is not None
+
+def _check_call(q, k, v, causal, scale, kv_start, kv_len, return_lse):
+    "Raise as `check_inputs`, but let the padding reach into the queries, and past the last key."
+    check_inputs(q, k, v, causal=causal, scale=scale)
+    _check_masks(q, k, kv_start, kv_len)
+    check_flag("return_lse", return_lse)
 
 def block_attention(
     q: torch.Tensor,                      # queries [B, H, Q, D]
