@@ -194,7 +194,7 @@ EXACT, NO_KEYS, HOST = "exact kernel", "no keys", ", host"
 OFFLOADED = "the model alone, offloaded by transformers"
 DENSE_WAYS = PAIR[0], EXACT  # rivals of a loop
 TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True, # of Inductor
-         "realize_opcount_threshold": 4} # what the rows of a product share is reckoned once, not for each of them
+         "realize_opcount_threshold": 4} # what the rows of a product share is computed once, not for each of them
 
 class Way(NamedTuple):
     "How tokens are written."
