@@ -418,17 +418,20 @@ def add_parts(
     rows: list,    # of dicts
     meta: Mapping, # with weights_read_bytes, copy_gb_s, read_gb_s and shape
 ) -> list:         # the same dicts
-    "Say of each row with a `kernel_us` what of a token is weights, attention and the rest; None: not known."
+    """Say of each row with a `kernel_us` what of a token is weights, attention and the rest; None: not known.
+
+    A row that says what its weights take keeps it: it is of its own record.
+    """
     weights = round(meta["weights_read_bytes"] / max(meta["copy_gb_s"], meta["read_gb_s"]) / 1e3, 1)
     layers, rows_known = meta["shape"]["num_hidden_layers"], [row for row in rows if "kernel_us" in row]
     exact = {_place(row)[1:]: row["kernel_us"] for row in rows_known if row["way"] == EXACT}
     for row in rows_known:
         kernel, of_exact = row["kernel_us"], exact.get(_place(row)[1:]) if row["exact_layers"] else 0.0
         known = None not in (kernel, of_exact)
-        weights = row.setdefault("weights_us", weights)
+        own = row.setdefault("weights_us", weights)
         row["attention_us"] = round((layers - row["exact_layers"]) * kernel + row["exact_layers"] * of_exact,
                                     1) if known else None
-        row["rest_us"] = round(row["median_us"] - weights - row["attention_us"], 1) if known else None
+        row["rest_us"] = round(row["median_us"] - own - row["attention_us"], 1) if known else None
     return rows
 
 # %% ../../kernels/records/generate.ipynb #c1f0a0a7
