@@ -19,7 +19,7 @@ from sparse_nb.baselines import Quest
 from sparse_nb.bench import (
     Case, Protocol, Refused, Shape, bytes_needed, cache_bytes, check_dense, check_sampled, cold_times, dense_bytes,
     exact_moments, flash_bytes, quartiles, santa_bytes)
-from sparse_nb.core.methods import Streaming
+from sparse_nb.core.methods import Exact, Streaming
 from sparse_nb.eviction import SnapKV
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.records import decode, first_token, generate, recorder
@@ -627,6 +627,32 @@ def test_what_stays_exact_counts_as_exact(tmp_path):
     assert found["walk"]["weights_us"] == 20.0 and found["walk"]["rest_us"] == 60.0 and found["slow"]["rest_us"] is None
     alone = generate.add_parts([rows[1] | dict(n=10)], meta)[0]
     assert alone["attention_us"] is None  # nobody has measured exact layers of this length
+
+
+def test_attention_alone_is_asked_as_the_loop_asks_it(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    model, room = generate.random_model(generate.TINY, "cpu", dtype=torch.float32), 340
+    filled = generate.fill(model, torch.randint(1, 64, (2, 301), generator=torch.Generator().manual_seed(0)), room)
+    maps, asked = generate.random_networks(generate.TINY, tmp_path / "networks.safetensors"), []
+    methods = {name: generate.with_networks(m, maps) for name, m in generate.generate_methods().items()}
+    for kind in {*map(type, methods.values()), Exact}:
+        def decode(self, q, k, v, *, whole=kind.decode, **given):
+            asked.append((k.shape[2], given.get("state"), given.get("kv_len")))
+            return whole(self, q, k, v, **given)
+        monkeypatch.setattr(kind, "decode", decode)
+    for name, fixed in generate.generate_ways(methods, static=True).items():
+        if name == generate.PAIR[0]: continue
+        out = []
+        for way in fixed, generate.generate_ways(methods)[name]:
+            torch.manual_seed(0)
+            call, *_ = generate._attentions(model, filled, way, 2)
+            asked.clear()
+            out.append(torch.stack(call()))
+            held = way.cache == "static" or name.startswith("SnapKV")
+            assert {n for n, *_ in asked} == {-(-room // 64) * 64 if held else 300}  # its room, or its keys
+            assert all(state is None or state.fixed == held for _, state, _ in asked)
+            assert all((end is not None) == held and (not held or end.eq(300).all()) for *_, end in asked)
+        assert (out[0] - out[1]).norm() < 1e-6 * out[1].norm(), name
 
 
 def test_weights_are_of_the_record_of_the_row(tmp_path):

@@ -268,14 +268,18 @@ def asked_queries(
     return found
 
 # %% ../../kernels/records/generate.ipynb #c1f0a0a5
-def _told_queries(state, filled, i, q):
-    "Let a state hear drawn queries of the prompt, but of the last key that of the next token; gives what it then sees"
+def _tell(state, filled, i, q, asks, fixed):
+    """Let a state hear the prompt, and then its last key; to be `fixed`, it gets the room of the cache in between.
+
+    One that `asks` hears drawn queries, too, but of the last key q, that of the next token.
+    """
     k, v, n = filled.keys[i], filled.values[i], filled.n - 1
-    state.append(k[:, :, :n], v[:, :, :n], q=torch.randn_like(q.expand(-1, -1, n, -1)))
+    heard = (lambda of: dict(q=of)) if asks else lambda of: {}
+    state.append(k[:, :, :n], v[:, :, :n], **heard(torch.randn_like(q.expand(-1, -1, n, -1))))
+    if not fixed: return state.append(k[:, :, n:n + 1], v[:, :, n:n + 1])
     state.fix(k.shape[2])
     state.look_at(k[:, :, :n], v[:, :, :n])
-    state.put(k, v, torch.full((1,), n, device=k.device), q=q)
-    return dict(kv_len=torch.full((len(k),), filled.n, device=k.device))
+    state.put(k, v, torch.full((1,), n, device=k.device), **heard(q))
 
 # %% ../../kernels/records/generate.ipynb #c1f0a0a6
 def _attentions(model, filled, way, layers):
@@ -290,27 +294,23 @@ def _attentions(model, filled, way, layers):
     q = dict(zip(modules, asked_queries(model, filled)))
     torch.manual_seed(0)
     seeds = Streams(0).heads(modules[chosen[0]], *q[chosen[0]].shape[:2], model.device)
-    k, v = ({i: x[i][:, :, :filled.n] for i in chosen} for x in (filled.keys, filled.values))
     states = {i: m.new_state() for i in chosen if (m := methods[i]) is not None}
-    masks = dict.fromkeys(chosen, {})
+    asks = needs_queries((way.session or {}).get("decode"))
+    static, fixed = way.cache == "static", way.cache == "static" or asks
+    k, v = ([x if fixed else x[:, :, :filled.n] for x in of] for of in (filled.keys, filled.values))
     for i, state in states.items():
         if hasattr(state, "part"): state.part = part_here(modules[i], q[i].shape[1])
-        if needs_queries(methods[i]):
-            k[i], v[i], masks[i] = filled.keys[i], filled.values[i], _told_queries(state, filled, i, q[i])
-        elif state is not None: state.append(k[i], v[i])
-    mask = torch.arange(room, device=model.device) < filled.n
-    mask = mask.expand(B, 1, 1, room).contiguous()
-    def own(i):
-        static = way.cache == "static"
-        given = [x[i] for x in ((filled.keys, filled.values) if static else (k, v))]
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](modules[i], q[i], *given, mask if static else None,
-                                               scaling=modules[i].scaling)[0]
+        if state is not None: _tell(state, filled, i, q[i], asks, fixed)
+    ends = torch.tensor([[0], [filled.n]], device=model.device).expand(2, B).contiguous()
+    sees = dict(zip(("kv_start", "kv_len"), ends)) if fixed else {}
+    mask = (torch.arange(room, device=model.device) < filled.n).expand(B, 1, 1, room).contiguous() if static else None
+    own = lambda i: ALL_ATTENTION_FUNCTIONS["sdpa"](modules[i], q[i], k[i], v[i], mask, scaling=modules[i].scaling)[0]
     def call(**more):
         step, out = methods[chosen[0]].new_step() if states else None, []
         for i in chosen:
             if methods[i] is None: out.append(own(i))
             else:
-                given = dict(state=states[i], step=step) | masks[i] | more
+                given = dict(state=states[i], step=step) | sees | more
                 given = {name: x for name, x in given.items() if x is not None}
                 out.append(methods[i].decode(q[i], k[i], v[i], seed=seeds[i], scale=modules[i].scaling, **given))
         return out
