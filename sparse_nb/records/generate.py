@@ -274,12 +274,12 @@ def _tell(state, filled, i, q, asks, fixed):
     One that `asks` hears drawn queries, too, but of the last key q, that of the next token.
     """
     k, v, n = filled.keys[i], filled.values[i], filled.n - 1
-    heard = (lambda of: dict(q=of)) if asks else lambda of: {}
-    state.append(k[:, :, :n], v[:, :, :n], **heard(torch.randn_like(q.expand(-1, -1, n, -1))))
+    drawn = dict(q=torch.randn_like(q.expand(-1, -1, n, -1))) if asks else {}
+    state.append(k[:, :, :n], v[:, :, :n], **drawn)
     if not fixed: return state.append(k[:, :, n:n + 1], v[:, :, n:n + 1])
     state.fix(k.shape[2])
     state.look_at(k[:, :, :n], v[:, :, :n])
-    state.put(k, v, torch.full((1,), n, device=k.device), **heard(q))
+    state.put(k, v, torch.full((1,), n, device=k.device), **(dict(q=q) if asks else {}))
 
 # %% ../../kernels/records/generate.ipynb #c1f0a0a6
 def _attentions(model, filled, way, layers):
