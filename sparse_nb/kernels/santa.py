@@ -34,6 +34,23 @@ def _exponentials(s, DTYPE: tl.constexpr, SUB: tl.constexpr):
 
 # %% ../../kernels/santa.ipynb #bd16da5c
 @triton.jit
+def _digits(q_ptr, q_h, q_d, R, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    "Queries [BR, BD] as whole numbers up to 64 in rows [4 BR, BD], and what a sum over a row counts [4 BR]"
+    o_r, o_d = tl.arange(0, 4 * BR), tl.arange(0, BD)
+    i_r, digit = o_r % BR, o_r // BR
+    p_q = q_ptr + i_r[:, None] * q_h + o_d[None, :] * q_d
+    x = tl.load(p_q, mask=(i_r < R)[:, None] & (o_d < D)[None, :], other=0.).to(tl.float32)
+    unit = (tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7f800000).to(tl.float32, bitcast=True)  # 2^e <= max
+    rest = tl.div_rn(x, tl.where(unit > 0, unit, float("inf"))[:, None] + tl.zeros_like(x)) * 32
+    found = tl.zeros_like(x)
+    for j in tl.static_range(4):
+        whole = (rest + 12582912.) - 12582912.                       # the nearest whole number
+        found = tl.where((digit == j)[:, None], whole, found)
+        rest = (rest - whole) * 128
+    share = ((122 - 7 * digit) << 23).to(tl.float32, bitcast=True)   # 2^(-5 - 7 digit)
+    return found.to(tl.int8), unit * share + tl.sum(x * 0, 1)        # what is not finite makes its sums NaN
+
+@triton.jit
 def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, start_ptr, len_ptr, scale,
                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, unit_b, unit_g, unit_n, N, T, C,
                   G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
@@ -49,19 +66,23 @@ def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, star
     m_r, m_d = o_r < R, o_d < D
     i_h = i_b * (G * R) + i_g * R + o_r
     if i_c == 0: tl.store(arrived_ptr + i_h, tl.zeros([BR], tl.int32), mask=m_r)
-    p_q = q_ptr + i_b * q_b + (i_g * R + o_r)[:, None] * q_h + o_d[None, :] * q_d
-    b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                                   # [BR, BD]
+    p_q = q_ptr + i_b * q_b + i_g * R * q_h
+    if unit_ptr is not None: b_q, counts = _digits(p_q, q_h, q_d, R, D, BR, BD)
+    else:
+        p_q += o_r[:, None] * q_h + o_d[None, :] * q_d
+        b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                               # [BR, BD]
     p_k = k_ptr + i_b * k_b + i_g * k_g + first.to(tl.int64) * k_n + o_d[None, :] * k_d
     for t in tl.range(begin, stop, num_stages=STAGES):
         o_i = t * BN + o_n
         m_n = o_i < n
         m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
-        b_k = tl.load(p_k + o_i.to(tl.int64)[:, None] * k_n, mask=m_k, other=0.)                     # [BN, BD]
-        if unit_ptr is not None: b_k = b_k.to(tl.float32).to(b_q.dtype)  # whole numbers up to 127: none is rounded
-        b_s = _scores(b_q, b_k, scale)                                   # [BR, BN]  s = q k / sqrt(D) log2(e)
-        if unit_ptr is not None:
+        b_k = tl.load(p_k + o_i.to(tl.int64)[:, None] * k_n, mask=m_k, other=0)                      # [BN, BD]
+        if unit_ptr is None: b_s = _scores(b_q, b_k, scale)              # [BR, BN]  s = q k / sqrt(D) log2(e)
+        else:
+            sums = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.int32).to(tl.float32) * counts[:, None]
             p_unit = unit_ptr + i_b * unit_b + i_g * unit_g + (first + o_i).to(tl.int64) * unit_n
-            b_s *= tl.load(p_unit, mask=m_n, other=0.)[None, :]
+            unit = tl.load(p_unit, mask=m_n, other=0.)
+            b_s = tl.sum(tl.reshape(sums, [4, BR, BN]), 0) * (unit * scale)[None, :]
         b_s = tl.where(m_n[None, :], b_s, -float("inf"))
         m, u, l = _exponentials(b_s, u_ptr.dtype.element_ty, SUB)        # u = e^(s - m), l = sum u
         p_u = u_ptr + i_h[:, None] * (T * (BN // SUB)) + t * (BN // SUB) + tl.arange(0, BN // SUB)[None, :]
@@ -348,17 +369,19 @@ def _feature_kernel(q_ptr, k_ptr, feature_ptr, count_ptr, u_ptr, m_ptr, l_ptr, a
 
 # %% ../../kernels/santa.ipynb #f14e5d89
 def launch_settings(
-    q: torch.Tensor, # queries [B, H, 1, D]
-    k: torch.Tensor, # keys or values [B, G, N, D]
-    samples: int,    # draws for each head
-) -> dict:           # what `launch` takes as settings
+    q: torch.Tensor,     # queries [B, H, 1, D]
+    k: torch.Tensor,     # keys or values [B, G, N, D]
+    samples: int,        # draws for each head
+    codes: bool = False, # are keys of eight bits scored?
+) -> dict:               # what `launch` takes as settings
     "How the kernels are launched for these shapes."
     B, G, N, D = k.shape
     sms, overlap = device_limits(q.device.index) if q.is_cuda else (2, False)
     row = q.element_size() * triton.next_power_of_2(D)                 # bytes of a row
-    few, BN = B * q.shape[1] <= 64, 32 if row > 512 else 64 if row > 256 or N <= 2**14 else 128
-    chunks = (2 if 16 * B * G <= 2 * sms else 6) * sms // (B * G)      # whole waves: 2 or 6 programs a multiprocessor
     sub = 8 if N >= max(2**19, 4096 * samples) else 1                  # sums, where their bytes outweigh scoring again
+    few, wide = B * q.shape[1] <= 64, codes and sub > 1 and row <= 256
+    BN = 32 if row > 512 else 64 if row > 256 or N <= 2**14 else 256 if wide else 128
+    chunks = (2 if 16 * B * G <= 2 * sms and not wide else 6) * sms // (B * G) # 2 or 6 programs a multiprocessor
     if sub > 1: draws = dict(BS=16, gather_warps=4)                    # draws of a program of the gather, its warps
     elif few and N <= 2**14: draws = dict(BS=8, gather_warps=1)
     else: draws = dict(BS=16, gather_warps=2)
@@ -401,10 +424,10 @@ def _check(q, k, samples, scheme, tile, seed, estimate, codes, units, rescore):
 # %% ../../kernels/santa.ipynb #70a87d1c
 _plans = Plans()
 
-def _sizes(q, v, samples, scheme, tile, settings):
+def _sizes(q, v, samples, scheme, tile, codes, settings):
     "Settings with sizes of blocks and counts of programs"
     (_, H, _, D), (G, N) = q.shape, v.shape[1:3]
-    s = launch_settings(q, v, samples) | settings
+    s = launch_settings(q, v, samples, codes) | settings
     if scheme in ("proportional", "flash"): s["BN"] = tile
     size = s["BN"] * triton.next_power_of_2(D) * q.element_size()                  # bytes of a tile
     s["stages"], s["warps"] = max(1, min(s["stages"], 2**17 // size)), 8 if size > 2**15 else s["warps"]
@@ -421,6 +444,7 @@ def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv
     "Launch the score pass over keys or codes with their units, or the pass over the features of an estimate of q"
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     R = H // G
+    if units is not None: s = s | dict(BR=max(4, triton.next_power_of_2(R)), BD=max(32, s["BD"]))  # digits of q
     if estimate is None:
         relaunch(made, "scores", _score_kernel, (B * G, s["chunks"], 1),
                  q, k, units, u, m, l, arrived, kv_start, kv_len, scale,
@@ -467,7 +491,7 @@ def launch(
     if estimate is not None: settings["sub"] = 1
     pointers = layout_of(q, k, v, kv_start, kv_len, seed if isinstance(seed, torch.Tensor) else None, codes, units)
     key = q.device, pointers, samples, scheme, tile, return_index, estimate is None, rescore, *settings.items()
-    s, made = _plans.get(key, lambda: _sizes(q, v, samples, scheme, tile, settings))
+    s, made = _plans.get(key, lambda: _sizes(q, v, samples, scheme, tile, codes is not None, settings))
     T, P, BN, SUB, wide, R = s["T"], s["P"], s["BN"], s["sub"], s["wide"], H // G
     new = functools.partial(torch.empty, device=q.device)
     seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
@@ -598,7 +622,7 @@ def _variants(n, capability):
     proportional, features = tiled | dict(SCHEME="proportional"), base | dict(SUB=1, BR=4, BF=8)
     return (
         ("scores", _score_kernel, base, optional, s["warps"]),
-        ("scores, int8", _score_kernel, base, optional - exact, s["warps"]),
+        ("scores, int8", _score_kernel, base | dict(BR=4), optional - exact, s["warps"]),
         ("gather", _gather_kernel, base, optional, gather_warps),
         ("gather, int8, rescored", _gather_kernel, base | dict(MASS=True), optional - exact, gather_warps),
         ("gather, ragged batch, device seed, index", _gather_kernel, base, slots, gather_warps),
