@@ -842,15 +842,15 @@ def test_readme_says_what_the_records_of_sketch_walk_say():
 
 def test_readme_says_what_the_record_of_choosers_says():
     rows = json.loads((ROOT / "kernels/results/nvidia_h200_choose.json").read_text())["rows"]
-    said = re.search(r"of each head, are slower than the fastest dense kernel up to 131k keys, and but for Quest at "
-                     r"524k, .*?: ([\d.]+) to ([\d.]+) times as fast at 32k keys, ([\d.]+) to "
+    said = re.search(r"of each head, take about as long as the fastest dense kernel or longer, but for Quest at 524k "
+                     r"keys, in .*?: they are ([\d.]+) to ([\d.]+) times as fast at 32k keys, ([\d.]+) to "
                      r"([\d.]+) at 131k and ([\d.]+) to ([\d.]+) at 524k", (ROOT / "README.md").read_text())
     want = []
     for n in (32768, 131072, 524288):
         dense = min(row["median_us"] for row in rows if row["n"] == n and "variant" in row)
         faster = {row["method"]: dense / row["median_us"] for row in rows
                   if row["n"] == n and row.get("launch") == "attend"}
-        assert len(faster) == 4 and [x for x in faster if faster[x] > 1] == ["Quest"] * (n == 524288)
+        assert len(faster) == 4 and [x for x in faster if faster[x] > 1.06] == ["Quest"] * (n == 524288)
         want += [min(faster.values()), max(faster.values())]
     assert list(said.groups()) == [f"{x:.2f}" for x in want]
 
@@ -866,20 +866,18 @@ def test_readme_says_what_the_record_of_whole_models_says():
     own = [static[way, n] for way in (generate.EXACT, generate.PAIR[0]) for n in lengths]
     assert list(said.groups()) == [f"{row['median_us'] / 1000:.1f}" for row in own]
     assert [row.get("replay", False) for row in own] == [True] * 3 + [False] * 3
-    same_run = [f"{static[way, 32768]['ratio'] * static[way, 32768]['median_us'] / 1000:.1f}" for way in (
-        "SANTA, 128 samples", "SAAP, 5 %")]
-    assert [re.search(r"\(at 32k keys ([\d.]+) ms in that of SANTA and SAAP\)", text)[1]] * 2 == same_run
-    said = re.search(r"SANTA is ([\d.]+) times as fast at 32k, ([\d.]+) at 131k and ([\d.]+) at 524k, vAttention, "
-                     r"with a promise that takes 10 % of the keys, ([\d.]+), ([\d.]+) and ([\d.]+), SAAP ([\d.]+), "
-                     r"([\d.]+) and ([\d.]+), Sketch&Walk ([\d.]+), ([\d.]+) and ([\d.]+)\. \(At 524k and more keys "
-                     r"and values are drawn\. .*?\) Also at 131k, a window is ([\d.]+) times as fast, SnapKV ([\d.]+), "
-                     r"SANTA with keys of eight bits ([\d.]+), Quest ([\d.]+), MagicPIG ([\d.]+), Adamas "
-                     r"([\d.]+), HashAttention ([\d.]+), Double Sparsity ([\d.]+) and oracle top-k ([\d.]+); ", text)
+    said = re.search(r"Against it SANTA is ([\d.]+) times as fast at 32k, ([\d.]+) at 131k and ([\d.]+) at 524k, with "
+                     r"keys of eight bits ([\d.]+), ([\d.]+) and ([\d.]+), vAttention, with a promise that takes 10 % "
+                     r"of the keys, ([\d.]+), ([\d.]+) and ([\d.]+), SAAP ([\d.]+), ([\d.]+) and ([\d.]+), Sketch&Walk "
+                     r"([\d.]+), ([\d.]+) and ([\d.]+)\. \(At 524k and more keys and values are drawn\. .*?\) Also at "
+                     r"131k, a window is ([\d.]+) times as fast, SnapKV ([\d.]+), Quest ([\d.]+), MagicPIG ([\d.]+), "
+                     r"HashAttention ([\d.]+), Adamas ([\d.]+), Double Sparsity ([\d.]+) and oracle top-k ([\d.]+), "
+                     r"whose lists are of single heads; ", text)
     santa, saap, at = "SANTA, 128 samples", "SAAP, 5 %", 131072
-    places = [*((way, n) for way in (santa, "vAttention, 10 %", saap, "Sketch&Walk, 10 %") for n in lengths),
-              ("window, 10 %", at), ("SnapKV, 10 %", at), (santa + ", int8 keys", at), ("Quest, 10 %", at),
-              ("MagicPIG, 8 bits", at), *((f"{way}, 10 %", at) for way in ("Adamas", "HashAttention", "Double Sparsity",
-                                                                         "oracle top-k"))]
+    bytes_ = santa + ", int8 keys"
+    places = [*((way, n) for way in (santa, bytes_, "vAttention, 10 %", saap, "Sketch&Walk, 10 %") for n in lengths),
+              ("window, 10 %", at), ("SnapKV, 10 %", at), ("Quest, 10 %", at), ("MagicPIG, 8 bits", at),
+              *((f"{way}, 10 %", at) for way in ("HashAttention", "Adamas", "Double Sparsity", "oracle top-k"))]
     assert list(said.groups()) == [f"{static[place]['ratio']:.2f}" for place in places]
     said = re.search(r"reads (\d+) % of this model's 32k keys and (\d+) % of its 131k, and is ([\d.]+) and "
                      r"([\d.]+) times", text)
@@ -887,24 +885,24 @@ def test_readme_says_what_the_record_of_whole_models_says():
     assert list(said.groups()) == [f"{100 * x['density']:.0f}" for x in strict] + [f"{x['ratio']:.2f}" for x in strict]
     places += [("vAttention, eps 0.1", n) for n in (32768, at)]
     tenths = [row for row in rows if row["way"] == "vAttention, 10 %" and row["static"] and row["n"] < 2**20]
-    assert len(tenths) == 4 and all(0.09 < row["density"] < 0.1 for row in tenths)
+    assert len(tenths) == 4 and all(0.085 < row["density"] < 0.1 for row in tenths)
     told = {place for place, row in static.items() if place[0] not in (*generate.DENSE_WAYS, generate.NO_KEYS)}
     assert told == set(places)  # a method that loses is told, too
     assert all(static[place]["replay"] for place in places)
     eight = {row["way"]: row for row in rows if row.get("static") and row["batch"] == 8}
     said = re.search(r"with eight sequences of 32k keys, SAAP is ([\d.]+), Sketch&Walk ([\d.]+), vAttention "
                      r"([\d.]+), SANTA ([\d.]+) and with keys of eight bits ([\d.]+)\. ", text)
-    batched = saap, "Sketch&Walk, 10 %", "vAttention, 10 %", santa, santa + ", int8 keys"
+    batched = saap, "Sketch&Walk, 10 %", "vAttention, 10 %", santa, bytes_
     assert eight.keys() == {generate.EXACT, "vAttention, eps 0.1", *batched}
     assert {row["n"] for row in eight.values()} == {32768} and eight["vAttention, eps 0.1"]["ratio"] < 1
     assert list(said.groups()) == [f"{eight[x]['ratio']:.2f}" for x in batched]
     assert {row["rival"] for row in eight.values()} == {generate.EXACT}
     assert {static[place]["rival"] for place in places} == {generate.EXACT}
-    anew = {place for place in (*places, *((generate.EXACT, n) for n in lengths)) if static[place].get("compiler")}
-    assert anew == {(generate.EXACT, 32768), *((way, n) for way, n in (*places, (generate.EXACT, at)) if n == at)}
-    assert "(At 131k all of these, and at 32k exact attention, were compiled so that [" in text
     dense = [static[generate.EXACT, n] for n in lengths]
-    assert all(row["tuned"] and "2026-11-26" in row["date"] for row in dense)
+    told = [*map(static.get, places), *dense, *eight.values()]
+    assert len({json.dumps(row["compiler"]) for row in told}) == 1 and "(All of these were compiled so that [" in text
+    assert all(abs(static[generate.EXACT, n]["median_us"] / static[way, n]["median_us"] / static[way, n]["ratio"] - 1)
+               < 1e-3 for way, n in places)
     assert {x["filled"] for x in rows if x.get("replay") and x["n"] >= 524288} == {"drawn"}
     shared = {row["way"]: row for row in rows if row.get("gpus") == 2 and row["n"] == 1048576}
     said = re.search(r"after 1,048,576 keys takes ([\d.]+) ms with exact .*? SAAP is ([\d.]+) times as fast", text)
