@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CUT', 'page_box', 'box_around', 'Boxes', 'Quest', 'ChannelCodes', 'heavy_channels', 'DoubleSparsity', 'hadamard',
-           'HadamardCodes', 'Adamas', 'inclusion_probability', 'HyperplaneBits', 'collided', 'MagicPIG', 'BITS',
-           'PARTS', 'Fitted', 'HashAttention', 'LearnedBits', 'Predictor', 'hash_maps', 'signatures']
+           'HadamardCodes', 'Adamas', 'inclusion_probability', 'HyperplaneBits', 'collided', 'MagicPIG', 'OneList',
+           'BITS', 'PARTS', 'Fitted', 'HashAttention', 'LearnedBits', 'Predictor', 'hash_maps', 'signatures']
 
 # %% ../nbs/60_baselines.ipynb #48204032
 import math
@@ -78,10 +78,10 @@ class Quest(Predictor):
         with no_autocast(q): bound = x.clamp(min=0) @ high + x.clamp(max=0) @ low
         return state.to_keys(bound.masked_fill(none[:, :, None], -math.inf)).reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
         "As `Predictor.best_keys`."
         return listed_by_kernels("boxes", q, state.rows, self.budget, len(state), unit=self.page, begin=state.begin,
-                                 kv_start=kv_start, kv_len=kv_len,
+                                 kv_start=kv_start, kv_len=kv_len, shared=shared,
                                  number=q.shape[3]**-0.5 if scale is None else scale)
 
     def index_bytes(self, head_dim):
@@ -212,10 +212,10 @@ class DoubleSparsity(Predictor):
         x = x.gather(-1, state.fit[:, :, None].expand(*x.shape[:3], -1))
         with no_autocast(q): return (x @ state.numbers(x.dtype).transpose(-1, -2)).reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
         "As `Predictor.best_keys`."
         return listed_by_kernels("channels", q, state.rows, self.budget, len(state), given=(state.fit,),
-                                 kv_start=kv_start, kv_len=kv_len,
+                                 kv_start=kv_start, kv_len=kv_len, shared=shared,
                                  number=q.shape[3]**-0.5 if scale is None else scale)
 
     def index_bytes(self, head_dim):
@@ -296,10 +296,10 @@ class Adamas(Predictor):
         rows = state.codes(x.shape[-1]).float()
         with no_autocast(q): return -torch.cdist(x.float(), rows, p=1).reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None):
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
         "As `Predictor.best_keys`."
         return listed_by_kernels("codes", q, state.rows, self.budget, len(state), number=CUT, kv_start=kv_start,
-                                 kv_len=kv_len)
+                                 kv_len=kv_len, shared=shared)
 
     def index_bytes(self, head_dim):
         "2 bits a coefficient."
@@ -449,3 +449,61 @@ class MagicPIG(Predictor):
     def index_bytes(self, head_dim):
         "All signs of a key: what a scan reads, where hash tables would read buckets."
         return self.bits * self.tables / 8
+
+# %% ../nbs/60_baselines.ipynb #60a11576
+@dataclass(frozen=True)
+class OneList(Predictor):
+    """The keys with the largest sums of the guesses of a group's heads, for all of them.
+
+    Raises TypeError or ValueError for settings that can never work.
+    """
+    guess: Predictor = Quest() # whose guesses are added up; it says how many keys are read
+
+    def __post_init__(self):
+        if not isinstance(self.guess, Predictor):
+            raise TypeError(f"guess must be a Predictor, got {type(self.guess).__name__}")
+        if isinstance(self.guess, OneList): raise ValueError("guess must choose for single heads, got a OneList")
+
+    @property
+    def budget(self) -> int | float:
+        "As the predictor's."
+        return self.guess.budget
+
+    def at_layer(self, layer):
+        "With the predictor for a layer, where that has something to learn of each."
+        return replace(self, guess=self.guess.at_layer(layer)) if hasattr(self.guess, "at_layer") else self
+
+    def new_state(self):
+        "The predictor's index."
+        return self.guess.new_state()
+
+    def index_bytes(self, head_dim):
+        "As the predictor's."
+        return self.guess.index_bytes(head_dim)
+
+    def priorities(self, q, state, *, scale=None):
+        "The sum of the guesses of all heads of a group, for each of them."
+        each = self.guess.priorities(q, state, scale=scale).unflatten(1, (state.rows.shape[1], -1))
+        return each.sum(2, keepdim=True).expand_as(each).flatten(1, 2)
+
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
+        "As `Predictor.best_keys`."
+        found = self.guess.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len, shared=True)
+        if shared or found is None: return found
+        return Selection(*(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in found))
+
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+               state=None):
+        "As `Method.decode`. Kernels read the list of a group once, for all of its heads."
+        masks, found = dict(kv_start=kv_start, kv_len=kv_len), None
+        check_inputs(q, k, v, causal=causal, scale=scale, seed=seed, **masks)
+        state = self.state_for(q, k, state, **masks)
+        if not (return_stats or torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+            found = self.best_keys(q, state, scale=scale, shared=True, **masks)
+        if found is None:
+            more = dict(causal=causal, return_stats=return_stats, state=state)
+            return super().decode(q, k, v, seed=seed, scale=scale, **more, **masks)
+        from .kernels.gather import attend
+        index, *rest = found                                  # as many used slots in all lists of a sequence
+        rest = [x[:, :1].expand(-1, q.shape[1], *x.shape[2:]) for x in rest]
+        return attend(q, k, v, index, *rest, scale=scale)

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from covering import covering
 from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb import baselines, hash_attention
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, Quest
+from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, OneList, Quest
 from sparse_nb.core import selection
 from sparse_nb.core.exact import assert_close, attention_scores, visible_range
 from sparse_nb.core.methods import TopK
-from sparse_nb.core.selection import Selection, budget_counts, first_slots
+from sparse_nb.core.selection import Selection, budget_counts, first_slots, weighted_state
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLOSE = 2**-18  # of the sum of the terms' sizes
@@ -361,6 +361,84 @@ def test_pages_that_nobody_was_shown():
     for budget in (10, 70, 96): check_method(Quest(budget), q, k, state)
 
 
+def asked_by(name, state, H, G, D):
+    "What `score` is told of a method."
+    return {"quest": ("boxes", [], D**-0.5), "double sparsity": ("channels", [getattr(state, "fit", None)], D**-0.5),
+            "adamas": ("codes", [], 0.9816),
+            "hash": ("signs", [networks(H, G, D)[f"q_{x}"] for x in ("w1", "b1", "w2", "b2")], 1.),
+            "keys": ("keys", [], D**-0.5)}[name]
+
+
+@kernel
+@pytest.mark.parametrize("R, D, ragged", [(1, 64, False), (3, 80, True), (4, 128, True)])
+@pytest.mark.parametrize("name", [*METHODS, "keys"])
+def test_one_list_for_a_group(name, R, D, ragged):
+    "Scores are the sums of those of the heads; of the keys, the list is that of the sums."
+    from sparse_nb.kernels.choose import Place, Tiles, choose, launch_list, score
+    B, G, N = 2, 2, 200
+    q, k, masks = problem(B, G, R, N, D, BF16, ragged)
+    method = TopK(0.2) if name == "keys" else METHODS[name](0.2, 1)
+    state = None if name == "keys" else chosen_state(method, q, k, **masks)
+    rows, unit, begin = (k if name == "keys" else state.rows), getattr(method, "page", 1), getattr(state, "begin", None)
+    kind, given, number = asked_by(name, state, G * R, G, D)
+    place = Place(N, masks.get("kv_start"), masks.get("kv_len"), begin if name == "quest" else None, unit)
+    each = score(kind, q, rows, given, number, place, Tiles(**SMALL))
+    whole = poisoned(lambda: (score(kind, q, rows, given, number, place, Tiles(**SMALL), shared=True),))[0]
+    first, end = (x[:, 0, 0] for x in visible_range(q, k, **masks))
+    for b in range(B):
+        seen = torch.arange(int(first[b]), int(end[b]), device=DEVICE)
+        item = seen if name != "quest" else ((seen - begin[b]).clamp(min=0) // unit).unique()
+        want = each[b, :, item].double().unflatten(0, (G, R))
+        got, size = whole[b, :, item].double(), want.abs().sum(1)
+        want = want.sum(1)
+        if whole.dtype == torch.int32: assert torch.equal(got, want)
+        else:
+            assert torch.equal(got.isinf(), want.isinf())
+            real = ~want.isinf()
+            assert ((got - want)[real].abs() <= 2**-20 * size[real]).all()
+    index, weight, used = choose(kind, q, rows, 0.2, N, given=tuple(given), number=number, unit=unit,
+                                 begin=place.begin, shared=True, **masks)
+    again = launch_list(score(kind, q, rows, given, number, place, shared=True), 0.2, place, after=True)
+    for x, y in zip((index, weight, used), again): assert x.shape[1] == G and torch.equal(x, y)
+    assert (used == used[:, :1]).all()
+
+
+@kernel
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_group_reads_its_list_once(name, ragged, monkeypatch):
+    "By kernels the output is that over the keys selected, which are those of the reference; a gradient goes by it."
+    from sparse_nb.kernels import gather
+    q, k, masks = problem(2, 2, 3, 150, 64, BF16, ragged)
+    v = torch.randn(k.shape, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE).to(BF16)
+    method, lists, attend = OneList(METHODS[name](0.3, 0)), [], gather.attend
+    def told(q, k, v, index, *more, **given):
+        lists.append(index.shape[1])
+        return attend(q, k, v, index, *more, **given)
+    monkeypatch.setattr(gather, "attend", told)
+    with served_by(False, q, k):
+        want, plain = method.select(q, k, **masks), method.decode(q, k, v, **masks)
+    assert lists == [6] * bool(GPU)                   # what weighted_attention takes
+    with served_by(True, q, k):
+        got, out = method.select(q, k, **masks), method.decode(q, k, v, **masks)
+        assert lists[-1] == 2 and got.index.shape == want.index.shape and torch.equal(got.budget, want.budget)
+        slope = method.decode(q.clone().requires_grad_(), k, v, **masks)
+        assert slope.requires_grad
+    a, b = (x.dense(150)[:, :, 0] > 0 for x in (got, want))
+    assert (a.unflatten(1, (2, 3)) == a[:, ::3, None]).all() and (a != b).sum() <= 0.02 * b.sum()
+    if name in ("adamas", "hash"): assert torch.equal(a, b)
+    assert_close(out, weighted_state(q, k, v, got).output(), 1e-2)
+    if torch.equal(a, b): assert_close(out, plain, 1e-2)
+
+
+@pytest.mark.parametrize("guess, error, message", [
+    (TopK(0.1), TypeError, "guess must be a Predictor, got TopK"),
+    (None, TypeError, "guess must be a Predictor, got None"),
+    (OneList(), ValueError, "guess must choose for single heads, got a OneList")])
+def test_bad_guess(guess, error, message):
+    with pytest.raises(error, match=message): OneList(guess)
+
+
 @kernel
 @pytest.mark.parametrize("name", METHODS)
 def test_a_buffer_that_is_larger(name):
@@ -377,10 +455,7 @@ def test_a_buffer_that_is_larger(name):
     rows.index_copy_(2, at, state.rows[:, :, -1:])
     unit, begin = (16, state.begin) if name == "quest" else (1, None)
     place = Place(200, None, torch.tensor([N], device=DEVICE), begin, unit)
-    kind, given, number = {
-        "quest": ("boxes", [], 0.125), "double sparsity": ("channels", [getattr(state, "fit", None)], 0.125),
-        "adamas": ("codes", [], 0.9816),
-        "hash": ("signs", [networks(4, 2, 64)[f"q_{x}"] for x in ("w1", "b1", "w2", "b2")], 1.)}[name]
+    kind, given, number = asked_by(name, state, 4, 2, 64)
     tiles = Tiles(**SMALL)
     index, weight, used = poisoned(lambda: launch_list(score(kind, q, rows, given, number, place, tiles), 0.2, place,
                                                        tiles=tiles, after=True))
@@ -634,9 +709,13 @@ OF_A_STEP = {"quest": ("box_row", "box", *LIST), "double sparsity": ("channel_ro
              "magicpig": ("table", "table", "collide", "taken", "weigh")}
 
 
-def one_step(name, k, shown, known, setting):
-    "A step that puts a key and decodes its query, with a state of fixed length."
+STEPS = pytest.mark.parametrize("name, shared", [*((x, False) for x in OF_A_STEP), *((x, True) for x in METHODS)])
+
+
+def one_step(name, shared, k, shown, known, setting):
+    "A step that puts a key and decodes its query, with a state of fixed length; `shared`: of one list for a group."
     method = MagicPIG(5, 33) if name == "magicpig" else ALL[name](0.3, setting)
+    if shared: method = OneList(method)
     state = None if method.new_state() is None else fixed_state(method, k, shown, known)
     q, own = k.repeat_interleave(2, 1)[:, :, known:known + 1], {} if state is None else dict(state=state)
     start, stop, at = (torch.full((n,), x, device=DEVICE) for n, x in ((len(k), 5), (len(k), known + 1), (1, known)))
@@ -648,14 +727,14 @@ def one_step(name, k, shown, known, setting):
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the profiler counts")
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("name", OF_A_STEP)
-def test_a_step_is_its_kernels_and_nothing_else(name, dtype, monkeypatch):
+@STEPS
+def test_a_step_is_its_kernels_and_nothing_else(name, shared, dtype, monkeypatch):
     "One launch for the row of the new key, and then those that choose and attend; no operation of PyTorch."
     q, k, _ = problem(2, 2, 2, 64, 16, dtype)
     for module in ("checks", "selection", "methods"):
         monkeypatch.setattr(f"sparse_nb.core.{module}.on_cpu_eagerly", lambda x: False)
     with served_by(True, q, k) as patch:
-        step, want = one_step(name, k, torch.arange(64) >= torch.tensor([[0], [5]]), 40, 1)
+        step, want = one_step(name, shared, k, torch.arange(64) >= torch.tensor([[0], [5]]), 40, 1)
         with Counted(patch) as counted: step()
     assert counted.done == want
 
@@ -764,11 +843,11 @@ if GPU:
             assert torch.equal(out, step())
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("name", OF_A_STEP)
-    def test_a_step_on_the_gpu_is_its_kernels_and_nothing_else(name):
+    @STEPS
+    def test_a_step_on_the_gpu_is_its_kernels_and_nothing_else(name, shared):
         q, k, _ = problem(1, 2, 2, 64, 128, BF16)
         with served_by(True, q, k):
-            step, want = one_step(name, k, torch.ones(1, 64, dtype=torch.bool, device=DEVICE), 40, 0)
+            step, want = one_step(name, shared, k, torch.ones(1, 64, dtype=torch.bool, device=DEVICE), 40, 0)
             step()
             torch.cuda.synchronize()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -799,7 +878,7 @@ if not INTERPRETED:
         if name in ("equal", "distance"): types |= dict(score_ptr="i32")
         if name in ("collide", "taken", "weigh"): types |= dict(taken_ptr="u8")
         if name == "weigh": types |= dict(fit_ptr="fp32")
-        known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, LR=4, LP=4) | own
+        known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, NEAR=kernels.NEAR, LR=4, LP=4) | own
         if known["U"] == 1: known |= dict(begin_ptr=None)
         warps = known.pop("warps")
         return compiled_usage(getattr(kernels, named(name)), known, types, capability, warps)
@@ -817,15 +896,17 @@ if not INTERPRETED:
             found[f"list {BN}"] = usage("list", capability, kind, U=U, BN=BN, BW=256, warps=BN // each)
             found[f"select {BN}"] = usage("select", capability, kind, U=U, BN=BN, BT=BT, BC=few // BT, warps=warps)
         for BS in (tiles.sample, 4 * tiles.sample):
-            found[f"guess {BS}"] = usage("guess", capability, kind, U=U, BS=BS, warps=4)
+            found[f"guess {BS}"] = usage("guess", capability, kind, U=U, BS=BS, warps=8)
         for D in (64, 128, 256):
             BN, few_warps = page_tile(tiles, D), tiles.page[1]
-            found[f"box {D}"] = usage("box", capability, kind, U=16, D=D, BD=D, BN=BN, warps=few_warps)
+            boxes = dict(U=16, D=D, BD=D, BN=BN, warps=few_warps)
             BN, each = key_tile(tiles, D, 4 if kind == "fp32" else 2), tiles.score[1]
-            found[f"key {D}"] = usage("key", capability, kind, D=D, BD=D, BR=16, BN=BN, warps=each)
-        found["channel"] = usage("channel", capability, kind, **of_q)
-        found["equal"] = usage("equal", capability, kind, **of_q)
-        found["distance"] = usage("distance", capability, kind, WORDS=4, **of_q)
+            for SUM in (False, True):
+                found[f"box {D}, {SUM}"] = usage("box", capability, kind, SUM=SUM, **boxes)
+                found[f"key {D}, {SUM}"] = usage("key", capability, kind, D=D, BD=D, BR=16, BN=BN, SUM=SUM, warps=each)
+        for SUM in (False, True):
+            for name, own in dict(channel={}, equal={}, distance=dict(WORDS=4)).items():
+                found[f"{name}, {SUM}"] = usage(name, capability, kind, SUM=SUM, **own, **of_q)
         found["code"] = usage("code", capability, kind, D=128, M=128, BD=128, BM=128, warps=8)
         found["ask"] = usage("ask", capability, kind, D=80, W=128, STEPS=7, warps=1)
         for D in (64, 128, 256):

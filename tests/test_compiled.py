@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import create_masks_for_generate
 
 from sparse_nb.attention import Selection, Streaming, TopK, TopP, Uniform
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
+from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, OneList, Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.core.methods import CLASSES, Exact, method_class, own_arguments
@@ -41,7 +41,7 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
            DoubleSparsity(budget=12, channels=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
            VAttention(sinks=2, window=4, topk=4, base=4),
            VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)),
-           Then(Quest(budget=12, page=4), Santa(samples=8)),
+           Then(Quest(budget=12, page=4), Santa(samples=8)), OneList(Quest(budget=12, page=4)),
            SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0),
            *(SketchWalk(4, 0.4, dense_layers=0, **x) for x in (
                dict(walk="softmax"), dict(index="mean", walk="renormalised", heads="each"),
@@ -280,7 +280,8 @@ class Conversation:
 
 INDEXED = [Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4), Saap(budget=8, **SMALL),
            H2O(budget=12, recent=4), SnapKV(budget=10, window=4), SketchWalk(4, 0.4, dense_layers=0),
-           SketchWalk(4, 0.4, walk="softmax", dense_layers=0), DoubleSparsity(budget=12, channels=4)]
+           SketchWalk(4, 0.4, walk="softmax", dense_layers=0), DoubleSparsity(budget=12, channels=4),
+           OneList(Adamas(budget=12))]
 
 @pytest.fixture
 def places(monkeypatch):

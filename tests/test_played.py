@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from sparse_nb import hf
 from sparse_nb.attention import Exact, Streaming, TopK, TopP, Uniform
-from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
+from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, OneList, Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.hf import sparsify
@@ -32,7 +32,7 @@ from test_sparsify import IDS, MASK, PADDED, ids_of
 TOKENS = 28
 METHODS = [TopK(budget=0.3), Streaming(sinks=2, window=0.3), Streaming(sinks=4, window=12), Santa(samples=32),
            Santa(samples=32, keys="int8"), Quest(budget=12, page=4), DoubleSparsity(budget=12, channels=4),
-           Adamas(budget=12), MagicPIG(4, 8), Saap(budget=8, sinks=2, window=8, clusters=4),
+           Adamas(budget=12), OneList(Adamas(budget=12)), MagicPIG(4, 8), Saap(budget=8, sinks=2, window=8, clusters=4),
            SketchWalk(density=0.5, dense_layers=0), SnapKV(0.5), H2O(0.5),
            VAttention(sinks=2, window=2, topk=4, base=4, predictor=Adamas(budget=4)),
            VAttention(sinks=2, window=2, topk=4, base=4), Uniform(samples=8), Reformer(bins=4, window=4),

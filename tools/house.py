@@ -57,8 +57,9 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
 }
-OF_MANY = {"baselines": ["kernels.choose"], "hash_attention": ["kernels.choose"],  # room: kernels it shares
-           "eviction": ["kernels.gather"]}
+OF_MANY = {  # room: kernels it shares
+    "baselines": ["kernels.choose", "kernels.gather"], "hash_attention": ["kernels.choose"],
+    "eviction": ["kernels.gather"]}
 FORBIDDEN = [  # rooms, and rooms below that they must not import
     (["bench", "rivals"], [*METHODS, "compose"]),
     (["core.checks", "core.streams", "core.exact", "core.bounds", "core.methods", "metrics", "tasks", "attention",

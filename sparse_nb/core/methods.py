@@ -96,6 +96,8 @@ METHODS = {
                             "keys whose learned signature of 32 bits is like the query's"),
     "adamas": Entry("sparse_nb.baselines:Adamas", "Adamas", "#408095", "H",
                     "keys near the query after a rotation, two bits a number"),
+    "one_list": Entry("sparse_nb.baselines:OneList", "one list a group", "#04e403", "<",
+                      "keys that a predictor takes for heavy for the heads of a group together"),
     "magicpig": Entry("sparse_nb.baselines:MagicPIG", "MagicPIG", "#ff40ea", "o",
                       "keys that collide with the query in random hash tables, weighted by their chance"),
     "reformer": Entry("sparse_nb.lsh:Reformer", "Reformer", "#3c8400", "h",
@@ -1006,7 +1008,8 @@ class ChosenByKernels(Method):
         scale: float | None = None,           # factor on the dot products; None is D ** -0.5
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
         kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
-    ) -> Selection | None:
+        shared: bool = False,                 # as in `listed_by_kernels`
+    ) -> Selection | tuple | None:
         "The same keys as by `priorities`, by kernels, for single queries; None where there are none that can."
         return None
 

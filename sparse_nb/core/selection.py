@@ -190,12 +190,18 @@ def listed_by_kernels(
     rows: torch.Tensor,  # the index, or the keys themselves
     budget: int | float, # keys to read: a count, or a share of the visible keys
     keys: int,           # N
+    shared: bool = False, # one list for the heads of a group, by the sums of their scores?
     **given,             # what that function takes
-) -> Selection | None:
-    "The keys that kernels choose; None where they cannot serve these queries or so many keys."
+) -> Selection | tuple | None:
+    """The keys that kernels choose; None where they cannot serve these queries or so many keys.
+
+    Where lists are shared, what that function gives: a `Selection` is of heads.
+    """
     if not has_kernels(q): return None
     from sparse_nb.kernels.choose import MOST, choose
-    return None if keys > MOST else Selection(*choose(kind, q, rows, budget, keys, **given))
+    if keys > MOST: return None
+    found = choose(kind, q, rows, budget, keys, shared=shared, **given)
+    return found if shared else Selection(*found)
 
 def _by_kernels(backend, q, *given):
     "Should kernels do it? Raise for a backend of another name, and where a gradient is wanted of the kernels."

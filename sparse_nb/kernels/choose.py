@@ -323,8 +323,8 @@ def launch_list(
 @triton.jit
 def _box_kernel(q_ptr, row_ptr, score_ptr, begin_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_d, x_b, x_g, x_n, x_s, x_d,
                 N, M, G, U: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-                PDL: tl.constexpr):
-    "Upper bounds of the scores of some pages, for the heads of a group"
+                SUM: tl.constexpr, PDL: tl.constexpr):
+    "Upper bounds of the scores of some pages, for the heads of a group, or their sum"
     if PDL: gdc_launch_dependents()
     bg, o_d = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     i_b, i_g, m_d = bg // G, bg % G, o_d < D
@@ -335,18 +335,21 @@ def _box_kernel(q_ptr, row_ptr, score_ptr, begin_ptr, start_ptr, len_ptr, scale,
     both = there[:, None] & m_d[None, :]
     b_low = tl.load(p_row, mask=both, other=0.).to(tl.float32)                               # [BN, BD]
     b_high = tl.load(p_row + x_s, mask=both, other=0.).to(tl.float32)
-    none = tl.max((b_low > b_high).to(tl.int32), 1) > 0
+    none, total = tl.max((b_low > b_high).to(tl.int32), 1) > 0, tl.zeros([BN], tl.float32)
     for r in tl.static_range(LR):
         i_h = i_g * LR + r
         b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d * q_d, mask=m_d, other=0.).to(tl.float32) * scale
         bound = tl.sum(tl.maximum(b_q, 0.)[None, :] * b_high + tl.minimum(b_q, 0.)[None, :] * b_low, 1)
-        tl.store(score_ptr + (bg * LR + r) * M + page, tl.where(none, -float("inf"), bound), mask=there)
+        if SUM: total += bound
+        else: tl.store(score_ptr + (bg * LR + r) * M + page, tl.where(none, -float("inf"), bound), mask=there)
+    if SUM: tl.store(score_ptr + bg * M + page, tl.where(none, -float("inf"), total), mask=there)
 
 # %% ../../kernels/choose.ipynb #5924f35f
 @triton.jit
 def _channel_kernel(q_ptr, row_ptr, fit_ptr, score_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_d, x_b, x_g, x_n, x_d,
-                    f_b, f_g, f_c, N, G, C, LR: tl.constexpr, LP: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
-    "What a few channels give to the scores of some keys, for the heads of a group"
+                    f_b, f_g, f_c, N, G, C, LR: tl.constexpr, LP: tl.constexpr, BN: tl.constexpr, SUM: tl.constexpr,
+                    PDL: tl.constexpr):
+    "What a few channels give to the scores of some keys, for the heads of a group, or the sum of that"
     if PDL: gdc_launch_dependents()
     bg, o_r = tl.program_id(1).to(tl.int64), tl.arange(0, LP)
     i_b, i_g = bg // G, bg % G
@@ -364,13 +367,14 @@ def _channel_kernel(q_ptr, row_ptr, fit_ptr, score_ptr, start_ptr, len_ptr, scal
             b_s += b_q[:, None] * ((word >> 4 * j & 15) - 8).to(tl.float32)[None, :]
     step = (tl.load(p_row + words * x_d, mask=there, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     p_score = score_ptr + (bg * LR + o_r)[:, None] * N + key[None, :]
-    tl.store(p_score, b_s * step[None, :], mask=(o_r < LR)[:, None] & there[None, :])
+    if SUM: tl.store(score_ptr + bg * N + key, tl.sum(b_s, 0) * step, mask=there)
+    else: tl.store(p_score, b_s * step[None, :], mask=(o_r < LR)[:, None] & there[None, :])
 
 # %% ../../kernels/choose.ipynb #321d0d72
 @triton.jit
 def _equal_kernel(code_ptr, row_ptr, score_ptr, start_ptr, len_ptr, x_b, x_g, x_n, N, G, LR: tl.constexpr,
-                  BN: tl.constexpr, PDL: tl.constexpr):
-    "Equal bits of the signatures of some keys and of the queries of a group"
+                  BN: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr):
+    "Equal bits of the signatures of some keys and of the queries of a group, or their sum"
     if PDL: gdc_launch_dependents()
     bg = tl.program_id(1).to(tl.int64)
     first, end, begin, low, items = _items(start_ptr, len_ptr, None, bg // G, N, 1)
@@ -378,9 +382,12 @@ def _equal_kernel(code_ptr, row_ptr, score_ptr, start_ptr, len_ptr, x_b, x_g, x_
     there, key = o_n < items, (low + o_n).to(tl.int64)
     word = tl.load(row_ptr + bg // G * x_b + bg % G * x_g + key * x_n, mask=there, other=0)
     if PDL: gdc_wait()
+    total = tl.zeros([BN], tl.int32)
     for r in tl.static_range(LR):
         equal = 32 - bits_set(word ^ tl.load(code_ptr + bg * LR + r))
-        tl.store(score_ptr + (bg * LR + r) * N + key, equal, mask=there)
+        if SUM: total += equal
+        else: tl.store(score_ptr + (bg * LR + r) * N + key, equal, mask=there)
+    if SUM: tl.store(score_ptr + bg * N + key, total, mask=there)
 
 # %% ../../kernels/choose.ipynb #98694248
 @triton.jit
@@ -421,8 +428,8 @@ def _ask_kernel(q_ptr, ask_ptr, q_b, q_h, q_d, H, cut, D: tl.constexpr, W: tl.co
 
 @triton.jit
 def _distance_kernel(ask_ptr, row_ptr, score_ptr, start_ptr, len_ptr, x_b, x_g, x_n, x_d, N, G, WORDS: tl.constexpr,
-                     LR: tl.constexpr, LP: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
-    "Minus the distances of the codes of some keys and of the queries of a group"
+                     LR: tl.constexpr, LP: tl.constexpr, BN: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr):
+    "Minus the distances of the codes of some keys and of the queries of a group, or of their sum"
     if PDL: gdc_launch_dependents()
     bg, o_r = tl.program_id(1).to(tl.int64), tl.arange(0, LP)
     first, end, begin, low, items = _items(start_ptr, len_ptr, None, bg // G, N, 1)
@@ -437,15 +444,16 @@ def _distance_kernel(ask_ptr, row_ptr, score_ptr, start_ptr, len_ptr, x_b, x_g, 
             own = tl.load(p_ask + i * WORDS + w, mask=o_r < LR, other=0)
             word = l | h if i == 0 else h if i == 1 else l & h
             far += bits_set(own[:, None] ^ word[None, :])
-    p_score = score_ptr + (bg * LR + o_r)[:, None] * N + key[None, :]
-    tl.store(p_score, -far, mask=(o_r < LR)[:, None] & there[None, :])
+    m_r, p_score = (o_r < LR)[:, None], score_ptr + (bg * LR + o_r)[:, None] * N + key[None, :]
+    if SUM: tl.store(score_ptr + bg * N + key, -tl.sum(tl.where(m_r, far, 0), 0), mask=there)
+    else: tl.store(p_score, -far, mask=m_r & there[None, :])
 
 # %% ../../kernels/choose.ipynb #d1a0c0e6
 @triton.jit
 def _key_kernel(q_ptr, k_ptr, score_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, N, G,
                 LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-                PDL: tl.constexpr):
-    "Scores of some keys, for the heads of a group"
+                SUM: tl.constexpr, PDL: tl.constexpr):
+    "Scores of some keys, for the heads of a group, or their sum"
     if PDL: gdc_launch_dependents()
     bg, o_r, o_d = tl.program_id(1).to(tl.int64), tl.arange(0, BR), tl.arange(0, BD)
     i_b, i_g, m_r, m_d = bg // G, bg % G, o_r < LR, o_d < D
@@ -456,14 +464,16 @@ def _key_kernel(q_ptr, k_ptr, score_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_
     p_k = k_ptr + i_b * k_b + i_g * k_g + key[:, None] * k_n + o_d[None, :] * k_d
     b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                           # [BR, BD]
     b_k = tl.load(p_k, mask=there[:, None] & m_d[None, :], other=0.)                         # [BN, BD]
-    p_score = score_ptr + (bg * LR + o_r)[:, None] * N + key[None, :]
-    tl.store(p_score, dot(b_q, tl.trans(b_k)) * scale, mask=m_r[:, None] & there[None, :])
+    p_score, b_s = score_ptr + (bg * LR + o_r)[:, None] * N + key[None, :], dot(b_q, tl.trans(b_k)) * scale
+    if SUM: tl.store(score_ptr + bg * N + key, tl.sum(tl.where(m_r[:, None], b_s, 0.), 0), mask=there)
+    else: tl.store(p_score, b_s, mask=m_r[:, None] & there[None, :])
 
 # %% ../../kernels/choose.ipynb #ebb770a7
-def _told(q, groups, PDL):
-    "Strides of q, and what scoring kernels are told of the heads"
+def _told(q, groups, same):
+    "How many lists, strides of q, and what scoring kernels are told of the heads"
     LR = q.shape[1] // groups
-    return (q.stride(0), q.stride(1), q.stride(3)), dict(LR=LR, LP=triton.next_power_of_2(LR))
+    return (groups if same["SUM"] else q.shape[1], (q.stride(0), q.stride(1), q.stride(3)),
+            dict(LR=LR, LP=triton.next_power_of_2(LR)))
 
 def page_tile(tiles, BD):
     "Pages that a program scores: fewer where rows are long"
@@ -474,19 +484,19 @@ def key_tile(tiles, BD, itemsize):
     return max(16, min(tiles.score[0], 2**16 // (BD * itemsize**2)))
 
 def _score_boxes(q, rows, scale, place, tiles, same):
-    (B, H, _, D), (G, M) = q.shape, rows.shape[1:3]
+    B, D, (G, M) = q.shape[0], q.shape[3], rows.shape[1:3]
     BD = max(16, triton.next_power_of_2(D))
-    of_q, heads = _told(q, G, same)
-    scores, BN = torch.empty(B, H, M, dtype=torch.float32, device=q.device), page_tile(tiles, BD)
+    lists, of_q, heads = _told(q, G, same)
+    scores, BN = torch.empty(B, lists, M, dtype=torch.float32, device=q.device), page_tile(tiles, BD)
     _box_kernel[triton.cdiv(M, BN), B * G](
         q, rows, scores, place.begin, place.start, place.stop, scale, *of_q, *rows.stride(), place.N, M, G,
         U=place.unit, LR=heads["LR"], D=D, BD=BD, BN=BN, num_warps=tiles.page[1], **same)
     return scores
 
 def _score_channels(q, rows, fit, scale, place, tiles, same):
-    (B, H), G, (BN, warps) = q.shape[:2], rows.shape[1], tiles.score
-    of_q, heads = _told(q, G, same)
-    scores = torch.empty(B, H, place.N, dtype=torch.float32, device=q.device)
+    B, G, (BN, warps) = q.shape[0], rows.shape[1], tiles.score
+    lists, of_q, heads = _told(q, G, same)
+    scores = torch.empty(B, lists, place.N, dtype=torch.float32, device=q.device)
     _channel_kernel[triton.cdiv(place.N, BN), B * G](
         q, rows, fit, scores, place.start, place.stop, scale, *of_q, *rows.stride(), *fit.stride(), place.N, G,
         fit.shape[2], BN=BN, num_warps=warps, **heads, **same)
@@ -495,11 +505,11 @@ def _score_channels(q, rows, fit, scale, place, tiles, same):
 # %% ../../kernels/choose.ipynb #c2f9c4e6
 def _score_signs(q, rows, maps, place, tiles, same):
     (B, H, _, D), G, (BN, warps), M = q.shape, rows.shape[1], tiles.score, maps[0].shape[2]
-    of_q, heads = _told(q, G, same)
+    lists, of_q, heads = _told(q, G, same)
     new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
-    code, scores, more = new(B, H), new(B, H, place.N), dict(launch_pdl=True) if same["PDL"] else {}
+    code, scores, more = new(B, H), new(B, lists, place.N), dict(launch_pdl=True) if same["PDL"] else {}
     code_kernel[B * H,](q, *maps, code, *of_q, H, D=D, M=M, BD=max(16, triton.next_power_of_2(D)),
-                         BM=max(16, triton.next_power_of_2(M)), num_warps=8, **same)
+                         BM=max(16, triton.next_power_of_2(M)), num_warps=8, PDL=same["PDL"])
     _equal_kernel[triton.cdiv(place.N, BN), B * G](
         code, rows, scores, place.start, place.stop, *rows.stride()[:3], place.N, G, LR=heads["LR"], BN=BN,
         num_warps=warps, **same, **more)
@@ -509,20 +519,21 @@ _BY_STEPS = dict(enable_fp_fusion=False)  # every product and every sum rounded 
 
 def _score_codes(q, rows, cut, place, tiles, same):
     (B, H, _, D), G, (BN, warps), W = q.shape, rows.shape[1], tiles.score, triton.next_power_of_2(q.shape[3])
-    of_q, heads = _told(q, G, same)
+    lists, of_q, heads = _told(q, G, same)
     new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
-    words, scores, more = rows.shape[3] // 2, new(B, H, place.N), dict(launch_pdl=True) if same["PDL"] else {}
+    words, scores, more = rows.shape[3] // 2, new(B, lists, place.N), dict(launch_pdl=True) if same["PDL"] else {}
     ask = new(B, H, 3, words)
-    _ask_kernel[B * H,](q, ask, *of_q, H, cut, D=D, W=W, STEPS=W.bit_length() - 1, num_warps=1, **_BY_STEPS, **same)
+    _ask_kernel[B * H,](q, ask, *of_q, H, cut, D=D, W=W, STEPS=W.bit_length() - 1, num_warps=1, **_BY_STEPS,
+                       PDL=same["PDL"])
     _distance_kernel[triton.cdiv(place.N, BN), B * G](
         ask, rows, scores, place.start, place.stop, *rows.stride(), place.N, G, WORDS=words, BN=BN, num_warps=warps,
         **heads, **same, **more)
     return scores
 
 def _score_keys(q, k, scale, place, tiles, same):
-    (B, H, _, D), G, N = q.shape, k.shape[1], place.N
-    BD, (of_q, heads) = max(16, triton.next_power_of_2(D)), _told(q, G, same)
-    scores, BN = torch.empty(B, H, N, dtype=torch.float32, device=q.device), key_tile(tiles, BD, q.element_size())
+    B, D, G, N = q.shape[0], q.shape[3], k.shape[1], place.N
+    BD, (lists, of_q, heads) = max(16, triton.next_power_of_2(D)), _told(q, G, same)
+    scores, BN = torch.empty(B, lists, N, dtype=torch.float32, device=q.device), key_tile(tiles, BD, q.element_size())
     _key_kernel[triton.cdiv(N, BN), B * G](
         q, k, scores, place.start, place.stop, scale, *of_q, *k.stride(), N, G, LR=heads["LR"], D=D,
         BR=max(16, heads["LP"]), BD=BD, BN=BN, num_warps=tiles.score[1], **same)
@@ -537,9 +548,10 @@ def score(
     number: float,        # factor on the dot products, or the cut of the codes
     place: Place,
     tiles: Tiles = _TILES,
-) -> torch.Tensor:        # [B, H, M], float32 or int32; nothing is written where no key is visible
+    shared: bool = False, # one list for the heads of a group, by the sums of their scores?
+) -> torch.Tensor:        # [B, H, M], or [B, G, M]: float32 or int32; nothing is written where no key is visible
     "Scores of the items with visible keys."
-    same = dict(PDL=q.is_cuda and device_limits(q.device.index)[1])
+    same = dict(PDL=q.is_cuda and device_limits(q.device.index)[1], SUM=shared)
     if kind == "boxes": return _score_boxes(q, rows, number, place, tiles, same)
     if kind == "channels": return _score_channels(q, rows, *given, number, place, tiles, same)
     if kind == "signs": return _score_signs(q, rows, given, place, tiles, same)
@@ -547,21 +559,21 @@ def score(
     return _score_codes(q, rows, number, place, tiles, same)
 
 # %% ../../kernels/choose.ipynb #9fd93ee9
-def _launched(kind, q, rows, given, number, budget, place, tiles=_TILES):
+def _launched(kind, q, rows, given, number, budget, place, shared, tiles=_TILES):
     with torch.cuda.device_of(q):
-        scores = score(kind, q, rows, given, number, place, tiles)
+        scores = score(kind, q, rows, given, number, place, tiles, shared)
         return launch_list(scores, budget, place, tiles=tiles, after=True)
 
 @torch.library.custom_op("sparse_nb::choose", mutates_args=())
 def _op(kind: str, q: torch.Tensor, rows: torch.Tensor, given: list[torch.Tensor], number: float, budget: float,
         share: bool, keys: int, unit: int, begin: torch.Tensor | None, kv_start: torch.Tensor | None,
-        kv_len: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        kv_len: torch.Tensor | None, shared: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     place = Place(keys, *contiguous(kv_start, kv_len), begin, unit)
-    return _launched(kind, q, rows, given, number, budget if share else int(budget), place)
+    return _launched(kind, q, rows, given, number, budget if share else int(budget), place, shared)
 
 @_op.register_fake
-def _(kind, q, rows, given, number, budget, share, keys, unit, begin, kv_start, kv_len):
-    shape = *q.shape[:3], _slots(budget if share else int(budget), keys)
+def _(kind, q, rows, given, number, budget, share, keys, unit, begin, kv_start, kv_len, shared):
+    shape = q.shape[0], (rows if shared else q).shape[1], 1, _slots(budget if share else int(budget), keys)
     new = functools.partial(torch.empty, device=q.device)
     return (new(shape, dtype=torch.int64), new(shape, dtype=torch.float32), new(shape[:3], dtype=torch.int64))
 
@@ -579,18 +591,21 @@ def choose(
     begin: torch.Tensor | None = None,    # first key of page 0 [B]
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    shared: bool = False,                 # one list for the heads of a group, by the sums of their scores?
 ) -> tuple: # key numbers [B, H, 1, S], int64, the first key in unused slots; weights, float32; used slots [B, H, 1]
     """The visible keys of the best scores, the earlier of two equal ones first, in the order of the keys.
 
-    The kernels behind `Predictor.select` and `TopK.select`, which check the tensors; for what `attend` takes. Raises
+    The kernels behind `Predictor.select` and `TopK.select`, which check the tensors; for what `attend` takes. A list
+    that is shared is one of G in place of H. Raises
     TypeError or ValueError for a dtype, size or device without a kernel.
     """
     if error := refusal(q): raise error
     if keys > MOST: raise ValueError(f"keys must be at most {MOST}, got {keys}")
     if torch.compiler.is_compiling():
         return _op(kind, q, rows, list(given), number, float(budget), isinstance(budget, float), keys, unit, begin,
-                   kv_start, kv_len)
-    return _launched(kind, q, rows, given, number, budget, Place(keys, *contiguous(kv_start, kv_len), begin, unit))
+                   kv_start, kv_len, shared)
+    place = Place(keys, *contiguous(kv_start, kv_len), begin, unit)
+    return _launched(kind, q, rows, given, number, budget, place, shared)
 
 # %% ../../kernels/choose.ipynb #4c997a04
 @triton.jit
