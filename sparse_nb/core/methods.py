@@ -96,7 +96,7 @@ METHODS = {
                             "keys whose learned signature of 32 bits is like the query's"),
     "adamas": Entry("sparse_nb.baselines:Adamas", "Adamas", "#408095", "H",
                     "keys near the query after a rotation, two bits a number"),
-    "one_list": Entry("sparse_nb.baselines:OneList", "one list a group", "#04e403", "<",
+    "one_list": Entry("sparse_nb.baselines:OneList", "one list a group", "#0d0979", "<",
                       "keys that a predictor takes for heavy for the heads of a group together"),
     "magicpig": Entry("sparse_nb.baselines:MagicPIG", "MagicPIG", "#ff40ea", "o",
                       "keys that collide with the query in random hash tables, weighted by their chance"),
