@@ -45,7 +45,8 @@ CROSSOVERS = (
               32768, "sketch_walk_launches"),
     Crossover(_H200, "SketchWalk", dict(heads="each", walk=None, index="fine4", block=64), dict(density=0.1), None,
               131072, "sketch_walk_launches"),
-    Crossover(_H200, "Quest", dict(page=16), dict(budget=0.1), None, 131072, "choose"))
+    Crossover(_H200, "Quest", dict(page=16), dict(budget=0.1), None, 524288, "choose"),
+    Crossover(_H200, "HashAttention", {}, dict(budget=0.1), None, 524288, "choose"))
 
 # %% ../nbs/87_crossover.ipynb #d4a4b16a
 def _holds(want, have):

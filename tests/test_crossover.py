@@ -6,7 +6,7 @@ import torch
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
 from sparse_nb.core.methods import Exact, method_class
-from sparse_nb.crossover import CROSSOVERS, crossover_keys, first_win
+from sparse_nb.crossover import CROSSOVERS, _at_most, _holds, crossover_keys, first_win
 from sparse_nb.records.recorder import recorded
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
@@ -27,6 +27,17 @@ OWN = {  # the rows of a whole step with the settings of a row of the table
     "choose": lambda x, own: x["method"] == own.method and x["launch"] == "attend"}
 
 
+def lost(own):
+    "Lengths at which a whole model with a method that a row speaks of was no faster than with exact attention."
+    found = set()
+    for x in recorded("generate")[own.gpu]["rows"]:
+        whole = x["static"] and (x["batch"], x.get("gpus", 1)) == (1, 1) and x.get("method") and x["ratio"] is not None
+        have = json.loads(x["method"]) if whole else {}
+        if have.get("method") != own.method or not (_holds(own.settings, have) and _at_most(own.most, have)): continue
+        if x["ratio"] <= 1 and (own.density is None or x["density"] <= own.density): found.add(x["n"])
+    return found
+
+
 @pytest.mark.parametrize("own", CROSSOVERS, ids=lambda x: f"{x.method}-{x.keys}")
 def test_the_table_is_what_the_records_say(own):
     rows = [x for x in recorded(own.record)[own.gpu]["rows"]
@@ -34,7 +45,9 @@ def test_the_table_is_what_the_records_say(own):
             == (1, 32, "device", "graph")]
     dense = [x for x in rows if x["method"] in DENSE]
     exact = {n: min(x["median_us"] for x in dense if x["n"] == n) for n in {x["n"] for x in rows}}
-    times = {x["n"]: (CLEAR * x["median_us"], exact[x["n"]]) for x in rows if OWN[own.record](x, own)}
+    slow = lost(own)
+    times = {x["n"]: (float("inf") if x["n"] in slow else CLEAR * x["median_us"], exact[x["n"]])
+             for x in rows if OWN[own.record](x, own)}
     assert len(times) > 1 and own.keys in times
     assert all(times[n][0] < times[n][1] for n in times if n >= own.keys)
     shorter = [n for n in times if n < own.keys]
@@ -42,7 +55,13 @@ def test_the_table_is_what_the_records_say(own):
     assert first_win(times) == own.keys
 
 
-@pytest.mark.parametrize("method", ["DoubleSparsity", "Adamas", "HashAttention"])
+@pytest.mark.parametrize("method", ["Quest", "HashAttention"])
+def test_where_a_model_lost_its_kernels_have_not_won(method):
+    own, = (x for x in CROSSOVERS if x.method == method)
+    assert own.keys == 524288 and lost(own) == {131072}
+
+
+@pytest.mark.parametrize("method", ["DoubleSparsity", "Adamas"])
 def test_a_way_that_nowhere_wins_clearly_is_not_in_the_table(method):
     rows = recorded("choose")[H200]["rows"]
     dense = [x for x in rows if x["method"] in DENSE]
@@ -78,10 +97,10 @@ def test_first_win(times, want): assert first_win(times) == want
     (VAttention(predictor=HashAttention()), 0.1, 131072), (VAttention(predictor=HashAttention()), 0.11, None),
     (VAttention(predictor=HashAttention()), None, None), (VAttention(predictor=Quest()), 0.05, None),
     (VAttention(), 0.05, None), (VAttention(predictor=HashAttention(), share=False), 0.05, None),
-    (Exact(), None, None), (Quest(), None, 131072), (Quest(0.05), None, 131072), (Quest(0.11), None, None),
+    (Exact(), None, None), (Quest(), None, 524288), (Quest(0.05), None, 524288), (Quest(0.11), None, None),
     (Quest(budget=819), None, None), (Quest(page=32), None, None),
     (DoubleSparsity(), None, None), (Adamas(), None, None),
-    (HashAttention(layer=0), None, None)], ids=str)
+    (HashAttention(layer=0), None, 524288), (HashAttention(0.11, layer=0), None, None)], ids=str)
 def test_which_settings_a_row_is_for(method, density, want):
     assert crossover_keys(method, density=density, gpu=H200) == want
     assert crossover_keys(method, density=density, gpu="NVIDIA H100") is None
