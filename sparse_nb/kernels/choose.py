@@ -446,26 +446,27 @@ def _ask_kernel(q_ptr, ask_ptr, q_b, q_h, q_d, H, cut, D: tl.constexpr, W: tl.co
 
 @triton.jit
 def _distance_kernel(ask_ptr, row_ptr, score_ptr, start_ptr, len_ptr, x_b, x_g, x_n, x_d, N, G, WORDS: tl.constexpr,
-                     LR: tl.constexpr, BN: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr):
+                     LR: tl.constexpr, LP: tl.constexpr, BN: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr):
     "Minus the distances of the codes of some keys and of the queries of a group, or their sum"
     if PDL: gdc_launch_dependents()
-    bg, o_w = tl.program_id(1).to(tl.int64), tl.arange(0, WORDS)
+    bg, o_r = tl.program_id(1).to(tl.int64), tl.arange(0, LP)
     first, end, begin, low, items = _items(start_ptr, len_ptr, None, bg // G, N, 1)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     there, key = o_n < items, (low + o_n).to(tl.int64)
-    p_row = row_ptr + bg // G * x_b + bg % G * x_g + key[:, None] * x_n + o_w[None, :] * x_d
-    l = tl.load(p_row, mask=there[:, None], other=0)                                         # [BN, WORDS]
-    h = tl.load(p_row + WORDS * x_d, mask=there[:, None], other=0)
-    total = tl.zeros([BN], tl.int32)
+    p_row, p_ask = row_ptr + bg // G * x_b + bg % G * x_g + key * x_n, ask_ptr + (bg * LR + o_r) * (3 * WORDS)
+    far, total = tl.zeros([LP, BN], tl.int32), tl.zeros([BN], tl.int32)
     if PDL: gdc_wait()
-    for r in tl.static_range(LR):
-        p_ask = ask_ptr + (bg * LR + r) * (3 * WORDS) + o_w
-        a, b = tl.load(p_ask)[None, :] ^ (l | h), tl.load(p_ask + WORDS)[None, :] ^ h
-        c = tl.load(p_ask + 2 * WORDS)[None, :] ^ (l & h)
-        far = tl.sum(bits_set(a ^ b ^ c) + 2 * bits_set(a & b | c & (a | b)), 1)             # bits of a, b and c
-        if SUM: total -= far
-        else: tl.store(score_ptr + (bg * LR + r) * N + key, -far, mask=there)
-    if SUM: tl.store(score_ptr + bg * N + key, total, mask=there)
+    for w in tl.static_range(WORDS):
+        l, h = tl.load(p_row + w * x_d, mask=there, other=0), tl.load(p_row + (WORDS + w) * x_d, mask=there, other=0)
+        for i in tl.static_range(3):
+            word = l | h if i == 0 else h if i == 1 else l & h
+            if SUM:
+                for r in tl.static_range(LR):
+                    total += bits_set(word ^ tl.load(ask_ptr + (bg * LR + r) * (3 * WORDS) + i * WORDS + w))
+            else: far += bits_set(tl.load(p_ask + i * WORDS + w, mask=o_r < LR, other=0)[:, None] ^ word[None, :])
+    m_r, p_score = (o_r < LR)[:, None], score_ptr + (bg * LR + o_r)[:, None] * N + key[None, :]
+    if SUM: tl.store(score_ptr + bg * N + key, -total, mask=there)
+    else: tl.store(p_score, -far, mask=m_r & there[None, :])
 
 # %% ../../kernels/choose.ipynb #d1a0c0e6
 @triton.jit
@@ -541,12 +542,12 @@ def _score_codes(q, rows, cut, place, tiles, same):
     lists, of_q, heads = _told(q, G, same)
     new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
     words, scores, more = rows.shape[3] // 2, new(B, lists, place.N), dict(launch_pdl=True) if same["PDL"] else {}
-    ask = new(B, H, 3, words)
+    ask, BN = new(B, H, 3, words), BN // 2 if same["SUM"] else BN  # sums of fewer keys are quicker
     _ask_kernel[B * H,](q, ask, *of_q, H, cut, D=D, W=W, STEPS=W.bit_length() - 1, num_warps=1, **_BY_STEPS,
                        PDL=same["PDL"])
     _distance_kernel[triton.cdiv(place.N, BN), B * G](
-        ask, rows, scores, place.start, place.stop, *rows.stride(), place.N, G, WORDS=words, LR=heads["LR"], BN=BN,
-        num_warps=warps, **same, **more)
+        ask, rows, scores, place.start, place.stop, *rows.stride(), place.N, G, WORDS=words, BN=BN, num_warps=warps,
+        **heads, **same, **more)
     return scores
 
 def _score_keys(q, k, scale, place, tiles, same):
