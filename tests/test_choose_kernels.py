@@ -129,14 +129,17 @@ class Marks:
 
 @kernel
 @pytest.mark.parametrize("below, above", [
-    (900, 2**31 - 1), (-2**31, 3), (500, 400), (450, 450), (440, 460), (430, 445), (397, 460), (396, 460)])
+    (900, 2**31 - 1), (-2**31, 3), (500, 400), (450, 450), (440, 460), (430, 445), (397, 460), (396, 460),
+    (450, 451), (449, 451)])
 @pytest.mark.parametrize("unit, budget", [(1, 50), (1, 0.1), (4, 203), (4, 205)])
 @pytest.mark.parametrize("ends", [None, 445, 460])
-def test_marks_decide_nothing(below, above, unit, budget, ends, monkeypatch):
+@pytest.mark.parametrize("bins", [64, 2])
+def test_marks_decide_nothing(below, above, unit, budget, ends, bins, monkeypatch):
     """Marks that miss the threshold, or cross, or have it and ties on one, or are as far apart as tiles count and
     farther: the list is the same, also where the first page and the last, which are cut, are between them."""
     from sparse_nb.kernels import choose
     monkeypatch.setattr(choose, "_guess_kernel", Marks(below, above))
+    monkeypatch.setattr(choose, "histogram_bins", lambda BT: bins)
     draw = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randint(500, (1, 2, 500), generator=draw, device=DEVICE, dtype=torch.int32)
     if ends: x[..., [0, 497] if unit > 1 else [9, 498]] = ends
@@ -873,7 +876,7 @@ if not INTERPRETED:
         pytest.importorskip("triton")
         from sparse_nb.kernels import choose as kernels
         from sparse_nb.kernels.common import compiled_usage
-        integers = "mark_ptr", "between_ptr", "higher_ptr", "class_ptr", "many_ptr", "base_ptr", "code_ptr", "ask_ptr"
+        integers = "mark_ptr", "between_ptr", "higher_ptr", "hist_ptr", "many_ptr", "base_ptr", "code_ptr", "ask_ptr"
         types = dict.fromkeys(integers, "i32") | dict(q_ptr=kind, cut="fp32") | dict.fromkeys(
             ("start_ptr", "len_ptr", "begin_ptr", "budget", "index_ptr", "fit_ptr", "count_ptr"), "i64")
         of_row = dict(box=kind, box_row=kind, channel="i16", channel_row="i16", collide="u8").get(name, "i32")
@@ -890,12 +893,12 @@ if not INTERPRETED:
     @pytest.mark.parametrize("capability, kind, U", [(80, "fp16", 1), (90, "bf16", 16), (90, "fp32", 1)])
     def test_registers_and_spills(capability, kind, U):
         pytest.importorskip("triton")
-        from sparse_nb.kernels.choose import Tiles, classes_of, key_tile, page_tile
+        from sparse_nb.kernels.choose import Tiles, histogram_bins, key_tile, page_tile
         tiles = Tiles()
         (_, warps), (_, each), found = tiles.select, tiles.sift, {}
         of_q = dict(BN=tiles.score[0], warps=tiles.score[1])
         for BN, BT, few in ((512, 32, 4096), (512, 64, 8192), (2048, 128, 8192), (4096, 256, 8192), (4096, 4096, 8192)):
-            many = dict(CLASSES=classes_of(BT))
+            many = dict(BINS=histogram_bins(BT))
             found[f"sift {BN}, {BT}"] = usage("sift", capability, kind, U=U, BN=BN, warps=BN // each, **many)
             many |= dict(BT=BT, BC=max(1, few // BT))
             found[f"select {BN}, {BT}"] = usage("select", capability, kind, U=U, BN=BN, warps=warps, **many)
