@@ -26,7 +26,7 @@ from sparse_nb.core.selection import Selection, budget_counts, first_slots, weig
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLOSE = 2**-18  # of the sum of the terms' sizes
-SMALL = dict(sample=32, sift=(64, 64), select=(64, 4), score=(64, 4), page=(8, 4))
+SMALL = dict(sample=32, sift=(64, 64), count=(64, 64), select=(64, 4), score=(64, 4), page=(8, 4))
 
 
 def drawn(factors, seed=0):
@@ -72,13 +72,13 @@ def listed(index, weight, first, n):
     return index[:count].tolist()
 
 
-def check_list(scores, budget, start, stop, tiles, unit=1, begin=None, N=None):
+def check_list(scores, budget, start, stop, tiles, unit=1, begin=None, N=None, counts=None):
     "Lists of all heads against the sort; with `unit`, scores are of pages."
     from sparse_nb.kernels.choose import Place, Tiles, launch_list
     B, H, M = scores.shape
     N = M if N is None else N
     index, weight, used = poisoned(lambda: launch_list(scores, budget, Place(N, start, stop, begin, unit),
-                                                       tiles=Tiles(**tiles)))
+                                                       tiles=Tiles(**tiles), counts=counts))
     assert torch.equal(used, (weight > 0).sum(-1))
     assert index.shape == weight.shape == (B, H, 1, budget_counts(budget, torch.tensor([[[N]]]), N)[1])
     for b in range(B):
@@ -106,7 +106,7 @@ def test_lists(case):
 
 
 PAGES = drawn(dict(kind=("normal", "rounded", "all equal", "infinite", "two values"), budget=(1, 17, 0.1, 0.37, 1.0),
-                   unit=(2, 5, 16), begin=(0, 3, 40), ragged=(False, True), tiles=("small", "shipped")), seed=1)
+                   unit=(2, 5, 16, 128), begin=(0, 3, 40), ragged=(False, True), tiles=("small", "shipped")), seed=1)
 
 
 @kernel
@@ -118,6 +118,38 @@ def test_lists_of_pages(case):
     begin = torch.tensor([0, case["begin"]], device=DEVICE)
     check_list(KINDS[case["kind"]](x), case["budget"], *bounds(2, N, case["ragged"]),
                SMALL if case["tiles"] == "small" else {}, unit, begin, N)
+
+
+def counted(scores, start, stop, tiles, bins):
+    "What a launch that scores says of how often scores from 0 to `bins` occur, in PyTorch."
+    from sparse_nb.kernels.choose import Counts, Tiles, list_tile
+    B, H, N = scores.shape
+    BN, at = list_tile(N, Tiles(**tiles), True)[0], torch.arange(N, device=DEVICE)
+    reached = torch.zeros(B, H, bins, -(-N // BN), dtype=torch.int32, device=DEVICE)
+    for b in range(B):
+        first, end = (0, N) if start is None else (int(start[b]), int(stop[b]))
+        for t in range(reached.shape[3]):
+            x = scores[b, :, (at >= first + t * BN) & (at < min(first + (t + 1) * BN, end))]
+            reached[b, :, :, t] = (x[:, None] > torch.arange(bins, device=DEVICE)[:, None]).sum(2)
+    return Counts(reached.sum(3, dtype=torch.int32), reached)
+
+
+FEW = {"none": lambda x: torch.zeros_like(x), "all": lambda x: torch.full_like(x, 32),
+       "both ends": lambda x: 32. * (x > 0.8), "one and none": lambda x: 1. * (x > 0.5),
+       "bits": lambda x: (16 + 3 * x).round().clamp(0, 32), "one best": lambda x: 32. * (x == x.max()) + 7}
+COUNTED = drawn(dict(kind=tuple(FEW), budget=(1, 17, 0.1, 0.37, 1.0, 10**6), bins=(32, 64, 128),
+                     N=(1, 500, 9001) if GPU else (1, 63, 300), ragged=(False, True), tiles=("small", "shipped")),
+                seed=2)
+
+
+@kernel
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_lists_of_counted_scores(case):
+    "Also where the threshold is 0, which no bin counts, and where it is the last bin's."
+    N, tiles = case["N"], SMALL if case["tiles"] == "small" else {}
+    x = torch.randn(2, 2, N, generator=torch.Generator(DEVICE).manual_seed(N), device=DEVICE)
+    scores, seen = FEW[case["kind"]](x).clamp(max=32).to(torch.int16), bounds(2, N, case["ragged"])
+    check_list(scores, case["budget"], *seen, tiles, counts=counted(scores, *seen, tiles, case["bins"]))
 
 
 class Marks:
@@ -376,6 +408,33 @@ def asked_by(name, state, H, G, D):
 
 
 @kernel
+@pytest.mark.parametrize("R, shared, ragged", [(1, False, False), (3, True, True), (4, False, True), (8, True, False)])
+def test_signatures_are_counted(R, shared, ragged):
+    "Random ones, the first query's own and its opposite: scores from none to all bits, and how often each occurs."
+    from sparse_nb.kernels.choose import Place, Tiles, score
+    B, G, N, D, lists = 2, 2, 300, 64, 2 if shared else 2 * R
+    q, k, masks = problem(B, G, R, N, D, FP32, ragged)
+    state = chosen_state(METHODS["hash"](0.2, 0), q, k)
+    first, end = (x[:, 0, 0] for x in visible_range(q, k, **masks))
+    state.rows = torch.randint(-2**31, 2**31, state.rows.shape, dtype=torch.int32, device=DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hash_attention, "hash_maps", lambda *_: networks(G * R, G, D))
+        own = state.hash(q, "q").view(B, G, R)[:, :, 0]
+        for b in range(B): state.rows[b, :, first[b]], state.rows[b, :, end[b] - 1] = own[b, :, None], ~own[b, :, None]
+        want = METHODS["hash"](0.2, 0).priorities(q, state)[:, :, 0].unflatten(1, (lists, -1)).sum(2).to(torch.int16)
+    kind, given, number = asked_by("hash", None, G * R, G, D)
+    place, most = Place(N, masks.get("kv_start"), masks.get("kv_len")), 32 * R if shared else 32
+    def told():
+        scores, counts = score(kind, q, state.rows, given, number, place, Tiles(**SMALL), shared=shared)
+        return scores, *counts
+    scores, total, reached = poisoned(told)
+    for b in range(B): assert torch.equal(scores[b, :, first[b]:end[b]], want[b, :, first[b]:end[b]])
+    assert ragged or R > 1 or want.amax() == most and want.amin() == 0
+    counts = counted(want, first, end, SMALL, total.shape[2])
+    assert total.shape[2] >= most and torch.equal(total, counts.total) and torch.equal(reached, counts.reached)
+
+
+@kernel
 @pytest.mark.parametrize("R, D, ragged", [(1, 64, False), (3, 80, True), (4, 128, True)])
 @pytest.mark.parametrize("name", [*METHODS, "keys"])
 def test_one_list_for_a_group(name, R, D, ragged):
@@ -388,8 +447,8 @@ def test_one_list_for_a_group(name, R, D, ragged):
     rows, unit, begin = (k if name == "keys" else state.rows), getattr(method, "page", 1), getattr(state, "begin", None)
     kind, given, number = asked_by(name, state, G * R, G, D)
     place = Place(N, masks.get("kv_start"), masks.get("kv_len"), begin if name == "quest" else None, unit)
-    each = score(kind, q, rows, given, number, place, Tiles(**SMALL))
-    whole = poisoned(lambda: (score(kind, q, rows, given, number, place, Tiles(**SMALL), shared=True),))[0]
+    each, _ = score(kind, q, rows, given, number, place, Tiles(**SMALL))
+    whole = poisoned(lambda: score(kind, q, rows, given, number, place, Tiles(**SMALL), shared=True)[:1])[0]
     first, end = (x[:, 0, 0] for x in visible_range(q, k, **masks))
     for b in range(B):
         seen = torch.arange(int(first[b]), int(end[b]), device=DEVICE)
@@ -397,14 +456,15 @@ def test_one_list_for_a_group(name, R, D, ragged):
         want = each[b, :, item].double().unflatten(0, (G, R))
         got, size = whole[b, :, item].double(), want.abs().sum(1)
         want = want.sum(1)
-        if whole.dtype == torch.int32: assert torch.equal(got, want)
+        if not whole.is_floating_point(): assert torch.equal(got, want)
         else:
             assert torch.equal(got.isinf(), want.isinf())
             real = ~want.isinf()
             assert ((got - want)[real].abs() <= 2**-20 * size[real]).all()
     index, weight, used = choose(kind, q, rows, 0.2, N, given=tuple(given), number=number, unit=unit,
                                  begin=place.begin, shared=True, **masks)
-    again = launch_list(score(kind, q, rows, given, number, place, shared=True), 0.2, place, after=True)
+    scores, counts = score(kind, q, rows, given, number, place, shared=True)
+    again = launch_list(scores, 0.2, place, after=True, counts=counts)
     for x, y in zip((index, weight, used), again): assert x.shape[1] == G and torch.equal(x, y)
     assert (used == used[:, :1]).all()
 
@@ -463,8 +523,10 @@ def test_a_buffer_that_is_larger(name):
     place = Place(200, None, torch.tensor([N], device=DEVICE), begin, unit)
     kind, given, number = asked_by(name, state, 4, 2, 64)
     tiles = Tiles(**SMALL)
-    index, weight, used = poisoned(lambda: launch_list(score(kind, q, rows, given, number, place, tiles), 0.2, place,
-                                                       tiles=tiles, after=True))
+    def made():
+        scores, counts = score(kind, q, rows, given, number, place, tiles)
+        return launch_list(scores, 0.2, place, tiles=tiles, after=True, counts=counts)
+    index, weight, used = poisoned(made)
     want = check_method(method, q, k)
     assert index.shape[-1] == 40 and (weight.sum(-1) == 26).all() and (used == 26).all()
     assert torch.equal(index[..., :26], want.index) and (index[..., 26:] == 0).all()
@@ -710,7 +772,7 @@ def named(kernel): return "code_kernel" if kernel == "code" else f"_{kernel}_ker
 
 ATTEND, LIST = ("gather", "merge"), ("guess", "sift", "select", "list")
 OF_A_STEP = {"quest": ("box_row", "box", *LIST), "double sparsity": ("channel_row", "channel", *LIST),
-             "adamas": ("code_row", "ask", "distance", *LIST), "hash": ("sign_row", "code", "equal", *LIST),
+             "adamas": ("code_row", "ask", "distance", *LIST), "hash": ("sign_row", "code", "equal", "list"),
              "top-k": ("key", *LIST),
              "magicpig": ("table", "table", "collide", "taken", "weigh")}
 
@@ -876,12 +938,13 @@ if not INTERPRETED:
         pytest.importorskip("triton")
         from sparse_nb.kernels import choose as kernels
         from sparse_nb.kernels.common import compiled_usage
-        integers = "mark_ptr", "between_ptr", "higher_ptr", "hist_ptr", "many_ptr", "base_ptr", "code_ptr", "ask_ptr"
-        types = dict.fromkeys(integers, "i32") | dict(q_ptr=kind, cut="fp32") | dict.fromkeys(
+        integers = "mark between higher hist many base code ask total reach zero".split()
+        types = {f"{x}_ptr": "i32" for x in integers} | dict(q_ptr=kind, cut="fp32") | dict.fromkeys(
             ("start_ptr", "len_ptr", "begin_ptr", "budget", "index_ptr", "fit_ptr", "count_ptr"), "i64")
         of_row = dict(box=kind, box_row=kind, channel="i16", channel_row="i16", collide="u8").get(name, "i32")
         types |= dict(row_ptr=of_row, at_ptr="i64", k_ptr=kind)
-        if name in ("equal", "distance"): types |= dict(score_ptr="i32")
+        if name == "distance": types |= dict(score_ptr="i32")
+        if name == "equal" or own.get("BINS", 0) and name == "list": types |= dict(score_ptr="i16")
         if name in ("collide", "taken", "weigh"): types |= dict(taken_ptr="u8")
         if name == "weigh": types |= dict(fit_ptr="fp32")
         known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, NEAR=kernels.NEAR, LR=4, LP=4) | own
@@ -902,7 +965,14 @@ if not INTERPRETED:
             found[f"sift {BN}, {BT}"] = usage("sift", capability, kind, U=U, BN=BN, warps=BN // each, **many)
             many |= dict(BT=BT, BC=max(1, few // BT))
             found[f"select {BN}, {BT}"] = usage("select", capability, kind, U=U, BN=BN, warps=warps, **many)
-            found[f"list {BN}"] = usage("list", capability, kind, U=U, BN=BN, BW=256, warps=BN // each)
+            of_list = dict(BN=BN, BW=256, warps=BN // (each if U == 1 else tiles.count[1]), BT=BT)
+            found[f"list {BN}"] = usage("list", capability, kind, U=U, BINS=0, **of_list)
+        for BN, BT in ((512, 64), (1024, 256), (2048, 512), (2048, 8192)):
+            found[f"list by counts {BN}, {BT}"] = usage("list", capability, kind, BN=BN, BW=256, BT=BT, BINS=128,
+                                                        warps=BN // tiles.count[1])
+            for SUM in (False, True):
+                found[f"equal {BN}, {SUM}"] = usage("equal", capability, kind, BN=BN, SUM=SUM,
+                                                    BINS=128 if SUM else 32, warps=BN // tiles.count[1])
         for BS in (tiles.sample, 4 * tiles.sample):
             found[f"guess {BS}"] = usage("guess", capability, kind, U=U, BS=BS, warps=8)
         for D in (64, 128, 256):
@@ -913,9 +983,9 @@ if not INTERPRETED:
                 found[f"box {D}, {SUM}"] = usage("box", capability, kind, SUM=SUM, **boxes)
                 found[f"key {D}, {SUM}"] = usage("key", capability, kind, D=D, BD=D, BR=16, BN=BN, SUM=SUM, warps=each)
         for SUM in (False, True):
-            for name, own in dict(channel={}, equal={}, distance=dict(WORDS=4)).items():
+            for name, own in dict(channel={}, distance=dict(WORDS=4)).items():
                 found[f"{name}, {SUM}"] = usage(name, capability, kind, SUM=SUM, **own, **of_q)
-        found["code"] = usage("code", capability, kind, D=128, M=128, BD=128, BM=128, warps=8)
+        found["code"] = usage("code", capability, kind, D=128, M=128, BD=128, BM=128, BZ=32, warps=8)
         found["ask"] = usage("ask", capability, kind, D=80, W=128, STEPS=7, warps=1)
         for D in (64, 128, 256):
             of_row, steps = dict(D=D, BD=D, M=128, BM=128, W=D), D.bit_length() - 1

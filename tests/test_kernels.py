@@ -761,7 +761,8 @@ if not INTERPRETED:
         few["BN"] = max(16, few["BN"] // (4 if kind == "fp32" else 2))
         no = dict.fromkeys(("length_ptr", "own_ptr", "own2_ptr", "longest_ptr", "level_ptr", "norm_ptr"))
         types["level_ptr"] = "fp64"
-        for kernel_, constants, warps in ((steps.code_kernel, {}, 8), (steps._guess_kernel, {}, 4),
+        for kernel_, constants, warps in ((steps.code_kernel, dict(BZ=1, zero_ptr=None), 8),
+                                          (steps._guess_kernel, {}, 4),
                                           (steps._count_kernel, dict(BN=4096), 4),
                                           (steps._keep_kernel, dict(BN=4096, BT=256), 4),
                                           (steps._look_kernel, rows(steps._LOOK) | no, 4),

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # %% ../../kernels/common.ipynb #3b20d5e3
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -97,13 +97,22 @@ def sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, i_b, i_h, q_b, q_h, q_d,
     return tl.sum((out > 0).to(tl.int32) << o_j, 0)
 
 @triton.jit
-def code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, q_b, q_h, q_d, H,
-                 D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):
-    "The signature of one query"
-    if PDL: gdc_launch_dependents()
+def code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, zero_ptr, zeros, q_b, q_h, q_d, H,
+                D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BZ: tl.constexpr,
+                PDL: tl.constexpr):
+    """The signature of one query, made while the launch before may still write the row of a new key.
+
+    A program sets its BZ of the numbers to 0 that a later launch adds to.
+    """
     bh = tl.program_id(0)
-    tl.store(code_ptr + bh, sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, bh // H, bh % H, q_b, q_h, q_d,
-                                      D, M, BD, BM))
+    code = sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, bh // H, bh % H, q_b, q_h, q_d, D, M, BD, BM)
+    if PDL:
+        gdc_wait()  # the next launch may read rows before it waits for this one
+        gdc_launch_dependents()
+    if zero_ptr is not None:
+        o_z = bh * BZ + tl.arange(0, BZ)
+        tl.store(zero_ptr + o_z, tl.zeros([BZ], tl.int32), mask=o_z < zeros)
+    tl.store(code_ptr + bh, code)
 
 # %% ../../kernels/common.ipynb #5f9fa1be
 @triton.jit

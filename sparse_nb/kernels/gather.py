@@ -22,7 +22,9 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, count_ptr, m_ptr,
                    q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, i_b, i_l_, i_s, w_b, w_h, w_s, n_b, n_h,
                    N, S, L, P, C, R, LR: tl.constexpr, D: tl.constexpr,
                    BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
-    if PDL: gdc_launch_dependents()
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()  # for the launch before, which may make the list
     i_c = tl.program_id(1)                                                               # part of the list
     i_b_, i_l = (tl.program_id(0) // L).to(tl.int64), (tl.program_id(0) % L).to(tl.int64) # sequence, list
     i_g = i_l * LR // R                                                                  # key/value head
@@ -125,10 +127,11 @@ def _run(q, k, v, index, weight, count, scale, state=False):
     D, new = q.shape[3], functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     m, l, o, out = new(parts), new(parts), new(*parts, D), new(q.shape, dtype=torch.float32 if state else q.dtype)
     peak, mass = (new(q.shape[:3]), new(q.shape[:3])) if state else (None, None)
+    more = dict(launch_pdl=True) if PDL else {}
     relaunch(made, "gather", _gather_kernel, programs, *tensors, m, l, o, (D**-0.5 if scale is None else scale) * LOG2E,
-             *gather, **limits)
+             *gather, **limits, **more)
     relaunch(made, "state" if state else "merge", _merge_kernel, programs_merge, m, l, o, out, peak, mass, *merge,
-             num_warps=4, **(dict(launch_pdl=True) if PDL else {}))
+             num_warps=4, **more)
     return (peak, mass, out) if state else out
 
 # %% ../../kernels/gather.ipynb #0feffe52

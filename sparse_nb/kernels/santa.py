@@ -56,7 +56,9 @@ def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, star
                   G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
                   SUB: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                   STAGES: tl.constexpr, PDL: tl.constexpr):
-    if PDL: gdc_launch_dependents()
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()  # for the launch before, which may put the newest key's codes
     i_c = tl.program_id(1)
     i_b, i_g = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
     first, n = visible(start_ptr, len_ptr, i_b, N)
@@ -382,9 +384,9 @@ def launch_settings(
     few, wide = B * q.shape[1] <= 64, codes and sub > 1 and row <= 256
     BN = 32 if row > 512 else 64 if row > 256 or N <= 2**14 else 256 if wide else 128
     chunks = (2 if 16 * B * G <= 2 * sms and not wide else 6) * sms // (B * G) # 2 or 6 programs a multiprocessor
-    if sub > 1: draws = dict(BS=16, gather_warps=4)                    # draws of a program of the gather, its warps
-    elif few and N <= 2**14: draws = dict(BS=8, gather_warps=1)
-    else: draws = dict(BS=16, gather_warps=2)
+    if sub > 1: draws = dict(BS=64, gather_warps=8)                    # draws of a program of the gather, its warps
+    elif few: draws = dict(BS=8, gather_warps=1) if N <= 2**14 else dict(BS=16, gather_warps=2)
+    else: draws = dict(BS=128, gather_warps=8)
     return draws | dict(
         BN=BN,                                                         # keys in a tile
         sub=sub,                                                       # neighbours in a stashed sum
@@ -451,7 +453,7 @@ def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv
                  q.stride(0), q.stride(1), q.stride(3), *k.stride(), *((0,) * 3 if units is None else units.stride()),
                  N, s["T"], s["chunks"], G, R, D,
                  s["sub"], s["BR"], s["BN"], s["BD"], s["stages"], s["overlap"],
-                 num_warps=s["warps"], num_stages=s["stages"])
+                 num_warps=s["warps"], num_stages=s["stages"], **(dict(launch_pdl=True) if s["overlap"] else {}))
         return
     estimate = estimate.reshape(B, H, D).contiguous()
     drawn = (estimate.view(B, G, R, D) != 0).any(2)
@@ -575,8 +577,9 @@ def decode(
 # %% ../../kernels/santa.ipynb #c58ae915
 @triton.jit
 def _put_kernel(k_ptr, at_ptr, code_ptr, unit_ptr, k_b, k_g, k_n, k_d, c_b, c_g, c_n, c_d, u_b, u_g, u_n, N, G,
-                D: tl.constexpr, BD: tl.constexpr):
+                D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
     "Whole numbers and a unit for the new key"
+    if PDL: gdc_launch_dependents()
     bg, at, o_d = tl.program_id(0).to(tl.int64), tl.load(at_ptr), tl.arange(0, BD)
     b, g, there = bg // G, bg % G, (at >= 0) & (at < N)
     at, m_d = tl.where(there, at, 0), (o_d < D) & there
@@ -599,7 +602,8 @@ def put_codes(
     B, G, N, D = k.shape
     with torch.cuda.device_of(k):
         _put_kernel[B * G,](k, at, codes, units, *k.stride(), *codes.stride(), *units.stride(),
-                            min(N, codes.shape[2]), G, D=D, BD=triton.next_power_of_2(D), num_warps=1)
+                            min(N, codes.shape[2]), G, D=D, BD=triton.next_power_of_2(D),
+                            PDL=k.is_cuda and device_limits(k.device.index)[1], num_warps=1)
 
 # %% ../../kernels/santa.ipynb #817ee3dc
 _TYPES = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16") | dict(u_ptr="fp16") \

@@ -600,8 +600,9 @@ def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches):
     keys, middle = codes.stride()[:3], (*share_in_units(s.sinks), *share_in_units(s.window), *share_in_units(s.topk))
     same = dict(PDL=PDL, num_warps=4, **(dict(launch_pdl=True) if PDL else {}))
     code_kernel[B * H,](
-        q, *maps, code, q.stride(0), q.stride(1), q.stride(3), H,
-        D=D, M=M, BD=max(16, triton.next_power_of_2(D)), BM=max(16, triton.next_power_of_2(M)), PDL=PDL, num_warps=8)
+        q, *maps, code, None, 0, q.stride(0), q.stride(1), q.stride(3), H,
+        D=D, M=M, BD=max(16, triton.next_power_of_2(D)), BM=max(16, triton.next_power_of_2(M)), BZ=1,
+        **same | dict(num_warps=8))
     if launches > 1:
         _guess_kernel[B * L,](
             code, codes, planes, hist, kv_start, kv_len, *keys, N, L, R, *middle,
