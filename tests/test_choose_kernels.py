@@ -120,6 +120,14 @@ def test_lists_of_pages(case):
                SMALL if case["tiles"] == "small" else {}, unit, begin, N)
 
 
+@kernel
+@pytest.mark.parametrize("kind, unit", [("all equal", 100), ("all equal", 127), ("rounded", 127), ("all equal", 128)])
+def test_pages_of_many_keys(kind, unit):
+    "Two sums share a number of 32 bits where a tile has fewer than 2^16 keys, and no longer."
+    x = torch.randn(1, 1, 520, generator=torch.Generator(DEVICE).manual_seed(unit), device=DEVICE)
+    check_list(KINDS[kind](x), 0.9, None, None, {}, unit, torch.zeros(1, dtype=torch.int64, device=DEVICE), 520 * unit)
+
+
 def counted(scores, start, stop, tiles, bins):
     "What a launch that scores says of how often scores from 0 to `bins` occur, in PyTorch."
     from sparse_nb.kernels.choose import Counts, Tiles, list_tile
