@@ -973,7 +973,7 @@ if not INTERPRETED:
             found[f"sift {BN}, {BT}"] = usage("sift", capability, kind, U=U, BN=BN, warps=BN // each, **many)
             many |= dict(BT=BT, BC=max(1, few // BT))
             found[f"select {BN}, {BT}"] = usage("select", capability, kind, U=U, BN=BN, warps=warps, **many)
-            of_list = dict(BN=BN, BW=256, warps=BN // (each if U == 1 else tiles.count[1]), BT=BT)
+            of_list = dict(BN=BN, BW=256, warps=max(BN // each, 4 if U > 1 else 1), BT=BT)
             found[f"list {BN}"] = usage("list", capability, kind, U=U, BINS=0, **of_list)
         for BN, BT in ((512, 64), (1024, 256), (2048, 512), (2048, 8192)):
             found[f"list by counts {BN}, {BT}"] = usage("list", capability, kind, BN=BN, BW=256, BT=BT, BINS=128,

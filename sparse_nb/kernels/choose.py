@@ -356,8 +356,7 @@ def launch_list(
     more, same = dict(launch_pdl=True) if PDL else {}, dict(U=U, PDL=PDL)
     def make_list(found, bases, BINS):
         _list_kernel[T, B * H](scores, found, bases, index, weight, count, *seen, T, S, number, SHARE=share, BN=BN,
-                               BW=256, BINS=BINS, BT=BT, num_warps=max(warps, BN // tiles.count[1]) if U > 1 else warps,
-                               **same, **more)
+                               BW=256, BINS=BINS, BT=BT, num_warps=max(warps, 4) if U > 1 else warps, **same, **more)
         return index, weight, count
     if counts is not None: return make_list(*counts, counts.total.shape[2])
     mark, between, base = integers(B * H, 4), integers(B * H, T * BN), integers(B * H, 2, T)
