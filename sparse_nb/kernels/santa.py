@@ -384,7 +384,7 @@ def launch_settings(
     few, wide = B * q.shape[1] <= 64, codes and sub > 1 and row <= 256
     BN = 32 if row > 512 else 64 if row > 256 or N <= 2**14 else 256 if wide else 128
     chunks = (2 if 16 * B * G <= 2 * sms and not wide else 6) * sms // (B * G) # 2 or 6 programs a multiprocessor
-    if sub > 1: draws = dict(BS=64, gather_warps=8)                    # draws of a program of the gather, its warps
+    if sub > 1: draws = dict(BS=16, gather_warps=4)                    # draws of a program of the gather, its warps
     elif few: draws = dict(BS=8, gather_warps=1) if N <= 2**14 else dict(BS=16, gather_warps=2)
     else: draws = dict(BS=128, gather_warps=8)
     return draws | dict(
