@@ -274,7 +274,7 @@ def _list_kernel(score_ptr, mark_ptr, base_ptr, index_ptr, weight_ptr, count_ptr
         both = higher | ties << 16
         before = tl.cumsum(both, 0) - both
         above, tied = above + (before & 0xFFFF), equal + (before >> 16 & 0xFFFF)
-    else:                                                               # counted scores: stores that coalesce better
+    else:                                                               # of counted scores quicker in 64 bits
         both = higher.to(tl.int64) | ties.to(tl.int64) << 32
         before = tl.cumsum(both, 0) - both
         above, tied = above + before.to(tl.int32), equal + (before >> 32).to(tl.int32)
