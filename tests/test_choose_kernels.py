@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +127,15 @@ def test_pages_of_many_keys(kind, unit):
     "Two sums share a number of 32 bits where a tile has fewer than 2^16 keys, and no longer."
     x = torch.randn(1, 1, 520, generator=torch.Generator(DEVICE).manual_seed(unit), device=DEVICE)
     check_list(KINDS[kind](x), 0.9, None, None, {}, unit, torch.zeros(1, dtype=torch.int64, device=DEVICE), 520 * unit)
+
+
+def test_nothing_is_written_before_the_wait():
+    "What a launch writes may lie where one before it still reads: in what Python has let go of, as the query's code."
+    pytest.importorskip("triton")
+    from sparse_nb.kernels import choose
+    waits = [body for body in re.split(r"\n@triton\.jit", Path(choose.__file__).read_text()) if "gdc_wait()" in body]
+    assert len(waits) > 5
+    for body in waits: assert not re.search(r"tl\.(store|atomic)", body.partition("gdc_wait()")[0]), body[:80]
 
 
 def counted(scores, start, stop, tiles, bins):
