@@ -229,6 +229,15 @@ def test_stash_of_sums(dtype, D, R, layout, sub):
 
 
 @kernel
+@pytest.mark.parametrize("scheme, dtype", [("systematic", BF16), ("iid", FP32)], ids=str)
+def test_many_heads(scheme, dtype):
+    "Then one program makes up to 128 draws of a head."
+    p = problem(2, 11, 3, sizes(1000, 150), sizes(128, 16), dtype, ragged=True)
+    assert kernels.launch_settings(p.q, p.k, 200)["BS"] == 128 > kernels.launch_settings(p.q[:1], p.k[:1], 200)["BS"]
+    for samples in (128, 200): check(p, samples=samples, scheme=scheme, seed=4)
+
+
+@kernel
 @pytest.mark.parametrize("D", [1, 8, 15])
 def test_small_heads(D): check(problem(1, 1, 2, 100, D, FP32), samples=16, seed=1)
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    bits_set, code_kernel, contiguous, device_limits, dot, refusal, sign_code, visible)
+    bits_set, code_kernel, contiguous, dot, refusal, sign_code, starts_early, visible)
 
 # %% ../../kernels/choose.ipynb #d516f217
 def _bits_of(
@@ -327,8 +327,6 @@ class Counts(NamedTuple):
     total: torch.Tensor   # items of a head that score at least 1, 2, ... [B, H, BINS], int32
     reached: torch.Tensor # of each tile of `list_tile` [B, H, BINS, T], likewise
 
-def _starts_early(x): return x.is_cuda and device_limits(x.device.index)[1]
-
 def _slots(budget, n): return min(budget, n) if isinstance(budget, int) else math.ceil(n * (budget * (1 - 1e-12)))
 
 # %% ../../kernels/choose.ipynb #ec90f537
@@ -344,7 +342,7 @@ def launch_list(
     "Launch threshold and list, or the first kernels of them: then the rest of what is returned is not filled."
     B, H, M = scores.shape
     N, start, stop, begin, U = place
-    PDL, S = _starts_early(scores), _slots(budget, N)
+    PDL, S = starts_early(scores), _slots(budget, N)
     BN, warps = list_tile(M, tiles, counts is not None)
     T, BS = triton.cdiv(M, BN), tiles.sample * (4 if M > 2**16 else 1)
     BT = triton.next_power_of_2(T)
@@ -620,7 +618,7 @@ def score(
     shared: bool = False, # one list for the heads of a group, by the sums of their scores?
 ) -> tuple:               # [B, H, M], or [B, G, M]: float32 or whole numbers; of signs `Counts`, else None
     "Scores of the items, and how often each occurs; nothing is written where no key is visible."
-    same = dict(PDL=_starts_early(q), SUM=shared)
+    same = dict(PDL=starts_early(q), SUM=shared)
     if kind == "signs": return _score_signs(q, rows, given, place, tiles, same)
     if kind == "boxes": return _score_boxes(q, rows, number, place, tiles, same), None
     if kind == "channels": return _score_channels(q, rows, *given, number, place, tiles, same), None
@@ -779,7 +777,7 @@ def write_row(
         elif kind == "tables": _tables_of(k[:, :, :N], given[1], rows, at, given[0])
         else:
             M = given[0].shape[2]
-            _sign_row_kernel[B * G,](k, at, rows, *given, *seen[:7], N, G, D=D, M=M, BD=BD, PDL=_starts_early(k),
+            _sign_row_kernel[B * G,](k, at, rows, *given, *seen[:7], N, G, D=D, M=M, BD=BD, PDL=starts_early(k),
                                      BM=max(16, triton.next_power_of_2(M)), num_warps=8)
 
 # %% ../../kernels/choose.ipynb #75369e63
@@ -916,10 +914,10 @@ def _tables_of(x, planes, codes, at=None, fit=None):
     of_fit = (0, 0, 0) if fit is None else fit.stride()
     _table_kernel[triton.cdiv(TABLES, BT), B * H](
         x, at, codes, fit, planes, *x.stride(), *codes.stride(), *of_fit, N if at is not None else 1, H,
-        H // planes.shape[0], TABLES, K=bits, D=D, BD=BD, BT=BT, BK=BK, PDL=_starts_early(x), num_warps=4)
+        H // planes.shape[0], TABLES, K=bits, D=D, BD=BD, BT=BT, BK=BK, PDL=starts_early(x), num_warps=4)
 
 def _collided(q, k, rows, fit, planes, sinks, window, kv_start, kv_len, tile=1024, parts=8):
-    (B, H, _, D), (G, N, TABLES), PDL = q.shape, rows.shape[1:], _starts_early(q)
+    (B, H, _, D), (G, N, TABLES), PDL = q.shape, rows.shape[1:], starts_early(q)
     LR, T, BD = H // G, triton.cdiv(N, tile), max(16, triton.next_power_of_2(D))
     LP, BS, bits = triton.next_power_of_2(LR), max(1, 4096 // BD), planes.shape[2] // TABLES
     BT = min(32, triton.next_power_of_2(TABLES))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'bits_set', 'sign_code',
            'code_kernel', 'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note', 'by_engine',
-           'launch_limits', 'device_limits', 'refusal', 'contiguous', 'layout_of', 'Plans', 'relaunch',
+           'launch_limits', 'device_limits', 'starts_early', 'refusal', 'contiguous', 'layout_of', 'Plans', 'relaunch',
            'compiled_usage']
 
 # %% ../../kernels/common.ipynb #72988fbd
@@ -191,6 +191,12 @@ def device_limits(
     "Multiprocessors, and whether a kernel may start while the one before it ends (programmatic dependent launch)."
     p = torch.cuda.get_device_properties(index)
     return p.multi_processor_count, p.major >= 9 and torch.version.hip is None
+
+def starts_early(
+    x: torch.Tensor, # that a kernel reads
+) -> bool:
+    "Whether that kernel may start while the one before it ends."
+    return x.is_cuda and device_limits(x.device.index)[1]
 
 def refusal(
     q: torch.Tensor,             # queries [B, H, Q, D]

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, refusal, share_in_units, visible)
+    LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, refusal, share_in_units, starts_early, visible)
 
 # %% ../../kernels/saap.ipynb #e270dd8a
 @triton.jit
@@ -354,7 +354,7 @@ def network(
     "The outputs of the network of each head, by two launches. The layers must be contiguous."
     (B, H, _, D), M, C = x.shape, w1.shape[2], w2.shape[2]
     hidden, out = torch.empty(B, H, M, device=x.device), torch.empty(B, H, C, device=x.device)
-    (BK, BN, warps, stages), PDL = tiles, x.is_cuda and device_limits(x.device.index)[1]
+    (BK, BN, warps, stages), PDL = tiles, starts_early(x)
     same, more = dict(BK=BK, BN=BN, STAGES=stages, PDL=PDL, num_warps=warps), dict(launch_pdl=True) if PDL else {}
     with torch.cuda.device_of(x):
         _layer_kernel[triton.cdiv(M, BN), B * H](

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import (
-    LOG2E, Plans, compiled_usage, contiguous, device_limits, dot, layout_of, refusal, relaunch, stream, visible)
+from sparse_nb.kernels.common import (
+    LOG2E, Plans, compiled_usage, contiguous, device_limits, dot, layout_of, refusal, relaunch, starts_early, stream,
+    visible)
 
 # %% ../../kernels/santa.ipynb #8033fc1e
 @triton.jit
@@ -603,7 +604,7 @@ def put_codes(
     with torch.cuda.device_of(k):
         _put_kernel[B * G,](k, at, codes, units, *k.stride(), *codes.stride(), *units.stride(),
                             min(N, codes.shape[2]), G, D=D, BD=triton.next_power_of_2(D),
-                            PDL=k.is_cuda and device_limits(k.device.index)[1], num_warps=1)
+                            PDL=starts_early(k), num_warps=1)
 
 # %% ../../kernels/santa.ipynb #817ee3dc
 _TYPES = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16") | dict(u_ptr="fp16") \
@@ -622,6 +623,8 @@ def _variants(n, capability):
     base = dict(G=8, R=4, D=128, BR=16, BD=128, SUB=s["sub"], BN=s["BN"], BS=s["BS"], BT=tiles(s["BN"]),
                 BP=triton.next_power_of_2(triton.cdiv(128, s["BS"])), STAGES=s["stages"], SEEDS=False,
                 PDL=capability >= 90, SCHEME="systematic", MASS=False, code_d=1, unit_n=1)
+    wider = launch_settings(*(x.expand(8, -1, -1, -1) for x in (q, k)), 128)                     # of eight sequences
+    alone = base | dict(BS=wider["BS"], BP=triton.next_power_of_2(triton.cdiv(128, wider["BS"])))
     tiled = base | dict(BN=128, BT=tiles(128), PDL=False)
     proportional, features = tiled | dict(SCHEME="proportional"), base | dict(SUB=1, BR=4, BF=8)
     return (
@@ -629,6 +632,7 @@ def _variants(n, capability):
         ("scores, int8", _score_kernel, base | dict(BR=4), optional - exact, s["warps"]),
         ("gather", _gather_kernel, base, optional, gather_warps),
         ("gather, int8, rescored", _gather_kernel, base | dict(MASS=True), optional - exact, gather_warps),
+        ("gather, eight sequences", _gather_kernel, alone, optional, max(wider["gather_warps"], wide)),
         ("gather, ragged batch, device seed, index", _gather_kernel, base, slots, gather_warps),
         ("gather, proportional", _gather_kernel, proportional, optional - {"tile_ptr", "thr_ptr"}, gather_warps),
         ("budgets, proportional", _budget_kernel, tiled, (), max(4, 2 * wide)),

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import (
-    LOG2E, bits_set, code_kernel, contiguous, device_limits, dot, in_keys, refusal, share_in_units, stream, visible)
+from sparse_nb.kernels.common import (
+    LOG2E, bits_set, code_kernel, contiguous, device_limits, dot, in_keys, refusal, share_in_units, starts_early,
+    stream, visible)
 
 # %% ../../kernels/vattention.ipynb #d6d2cf67
 @triton.jit
@@ -591,7 +592,7 @@ def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches):
     B, H, _, D = q.shape
     G, N = codes.shape[1:3]
     LR, M, R, device = H // L, maps[0].shape[2], H // G, q.device
-    PDL, PLANES = q.is_cuda and device_limits(device.index)[1], LR.bit_length()
+    PDL, PLANES = starts_early(q), LR.bit_length()
     BN = 4096 if N > 2**17 else 2048 if N > 2**15 else 1024
     T = triton.cdiv(N, BN)
     new = functools.partial(torch.empty, device=device, dtype=torch.int32)
