@@ -342,6 +342,7 @@ class ForwardPass:
         self.logits_kept = logits_kept # logits that the caller asked for; 0: all, or not known
         self.has_context = has_context # did the cache hold keys?
         self.reached = False           # has a layer called the attention function?
+        self.over = False              # has the session ended?
         self.kept, self.walks, self.same, self.shared, self.step = {}, {}, None, {}, Step()
         self.seen = None               # of a compiled step: the mask, what a query sees by it, and the newest key
 
@@ -487,10 +488,15 @@ class Kept:
             if self.turn is None: continue
             if what == "q_before": heard[what] = self.q_before = self.turn(call.query)
             if what == "k_before": heard[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
-        if isinstance(self.layer, FixingLayer): heard["fix"] = self.decodes
+        if isinstance(self.layer, FixingLayer): heard["fix"] = self.decodes and self.has_what_is_read(call)
         try: self.layer.hear(keys, values, new, **heard)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the index of layer {call.layer} of {kind_of(call.module)})") from error
+
+    def has_what_is_read(self, call):
+        "Is it what the cache holds that the layer attends to? Then its room can be read in its place."
+        if not isinstance(self.layer, RoomyLayer): return True
+        return self.layer.roomy() and call.key is self.layer.keys and call.value is self.layer.values
 
     def check(self, call):
         "Raise ValueError for keys in host memory that the layer makes others from."
@@ -518,6 +524,7 @@ class Dispatch:
 
     def forget(self):
         "Let go of what the last forward pass was about."
+        self.thread.forward.over = True  # a traceback may hold it
         self.thread = PerThread()
 
     @contextmanager
@@ -839,7 +846,6 @@ def bounds_of(
         if y is not None: x.copy_(y)
     return found
 
-# %% ../nbs/70_hf.ipynb #c0de5712
 @dataclass
 class LayerPart:
     "A layer's part of a step, recorded when it has run a few times."
@@ -852,6 +858,7 @@ class LayerPart:
         "Is it of these?"
         return self.name == name and all(x is y for x, y in zip(self.places, places))
 
+# %% ../nbs/70_hf.ipynb #c0de5712
 def playable(
     dispatch: Dispatch,
     call: Call, # of one query, over a cache with room
@@ -867,15 +874,19 @@ def played_step(
     method,        # that decodes, or None: exactly
 ) -> torch.Tensor: # [B, 1, H, D]
     "A layer's part of a step of one query over a cache with room, recorded; None where that cannot be."
-    thread, n = dispatch.thread, call.key.shape[2]
-    kept = thread.forward.kept.get(call.layer)
+    kept = dispatch.thread.forward.kept.get(call.layer)
     if torch.compiler.is_compiling() or kept is None or not isinstance(kept.layer, RoomyLayer): return None
-    record = thread.parts.get(kept.layer)
-    if record is not None and record.places[0] is not kept.layer.rooms:
+    try: return _played(dispatch, call, method, kept)
+    finally: kept.layer.write()  # unless the part has done it
+
+def _played(dispatch, call, method, kept):
+    thread, n, layer, state = dispatch.thread, call.key.shape[2], kept.layer, kept.state
+    record, angles = thread.parts.get(layer), () if kept.turn is None else kept.turn.position_embeddings
+    if record is not None and record.places[0] is not layer.rooms:
         record = None
-        del thread.parts[kept.layer]  # else it would hold a room that was left
-    if call.query.shape[2] != 1 or not kept.layer.roomy() or dispatch.observe is not None or thread.reading: return None
-    layer, state, angles = kept.layer, kept.state, () if kept.turn is None else kept.turn.position_embeddings
+        del thread.parts[layer]  # else it would hold a room that was left
+    if call.query.shape[2] != 1 or dispatch.observe is not None or thread.reading: return None
+    if not kept.has_what_is_read(call): return None
     if state is not None:
         ready = kept.decodes and state.fixed and len(state) == layer.most() and layer.known() == n - 1
         if not ready or isinstance(angles, torch.Tensor): return None
@@ -895,9 +906,17 @@ def played_step(
         with Step(): out = decoded_in_graph(dispatch, method, own, bounds[:3], bounds.streams[call.layer], told, angles)
         if told: heard_one_more([layer], bounds.newest)
         return out.transpose(1, 2).contiguous()
-    given, record.seen = [query, *angles], record.seen + 1
-    if record.part is None and record.seen > Replay.warm: record.part = Part(run, given, query.device, thread.pools)
-    out = run(*given) if record.part is None else record.part(given)
+    def whole(q, k, v, *angles):
+        for room, x in zip(rooms, (k, v)): room.index_copy_(2, bounds.newest, x)
+        return run(q, *angles)
+    record.seen += 1
+    if record.seen > Replay.warm:
+        given = [query, *(layer.fresh or (x[:, :, n - 1:] for x in (call.key, call.value))), *angles]
+        record.part = record.part or Part(whole, given, query.device, thread.pools)
+        out, layer.fresh = record.part(given), None
+    else:
+        layer.write()
+        out = run(query, *angles)
     if told: layer.count = n
     return out
 
@@ -968,6 +987,8 @@ def adopt_cache(dispatch, module, method, keeps, away, decodes, kwargs):
     layer = cache.layers[i] if cache is not None and i < len(cache.layers) else None
     if not torch.compiler.is_compiling() and layer in thread.adopted:
         kept = thread.forward.kept[i] = Kept(layer, getattr(layer, "state", None), decodes=decodes)
+        if (record := thread.parts.get(layer)) is not None and record.part is not None:
+            layer.awaits = weakref.ref(thread.forward)
         if layer.turns: kept.turn = turn_back(dispatch, module, kwargs, kept.state)
         return
     if cache is None or getattr(module, "is_kv_shared_layer", False) or has_window(module, kwargs): return

@@ -172,6 +172,51 @@ def test_what_a_part_gives_is_the_callers(llama, played):
     for x, y in found: assert torch.equal(x, y)
 
 
+@some
+def test_keys_that_a_layer_makes_of_its_cache_are_read(llama, played, method):
+    "A part reads the room itself, so it is not recorded where the model attends to something else."
+    class Louder(DynamicCache):
+        def update(self, keys, values, i, *args, **given):
+            keys, values = super().update(keys, values, i, *args, **given)
+            return keys, 2 * values
+    def write(): return ids_of(llama, IDS, max_new_tokens=8, past_key_values=Louder(config=llama.config))
+    with sparsify(llama, decode=method, seed=3):
+        with unplayed(): want = write()
+        assert torch.equal(write(), want) and not played
+        assert not torch.equal(ids_of(llama, IDS, max_new_tokens=8), want) and played
+
+
+class Broken(Exception): pass
+
+
+@pytest.mark.parametrize("where", ("part", "layer"))
+def test_a_step_that_breaks_off_leaves_no_key_unwritten(llama, played, monkeypatch, where):
+    """The key of the layer whose part fails is in the cache, and one that the cache gets after the session is, too,
+    in a layer that the step did not come to, whoever holds its traceback; and one that it gets between two steps."""
+    cache = DynamicCache(config=llama.config)
+    def breaks(*args): raise Broken
+    def gets_a_key(layer):
+        x = torch.randn(1, *layer.keys.shape[1::2])[:, :, None]
+        layer.update(x, -x)
+        assert torch.equal(layer.keys[:, :, -1:], x) and torch.equal(layer.values[:, :, -1:], -x)
+    with pytest.raises(Broken) as held, sparsify(llama, decode=TopK(budget=0.3)):
+        other = DynamicCache(config=llama.config)
+        ids_of(llama, IDS, max_new_tokens=8, past_key_values=other)
+        for layer in other.layers: gets_a_key(layer)
+        one = ids_of(llama, IDS, max_new_tokens=8, past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        ids = torch.cat([IDS, one], 1)
+        ids_of(llama, ids, max_new_tokens=1, past_key_values=copied)
+        if where == "part": monkeypatch.setattr(replay.Part, "__call__", breaks)
+        else: llama.model.layers[1].self_attn.q_proj.register_forward_pre_hook(breaks)
+        ids_of(llama, ids, max_new_tokens=1, past_key_values=cache)
+    llama.model.layers[1].self_attn.q_proj._forward_pre_hooks.clear()
+    first, second = cache.layers
+    assert torch.equal(first.keys, copied.layers[0].keys) and torch.equal(first.values, copied.layers[0].values)
+    assert second.awaits is not None and second.get_seq_length() == ids.shape[1] - 1
+    gets_a_key(second)
+
+
 def test_what_is_not_recorded(llama, played):
     "A method that is not ours, one that waits or walks, steps that are observed, masks with holes, other devices."
     class Own(TopK): pass

@@ -226,6 +226,8 @@ class RoomyLayer(DynamicLayer):
     "A growing layer with room behind its keys and values."
     rooms, mine = None, None # keys and values with what is behind them [B, G, n, D]; `keys`, as it gave them last
     turns = False            # as of `FixingLayer`
+    awaits = None            # weak reference to the forward pass in which who attends will write the next key himself
+    fresh = None             # key and value that are still to be written [B, G, 1, D]
 
     def update(self, key_states, value_states, *args, **kwargs):
         "As transformers has it; in place where there is room."
@@ -235,12 +237,18 @@ class RoomyLayer(DynamicLayer):
         n, new = self.get_seq_length(), key_states.shape[2]
         if n + new > self.most():
             self.rooms = tuple(_with_spare(x, y, n) for x, y in ((self.keys, key_states), (self.values, value_states)))
-        keys, values = self.rooms
-        keys.narrow(2, n, new).copy_(key_states)
-        values.narrow(2, n, new).copy_(value_states)
-        self.keys = self.mine = keys.narrow(2, 0, n + new)
-        self.values = values.narrow(2, 0, n + new)
+        self.keys, self.values = (x.narrow(2, 0, n + new) for x in self.rooms)
+        self.mine, self.fresh = self.keys, (key_states, value_states)
+        step, self.awaits = None if self.awaits is None else self.awaits(), None
+        if new > 1 or step is None or step.over: self.write()
         return self.keys, self.values
+
+    def write(self):
+        "Write what is still to be written."
+        if self.fresh is None: return
+        for room, x in zip((self.keys, self.values), self.fresh):
+            room.narrow(2, room.shape[2] - x.shape[2], x.shape[2]).copy_(x)
+        self.fresh = None
 
     def roomy(self) -> bool:
         "Do its keys lie in its room?"
@@ -273,6 +281,11 @@ class StatefulRoomyLayer(FixingLayer, _Growing, RoomyLayer):
     "Such a layer with a state, which has a fixed length while the room lasts."
     count = 0 # keys that a fixed state knows; who tells it of one without `hear` counts it
 
+    @property
+    def turns(self):
+        "As of `FixingLayer`, whose state is not fixed yet, too."
+        return bool({"k_before", "q_before"} & set(self.state.hears))
+
     def hear(self, keys, values, new=0, fix=True, **heard):
         "As `FixingLayer.hear`."
         super().hear(keys, values, new, fix and self.roomy(), **heard)
@@ -288,7 +301,6 @@ class StatefulRoomyLayer(FixingLayer, _Growing, RoomyLayer):
         if not self.state.fixed: return
         with torch.inference_mode(False): self.heard = self.state.rows.new_zeros(1, dtype=torch.int64)
         self.heard[:] = length
-        self.turns = bool({"k_before", "q_before"} & set(self.state.hears))
 
     def crop(self, tokens_to_remove):
         "As transformers has it, for the state, too."
