@@ -524,8 +524,7 @@ class Dispatch:
 
     def forget(self):
         "Let go of what the last forward pass was about."
-        self.thread.forward.over = True  # a traceback may hold it
-        self.thread = PerThread()
+        self.thread.forward.over, self.thread = True, PerThread()  # a traceback may hold the old ones
 
     @contextmanager
     def reading(self):
@@ -885,8 +884,8 @@ def _played(dispatch, call, method, kept):
     if record is not None and record.places[0] is not layer.rooms:
         record = None
         del thread.parts[layer]  # else it would hold a room that was left
-    if call.query.shape[2] != 1 or dispatch.observe is not None or thread.reading: return None
-    if not kept.has_what_is_read(call): return None
+    if call.query.shape[2] != 1 or not kept.has_what_is_read(call): return None
+    if dispatch.observe is not None or thread.reading: return None
     if state is not None:
         ready = kept.decodes and state.fixed and len(state) == layer.most() and layer.known() == n - 1
         if not ready or isinstance(angles, torch.Tensor): return None
@@ -895,8 +894,7 @@ def _played(dispatch, call, method, kept):
     query, rooms, told = call.query, layer.rooms, None if state is None else layer
     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled(query.device.type)
     options = [(x, None if isinstance(y, torch.Tensor) else y) for x, y in call.options.items()]
-    mask = None if call.mask is None else call.mask.shape[:-1]
-    name = method is None, query.shape, query.dtype, mask, modes, options
+    name = method is None, query.shape, query.dtype, call.mask is not None and call.mask.shape[:-1], modes, options
     places = rooms, told and layer.heard, bounds.streams
     if record is None or not record.fits(name, places):
         if not playable(dispatch, call): return None

@@ -215,6 +215,7 @@ def test_a_step_that_breaks_off_leaves_no_key_unwritten(llama, played, monkeypat
     assert torch.equal(first.keys, copied.layers[0].keys) and torch.equal(first.values, copied.layers[0].values)
     assert second.awaits is not None and second.get_seq_length() == ids.shape[1] - 1
     gets_a_key(second)
+    assert held.tb is not None
 
 
 def test_what_is_not_recorded(llama, played):

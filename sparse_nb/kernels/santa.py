@@ -56,7 +56,7 @@ def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, star
                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, unit_b, unit_g, unit_n, N, T, C,
                   G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
                   SUB: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-                  STAGES: tl.constexpr, PDL: tl.constexpr):
+                  KEEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()  # for the launch before, which may put the newest key's codes
@@ -89,7 +89,7 @@ def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, star
         b_s = tl.where(m_n[None, :], b_s, -float("inf"))
         m, u, l = _exponentials(b_s, u_ptr.dtype.element_ty, SUB)        # u = e^(s - m), l = sum u
         p_u = u_ptr + i_h[:, None] * (T * (BN // SUB)) + t * (BN // SUB) + tl.arange(0, BN // SUB)[None, :]
-        tl.store(p_u, u, mask=m_r[:, None])
+        tl.store(p_u, u, mask=m_r[:, None], eviction_policy="evict_last" if KEEP else "")
         tl.store(m_ptr + i_h * T + t, m, mask=m_r)
         tl.store(l_ptr + i_h * T + t, l, mask=m_r)
 
@@ -382,6 +382,7 @@ def launch_settings(
     sms, overlap = device_limits(q.device.index) if q.is_cuda else (2, False)
     row = q.element_size() * triton.next_power_of_2(D)                 # bytes of a row
     sub = 8 if N >= max(2**19, 4096 * samples) else 1                  # sums, where their bytes outweigh scoring again
+    stash = B * q.shape[1] * N // sub * q.element_size()               # bytes
     few, wide = B * q.shape[1] <= 64, codes and sub > 1 and row <= 256
     BN = 32 if row > 512 else 64 if row > 256 or N <= 2**14 else 256 if wide else 128
     chunks = (2 if 16 * B * G <= 2 * sms and not wide else 6) * sms // (B * G) # 2 or 6 programs a multiprocessor
@@ -391,6 +392,7 @@ def launch_settings(
     return draws | dict(
         BN=BN,                                                         # keys in a tile
         sub=sub,                                                       # neighbours in a stashed sum
+        keep=stash <= 3 * 2**22,                                       # are the sums to stay in the GPU's cache?
         chunks=max(1, min(triton.cdiv(N, BN), chunks)),                # that share a sequence
         stages=2 if row > 512 else 3, warps=2 if BN <= 64 else 4,      # of the score pass
         overlap=overlap)                                               # does the gather start before the scores end?
@@ -453,7 +455,7 @@ def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv
                  q, k, units, u, m, l, arrived, kv_start, kv_len, scale,
                  q.stride(0), q.stride(1), q.stride(3), *k.stride(), *((0,) * 3 if units is None else units.stride()),
                  N, s["T"], s["chunks"], G, R, D,
-                 s["sub"], s["BR"], s["BN"], s["BD"], s["stages"], s["overlap"],
+                 s["sub"], s["BR"], s["BN"], s["BD"], s["keep"], s["stages"], s["overlap"],
                  num_warps=s["warps"], num_stages=s["stages"], **(dict(launch_pdl=True) if s["overlap"] else {}))
         return
     estimate = estimate.reshape(B, H, D).contiguous()
@@ -621,7 +623,7 @@ def _variants(n, capability):
     slots, gather_warps = slots | exact, max(s["gather_warps"], wide)
     optional = slots | {"start_ptr", "len_ptr", "seed_ptr", "index_ptr"}
     base = dict(G=8, R=4, D=128, BR=16, BD=128, SUB=s["sub"], BN=s["BN"], BS=s["BS"], BT=tiles(s["BN"]),
-                BP=triton.next_power_of_2(triton.cdiv(128, s["BS"])), STAGES=s["stages"], SEEDS=False,
+                BP=triton.next_power_of_2(triton.cdiv(128, s["BS"])), KEEP=s["keep"], STAGES=s["stages"], SEEDS=False,
                 PDL=capability >= 90, SCHEME="systematic", MASS=False, code_d=1, unit_n=1)
     wider = launch_settings(*(x.expand(8, -1, -1, -1) for x in (q, k)), 128)                     # of eight sequences
     alone = base | dict(BS=wider["BS"], BP=triton.next_power_of_2(triton.cdiv(128, wider["BS"])))
