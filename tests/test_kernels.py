@@ -237,6 +237,15 @@ def test_many_heads(scheme, dtype):
     for samples in (128, 200): check(p, samples=samples, scheme=scheme, seed=4)
 
 
+@pytest.mark.parametrize("B, N, dtype, keep", (
+    (1, 131072, BF16, True), (1, 131072, FP32, False), (8, 32768, BF16, False), (8, 8192, BF16, True),
+    (1, 524288, BF16, True)))
+def test_the_stash_is_kept_while_it_is_a_small_part_of_the_cache(B, N, dtype, keep):
+    "Of 50 MB where no GPU says how large its own is; at 524,288 keys sums are stashed."
+    q, k = (torch.empty(B, h, n, 128, dtype=dtype, device="meta") for h, n in ((32, 1), (8, N)))
+    assert kernels.launch_settings(q, k, 128)["keep"] == keep
+
+
 @kernel
 @pytest.mark.parametrize("D", [1, 8, 15])
 def test_small_heads(D): check(problem(1, 1, 2, 100, D, FP32), samples=16, seed=1)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'bits_set', 'sign_code',
            'code_kernel', 'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note', 'by_engine',
-           'launch_limits', 'device_limits', 'starts_early', 'refusal', 'contiguous', 'layout_of', 'Plans', 'relaunch',
-           'compiled_usage']
+           'launch_limits', 'device_limits', 'cache_bytes', 'starts_early', 'refusal', 'contiguous', 'layout_of',
+           'Plans', 'relaunch', 'compiled_usage']
 
 # %% ../../kernels/common.ipynb #72988fbd
 import functools
@@ -191,6 +191,13 @@ def device_limits(
     "Multiprocessors, and whether a kernel may start while the one before it ends (programmatic dependent launch)."
     p = torch.cuda.get_device_properties(index)
     return p.multi_processor_count, p.major >= 9 and torch.version.hip is None
+
+@functools.cache
+def cache_bytes(
+    index: int, # of the GPU
+) -> int:
+    "Size of the second-level cache."
+    return torch.cuda.get_device_properties(index).L2_cache_size
 
 def starts_early(
     x: torch.Tensor, # that a kernel reads

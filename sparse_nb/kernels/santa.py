@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparse_nb.kernels.common import (
-    LOG2E, Plans, compiled_usage, contiguous, device_limits, dot, layout_of, refusal, relaunch, starts_early, stream,
-    visible)
+from .common import (
+    LOG2E, Plans, cache_bytes, compiled_usage, contiguous, device_limits, dot, layout_of, refusal, relaunch,
+    starts_early, stream, visible)
 
 # %% ../../kernels/santa.ipynb #8033fc1e
 @triton.jit
@@ -380,6 +380,7 @@ def launch_settings(
     "How the kernels are launched for these shapes."
     B, G, N, D = k.shape
     sms, overlap = device_limits(q.device.index) if q.is_cuda else (2, False)
+    cache = cache_bytes(q.device.index) if q.is_cuda else 50 * 2**20
     row = q.element_size() * triton.next_power_of_2(D)                 # bytes of a row
     sub = 8 if N >= max(2**19, 4096 * samples) else 1                  # sums, where their bytes outweigh scoring again
     stash = B * q.shape[1] * N // sub * q.element_size()               # bytes
@@ -392,7 +393,7 @@ def launch_settings(
     return draws | dict(
         BN=BN,                                                         # keys in a tile
         sub=sub,                                                       # neighbours in a stashed sum
-        keep=stash <= 3 * 2**22,                                       # are the sums to stay in the GPU's cache?
+        keep=stash <= cache // 4,                                      # are the sums to stay in the cache?
         chunks=max(1, min(triton.cdiv(N, BN), chunks)),                # that share a sequence
         stages=2 if row > 512 else 3, warps=2 if BN <= 64 else 4,      # of the score pass
         overlap=overlap)                                               # does the gather start before the scores end?
