@@ -9,9 +9,9 @@ __all__ = ['AHEAD', 'sparsify', 'Session', 'attention_layers', 'has_window', 'is
            'Dispatch', 'Decoded', 'at_layer', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph',
            'Turn', 'heard_of', 'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'of_ours',
            'played_layers', 'can_play', 'on_a_gpu', 'Bounds', 'bounds_of', 'LayerPart', 'playable', 'played_step',
-           'note_request', 'begin_pass', 'check_reached', 'turn_back', 'Keeper', 'adopt_caches', 'adopt_cache',
-           'hooks_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
-           'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
+           'note_request', 'begin_pass', 'end_pass', 'check_reached', 'turn_back', 'Keeper', 'adopt_caches',
+           'adopt_cache', 'hooks_of', 'ends_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill',
+           'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -106,8 +106,8 @@ class Session:
             self._undo.callback(_running.discard, name)
             for module, hook in hooks_of(model, self.plan, self.dispatch, offload):
                 self._undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            first, reached = next(iter(self.plan.layers.values())), functools.partial(check_reached, self.dispatch)
-            self._undo.callback(first.register_forward_hook(reached).remove)
+            for module, hook, always in ends_of(model, self.plan, self.dispatch):
+                self._undo.callback(module.register_forward_hook(hook, always_call=always).remove)
             if replay: self._undo.enter_context(replayed(parts_of(model)[0]))
         except BaseException:
             self._undo.close()
@@ -338,13 +338,24 @@ class Call:
 
 class ForwardPass:
     "What is known of one forward pass from its beginning on, and what its layers share."
-    def __init__(self, logits_kept=0, has_context=False):
+    def __init__(self, logits_kept=0, has_context=False, dispatch=None):
         self.logits_kept = logits_kept # logits that the caller asked for; 0: all, or not known
         self.has_context = has_context # did the cache hold keys?
         self.reached = False           # has a layer called the attention function?
-        self.over = False              # has the session ended?
+        self.ended, self.dispatch = False, dispatch and weakref.ref(dispatch) # of the session that it is in
         self.kept, self.walks, self.same, self.shared, self.step = {}, {}, None, {}, Step()
         self.seen = None               # of a compiled step: the mask, what a query sees by it, and the newest key
+
+    @property
+    def over(self):
+        "Has the pass ended, or its session?"
+        return self.ended or self.dispatch is None or getattr(self.dispatch(), "over", True)
+
+    def end(self):
+        "After it every key is written."
+        self.ended = True
+        for kept in self.kept.values():
+            if isinstance(kept.layer, RoomyLayer): kept.layer.write()
 
     def per_step(self, what, call, fleeting, make):
         "`make()`, or what it gave for an earlier layer of the pass: layers share their mask."
@@ -363,6 +374,7 @@ class ForwardPass:
         if key not in self.walks: self.walks[key] = method.new_step() if hasattr(method, "new_step") else None
         return {} if self.walks[key] is None else dict(step=self.walks[key])
 
+# %% ../nbs/70_hf.ipynb #a8a507fb
 class PerThread(threading.local):
     "The forward pass that a thread is in."
     def __init__(self):
@@ -373,7 +385,13 @@ class PerThread(threading.local):
         self.parts, self.bounds, self.pools = weakref.WeakKeyDictionary(), {}, {}
         self.adopted = weakref.WeakSet() # cache layers with room that have been adopted
 
-# %% ../nbs/70_hf.ipynb #a8a507fb
+@contextmanager
+def _reading(dispatch):
+    "Within the block every query belongs to a context."
+    dispatch.thread.reading = True
+    try: yield
+    finally: dispatch.thread.reading = False
+
 def decoded_queries(
     setup: str,           # "prompt" or "context"
     forward: ForwardPass,
@@ -494,7 +512,7 @@ class Kept:
             raise type(error)(f"{error} (the index of layer {call.layer} of {kind_of(call.module)})") from error
 
     def has_what_is_read(self, call):
-        "Is it what the cache holds that the layer attends to? Then its room can be read in its place."
+        "Is it what the cache holds that the layer attends to? Then its room, if it has one, can be read in its place."
         if not isinstance(self.layer, RoomyLayer): return True
         return self.layer.roomy() and call.key is self.layer.keys and call.value is self.layer.values
 
@@ -513,7 +531,7 @@ class Dispatch:
         self.setup, self.aligned, self.plays = setup, aligned, set() # two as in `sparsify` and `view_of`; layers played
         self.layers, self.exact = layers, exact     # that it serves, None: all; that decode exactly
         self.few, self.modules = few or {}, {m.layer_idx: m for m in layers or ()} # few: as from `crossovers_of`
-        self.observe, self.thread, self.rotations, self.number = None, PerThread(), {}, next(_numbers)
+        self.over, self.observe, self.thread, self.rotations, self.number = False, None, PerThread(), {}, next(_numbers)
         _dispatches[self.number] = self
         every = lambda x: [m for m in (x.values() if isinstance(x, dict) else [x]) if m is not None]
         self.decodes, methods = bool(every(decode)), every(prefill) + every(decode)
@@ -523,15 +541,11 @@ class Dispatch:
         raise TypeError("model must not be in a session of sparsify to be copied or pickled; restore the session first")
 
     def forget(self):
-        "Let go of what the last forward pass was about."
-        self.thread.forward.over, self.thread = True, PerThread()  # a traceback may hold the old ones
+        "Let go of what the last forward passes were about: whoever holds them knows that they are over."
+        self.thread.forward.end()
+        self.over, self.thread = True, PerThread()
 
-    @contextmanager
-    def reading(self):
-        "Within the block every query belongs to a context."
-        self.thread.reading = True
-        try: yield
-        finally: self.thread.reading = False
+    reading = _reading
 
     def attend(self, call):
         "The model's own attention, and its weights."
@@ -943,7 +957,12 @@ def begin_pass(dispatch, names, module, args, kwargs):
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
     has_context = dispatch.setup == "context" and cache is not None and not torch.compiler.is_compiling()
     has_context = has_context and bool(cache.get_seq_length() > 0)
-    thread.forward, thread.logits_kept = ForwardPass(thread.logits_kept, has_context), 0
+    thread.forward.end()
+    thread.forward, thread.logits_kept = ForwardPass(thread.logits_kept, has_context, dispatch), 0
+
+def end_pass(dispatch, module, args, out):
+    "A model or a part of it has run, or failed: a forward pass is over, if there was one"
+    if not torch.compiler.is_compiling(): dispatch.thread.forward.end()
 
 def check_reached(dispatch, module, args, out):
     "The first attention layer has run: its attention must have been ours"
@@ -984,10 +1003,10 @@ def adopt_cache(dispatch, module, method, keeps, away, decodes, kwargs):
     cache, i, thread = kwargs.get("past_key_values", kwargs.get("layer_past")), module.layer_idx, dispatch.thread
     layer = cache.layers[i] if cache is not None and i < len(cache.layers) else None
     if not torch.compiler.is_compiling() and layer in thread.adopted:
-        kept = thread.forward.kept[i] = Kept(layer, getattr(layer, "state", None), decodes=decodes)
-        if (record := thread.parts.get(layer)) is not None and record.part is not None:
-            layer.awaits = weakref.ref(thread.forward)
-        if layer.turns: kept.turn = turn_back(dispatch, module, kwargs, kept.state)
+        kept = thread.forward.kept[i] = Kept(layer, layer.state if keeps else None, decodes=decodes)
+        record, plain = thread.parts.get(layer), type(cache) is DynamicCache
+        layer.awaits = weakref.ref(thread.forward) if plain and record is not None and record.part is not None else None
+        if keeps and layer.turns: kept.turn = turn_back(dispatch, module, kwargs, kept.state)
         return
     if cache is None or getattr(module, "is_kv_shared_layer", False) or has_window(module, kwargs): return
     if getattr(layer, "is_sliding", False): return
@@ -995,6 +1014,7 @@ def adopt_cache(dispatch, module, method, keeps, away, decodes, kwargs):
         angles = tuple(kwargs.get("position_embeddings") or ())
         if keeps: thread.forward.kept[i] = Kept(layer, decodes=decodes, angles=angles)
         return
+    if layer is None and getattr(cache, "layer_class_to_replicate", None) is None: return  # an answer of fewer layers
     if i in dispatch.plays and not away and dispatch.observe is None and on_a_gpu(module): layer = give_room(cache, i)
     kept = Kept(offload(cache, i) if away else layer, decodes=decodes)
     if keeps:
@@ -1026,6 +1046,15 @@ def hooks_of(
     adopt = lambda layer, *own: (layer, functools.partial(adopt_caches, dispatch, own, names(layer)))
     if others := [x for x in keepers if not x.hears_before]: yield adopt(first, *others)
     yield from (adopt(x.module, x) for x in keepers if x.hears_before)
+
+def ends_of(
+    model,    # as in `hooks_of`
+    plan,     # likewise
+    dispatch, # likewise
+):
+    "Modules, the hooks that run after them, and whether also where they fail."
+    yield next(iter(plan.layers.values())), functools.partial(check_reached, dispatch), False
+    for part in parts_of(model): yield part, functools.partial(end_pass, dispatch), True
 
 # %% ../nbs/70_hf.ipynb #97ddfdfa
 def reads_of(

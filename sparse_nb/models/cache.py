@@ -103,7 +103,7 @@ class FixingLayer(StatefulLayer):
         "As `StatefulLayer.hear`; `fix`: may the state be fixed?"
         length = keys.shape[2]
         if self.state.fixed:
-            stays = new == 1 and self.known() == length - 1 and len(self.state) == self.most()
+            stays = fix and new == 1 and self.known() == length - 1 and len(self.state) == self.most()
             if stays: return self.put(keys, values, self.heard.clone(), **heard)
             self.loosen(keys)
         super().hear(keys, values, new, **heard)
@@ -219,36 +219,50 @@ def renew_indexes(
     if not fixed or fixed[0].steps % EVERY: return
     for x in fixed: x.state.renew(x.keys, x.values, x.heard)
 
-# %% ../../nbs/73_cache.ipynb #7c0de006
+# %% ../../nbs/73_cache.ipynb #7c0de016
 SPARE = 512 # places for keys to come in a new room, at least
 
+def _put_last(rooms, fresh):
+    "Write keys and values of some tokens to the end of those in `rooms`"
+    for room, x in zip(rooms, fresh): room.narrow(2, room.shape[2] - x.shape[2], x.shape[2]).copy_(x)
+
+def _with_spare(old, new, n):
+    "Room for `old` [B, G, n, D], which is in it, for `new`, and for more"
+    B, G, more, D = new.shape
+    with torch.inference_mode(False): room = new.new_empty(B, G, -(-(n + more + SPARE) // 64) * 64, D)
+    if n: room[:, :, :n] = old
+    return room
+
+# %% ../../nbs/73_cache.ipynb #7c0de006
 class RoomyLayer(DynamicLayer):
     "A growing layer with room behind its keys and values."
     rooms, mine = None, None # keys and values with what is behind them [B, G, n, D]; `keys`, as it gave them last
     turns = False            # as of `FixingLayer`
-    awaits = None            # weak reference to the forward pass in which who attends will write the next key himself
+    awaits = None            # weak reference to a forward pass: until it is over, who attends writes the next key
     fresh = None             # key and value that are still to be written [B, G, 1, D]
 
     def update(self, key_states, value_states, *args, **kwargs):
         "As transformers has it; in place where there is room."
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return super().update(key_states, value_states, *args, **kwargs)
+        self.write()
+        step = None if torch.compiler.is_compiling() or self.awaits is None else self.awaits()
+        self.awaits = None
         if not self.is_initialized: self.lazy_initialization(key_states, value_states)
         n, new = self.get_seq_length(), key_states.shape[2]
+        learns = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if learns or n and key_states.shape[:2] != self.keys.shape[:2]:  # others are refused there
+            return super().update(key_states, value_states, *args, **kwargs)
         if n + new > self.most():
             self.rooms = tuple(_with_spare(x, y, n) for x, y in ((self.keys, key_states), (self.values, value_states)))
-        self.keys, self.values = (x.narrow(2, 0, n + new) for x in self.rooms)
-        self.mine, self.fresh = self.keys, (key_states, value_states)
-        step, self.awaits = None if self.awaits is None else self.awaits(), None
-        if new > 1 or step is None or step.over: self.write()
-        return self.keys, self.values
+        (keys, values), fresh = (x.narrow(2, 0, n + new) for x in self.rooms), (key_states, value_states)
+        waits = new == 1 and step is not None and not step.over
+        if not waits: _put_last((keys, values), fresh)
+        self.keys, self.values, self.mine, self.fresh = keys, values, keys, fresh if waits else None
+        return keys, values
 
     def write(self):
         "Write what is still to be written."
-        if self.fresh is None: return
-        for room, x in zip((self.keys, self.values), self.fresh):
-            room.narrow(2, room.shape[2] - x.shape[2], x.shape[2]).copy_(x)
-        self.fresh = None
+        fresh, self.fresh = self.fresh, None
+        if fresh is not None: _put_last((self.keys, self.values), fresh)
 
     def roomy(self) -> bool:
         "Do its keys lie in its room?"
@@ -258,23 +272,26 @@ class RoomyLayer(DynamicLayer):
         "How many keys it has room for."
         return self.rooms[0].shape[2] if self.roomy() else 0
 
+    def crop(self, tokens_to_remove):
+        "As transformers has it."
+        self.write()
+        super().crop(tokens_to_remove)
+
     def reset(self):
         "As transformers has it."
         super().reset()
-        self.rooms = self.mine = None
+        self.rooms = self.mine = self.awaits = self.fresh = None
+
+    def __getstate__(self):
+        self.write()
+        return self.__dict__ | dict(awaits=None)
 
     def __copy__(self):
-        self.rooms = self.mine = None
+        self.write()
+        self.rooms = self.mine = self.awaits = None
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         return new
-
-def _with_spare(old, new, n):
-    "Room for `old` [B, G, n, D], which is in it, for `new`, and for more"
-    B, G, more, D = new.shape
-    with torch.inference_mode(False): room = new.new_empty(B, G, -(-(n + more + SPARE) // 64) * 64, D)
-    if n: room[:, :, :n] = old
-    return room
 
 # %% ../../nbs/73_cache.ipynb #7c0de008
 class StatefulRoomyLayer(FixingLayer, _Growing, RoomyLayer):
@@ -283,7 +300,7 @@ class StatefulRoomyLayer(FixingLayer, _Growing, RoomyLayer):
 
     @property
     def turns(self):
-        "As of `FixingLayer`, whose state is not fixed yet, too."
+        "As of `FixingLayer`, also before the state is fixed."
         return bool({"k_before", "q_before"} & set(self.state.hears))
 
     def hear(self, keys, values, new=0, fix=True, **heard):
@@ -461,7 +478,7 @@ def offload(
     if isinstance(old, StatefulRoomyLayer): old.loosen(old.keys)
     new = cache.layers[layer] = object.__new__(_HOST[type(old)])
     new.__dict__.update(old.__dict__, room=[None, None])
-    new.__dict__.pop("rooms", None)
+    for name in "rooms", "mine": new.__dict__.pop(name, None)
     return new
 
 # %% ../../nbs/73_cache.ipynb #3de4d8be
