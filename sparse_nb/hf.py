@@ -955,10 +955,11 @@ def begin_pass(dispatch, names, module, args, kwargs):
     check_evaluates(module)
     kwargs, thread = dict(zip(names, args)) | kwargs, dispatch.thread
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-    has_context = dispatch.setup == "context" and cache is not None and not torch.compiler.is_compiling()
+    compiles = torch.compiler.is_compiling()
+    has_context = dispatch.setup == "context" and cache is not None and not compiles
     has_context = has_context and bool(cache.get_seq_length() > 0)
-    thread.forward.end()
-    thread.forward, thread.logits_kept = ForwardPass(thread.logits_kept, has_context, dispatch), 0
+    if not compiles: thread.forward.end()
+    thread.forward, thread.logits_kept = ForwardPass(thread.logits_kept, has_context, None if compiles else dispatch), 0
 
 def end_pass(dispatch, module, args, out):
     "A model or a part of it has run, or failed: a forward pass is over, if there was one"
