@@ -924,7 +924,7 @@ def _played(dispatch, call, method, kept):
     record.seen += 1
     if record.seen > Replay.warm:
         given = [query, *(layer.fresh or (x[:, :, n - 1:] for x in (call.key, call.value))), *angles]
-        record.part = record.part or Part(whole, given, query.device, thread.pools)
+        record.part = record.part or Part(whole, given, query.device, thread.pools)  # rows of the room: none waits yet
         out, layer.fresh = record.part(given), None
     else:
         layer.write()

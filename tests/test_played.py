@@ -4,6 +4,7 @@ import gc
 import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -238,9 +239,7 @@ def test_a_step_that_breaks_off_leaves_no_key_unwritten(llama, played, where, af
         assert pickle.loads(pickle.dumps(cache.layers[1])).get_seq_length() == ids.shape[1] - 1
     with sparsify(llama, decode=TopK(budget=0.3)):
         if after == "thread":
-            thread = threading.Thread(target=story)
-            thread.start()
-            thread.join()
+            with ThreadPoolExecutor(1) as pool: pool.submit(story).result()
         else: story()
         assert type(held[0]) in (Broken, Stopped)
         if after == "another": ids_of(llama, IDS, max_new_tokens=8, past_key_values=DynamicCache(config=llama.config))
