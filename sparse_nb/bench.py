@@ -70,9 +70,10 @@ class Protocol:
     runs: int = 40          # calls that are
     buffer_mb: float = 512  # float32 buffer, in 10**6 bytes, used before each call; 0 leaves the cache warm
     left: str = "written"   # how the buffer is used, which leaves the cache full of such lines: one of `LEFT`
+    fills: int = 1          # how often it is used before each call; in that time a host has to launch the call
 
     def __post_init__(self):
-        for name in "warmup", "runs":
+        for name in "warmup", "runs", "fills":
             if getattr(self, name) < 1: raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.buffer_mb < 0: raise ValueError(f"buffer_mb must not be negative, got {self.buffer_mb}")
         if self.left not in LEFT: raise ValueError(f"left must be one of {', '.join(LEFT)}, got {self.left!r}")
@@ -112,7 +113,7 @@ def cold_times(
     if buffer is None: buffer = protocol.buffer(device)
     times, fill = [], _filler(buffer, protocol.left)
     for _ in range(protocol.warmup + protocol.runs):
-        fill()
+        for _ in range(protocol.fills): fill()
         if cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

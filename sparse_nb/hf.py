@@ -563,6 +563,7 @@ class Dispatch:
         served = self.layers is None or module in self.layers
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
         if compiles and (out := compiled_step(self, call, decodes, few)) is not None: return out, None
+        if self.random: self.streams.heads(module, *query.shape[:2], query.device)  # then no compiled step makes them
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
             with forward.step: kept.hear(call)

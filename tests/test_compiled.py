@@ -85,6 +85,16 @@ def test_a_compiled_step_writes_the_same(llama, method):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1
         assert torch.equal(compiled(llama, PADDED, **padded), want_padded)
 
+def test_a_compiled_step_makes_no_streams_of_its_own(llama):
+    "Whatever it would make of nothing is a kernel that reads nothing, and may run before the one that it follows ends."
+    forget(llama)
+    shifts = []
+    def count(graph, inputs):
+        shifts.append(sum("shift" in getattr(node.target, "__name__", "") for node in graph.graph.nodes))
+        return graph
+    with sparsify(llama, decode=Santa(samples=8), seed=3): compiled(llama, backend=count)
+    assert 0 < sum(shifts) <= 25  # of the place alone: ten rounds of two each, and what becomes of it
+
 def test_networks_of_the_pocket_in_a_compiled_step():
     from sparse_nb import pocket
     model, _ = pocket.load()

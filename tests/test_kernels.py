@@ -796,6 +796,35 @@ if not INTERPRETED:
             assert used["spills"] <= 8 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind,
                 used)
 
+    @pytest.mark.parametrize("name, weights", [("code", ("w1_ptr", "b1_ptr", "w2_ptr", "b2_ptr")), ("gather", ()),
+                                               ("scores", ())])
+    def test_a_launch_that_starts_early_waits_before_it_reads_what_a_step_makes(name, weights):
+        """The kernel before may be another's that lets the next start before it has written.
+
+        Only weights, which no step makes, may be read before the wait.
+        """
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        kernel_ = dict(code=steps.code_kernel, gather=gather._gather_kernel, scores=kernels._score_kernel)[name]
+        known = dict(D=128, BD=128, BR=16, PDL=True, start_ptr=None, len_ptr=None, M=64, BM=64, BZ=32, LR=4, BN=64,
+                     G=8, R=4, SUB=8, KEEP=False, STAGES=2, unit_ptr=None, count_ptr=None)
+        known = {x: y for x, y in known.items() if x in kernel_.arg_names}
+        kinds = dict.fromkeys(("code_ptr", "zero_ptr", "arrived_ptr"), "i32") | dict(index_ptr="i64", u_ptr="fp16") \
+            | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", *weights), "bf16")
+        signature = {x: "constexpr" if x in known else f"*{kinds.get(x, 'fp32')}" if x.endswith("_ptr") else "fp32"
+                     if x == "scale" else "i32" for x in kernel_.arg_names}
+        ptx = triton.compile(ASTSource(kernel_, signature, constexprs=known), target=GPUTarget("cuda", 90, 32),
+                             options=dict(num_warps=4)).asm["ptx"]
+        free = [x for x in kernel_.arg_names if x not in known]
+        static, told = {f"_param_{free.index(x)}]" for x in weights}, set()  # registers of addresses of weights
+        before, waits, after = ptx.partition("griddepcontrol.wait")
+        for line in before.splitlines():
+            registers = re.findall(r"%rd?\d+", line)
+            of_weights = "ld.param" in line and any(x in line for x in static)
+            if of_weights or told & set(registers[1:]): told.add(registers[0])
+            if "ld.global" in line: assert told & set(re.findall(r"%rd\d+", line.partition("[")[2])), line
+        assert waits and "ld.global" in after and ("ld.global" in before) == bool(weights)
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
     @pytest.mark.budget(100)
     @pytest.mark.parametrize("shard", range(4))

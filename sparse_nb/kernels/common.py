@@ -83,15 +83,18 @@ def bits_set(x):
 
 @triton.jit
 def sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, i_b, i_h, q_b, q_h, q_d,
-              D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
-    "The 32 bits of one query"
+              D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr = False):
+    "The 32 bits of one query; with PDL the network is read before the launch waits for the query"
     i_b, i_h = i_b.to(tl.int64), i_h.to(tl.int64)
     o_d, o_m, o_j = tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, 32)
     m_d, m_m = o_d < D, o_m < M
-    b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d * q_d, mask=m_d, other=0.).to(tl.float32)
     w_1 = tl.load(w1_ptr + i_h * D * M + o_d[:, None] * M + o_m[None, :], mask=m_d[:, None] & m_m[None, :], other=0.)
     w_2 = tl.load(w2_ptr + i_h * M * 32 + o_m[:, None] * 32 + o_j[None, :], mask=m_m[:, None], other=0.)
     b_1, b_2 = tl.load(b1_ptr + i_h * M + o_m, mask=m_m, other=0.), tl.load(b2_ptr + i_h * 32 + o_j)
+    if PDL:
+        gdc_wait()  # before the next launch starts, too: it may read rows that the launch before this one writes
+        gdc_launch_dependents()
+    b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d * q_d, mask=m_d, other=0.).to(tl.float32)
     hidden = tl.maximum(tl.sum(b_q[:, None] * w_1.to(tl.float32), 0) + b_1.to(tl.float32), 0.)
     out = tl.sum(hidden[:, None] * w_2.to(tl.float32), 0) + b_2.to(tl.float32)
     return tl.sum((out > 0).to(tl.int32) << o_j, 0)
@@ -100,15 +103,12 @@ def sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, i_b, i_h, q_b, q_h, q_d,
 def code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, zero_ptr, zeros, q_b, q_h, q_d, H,
                 D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BZ: tl.constexpr,
                 PDL: tl.constexpr):
-    """The signature of one query, made while the launch before may still write the row of a new key.
+    """The signature of one query; the network is read while the launch before may still write the query or a new key.
 
     A program sets its BZ of the numbers to 0 that a later launch adds to.
     """
     bh = tl.program_id(0)
-    code = sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, bh // H, bh % H, q_b, q_h, q_d, D, M, BD, BM)
-    if PDL:
-        gdc_wait()  # the next launch may read rows before it waits for this one
-        gdc_launch_dependents()
+    code = sign_code(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, bh // H, bh % H, q_b, q_h, q_d, D, M, BD, BM, PDL)
     if zero_ptr is not None:
         o_z = bh * BZ + tl.arange(0, BZ)
         tl.store(zero_ptr + o_z, tl.zeros([BZ], tl.int32), mask=o_z < zeros)
