@@ -42,6 +42,8 @@ CROSSOVERS = (
     Crossover(_H200, "Saap", dict(router="moments", tail="first_order", probes=None, unread=None),
               dict(budget=0.044, clusters=1024), None, 171008, "saap_launches"),
     Crossover(_H200, "SketchWalk", dict(heads="group", walk=None, index="fine4", block=64), dict(density=0.2), None,
+              131072, "sketch_walk_launches"),
+    Crossover(_H200, "SketchWalk", dict(heads="group", walk=None, index="fine4", block=64), dict(density=0.05), None,
               32768, "sketch_walk_launches"),
     Crossover(_H200, "SketchWalk", dict(heads="each", walk=None, index="fine4", block=64), dict(density=0.1), None,
               131072, "sketch_walk_launches"),

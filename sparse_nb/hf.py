@@ -467,6 +467,12 @@ class Streams:
         if compiling: return made  # what a CUDA graph makes is overwritten when it runs again
         return self.made.setdefault(key, made)
 
+    def be_ready(self, module, query):
+        "Make `heads` for a query where they can be made: a compiled step that finds them need not make them anew."
+        if torch.compiler.is_compiling() or type(query) is not torch.Tensor: return
+        if not isinstance(self.seed, list) or len(self.seed) == len(query):
+            self.heads(module, *query.shape[:2], query.device)
+
     def at(self, module, rows, heads, place):
         "Those of queries that stand at `place` [B] among the keys they see."
         streams = self.heads(module, rows, heads, place.device)
@@ -563,7 +569,7 @@ class Dispatch:
         served = self.layers is None or module in self.layers
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
         if compiles and (out := compiled_step(self, call, decodes, few)) is not None: return out, None
-        if self.random: self.streams.heads(module, *query.shape[:2], query.device)  # then no compiled step makes them
+        if self.random: self.streams.be_ready(module, query)
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
             with forward.step: kept.hear(call)

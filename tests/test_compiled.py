@@ -87,13 +87,31 @@ def test_a_compiled_step_writes_the_same(llama, method):
 
 def test_a_compiled_step_makes_no_streams_of_its_own(llama):
     "Whatever it would make of nothing is a kernel that reads nothing, and may run before the one that it follows ends."
-    forget(llama)
     shifts = []
     def count(graph, inputs):
         shifts.append(sum("shift" in getattr(node.target, "__name__", "") for node in graph.graph.nodes))
         return graph
-    with sparsify(llama, decode=Santa(samples=8), seed=3): compiled(llama, backend=count)
-    assert 0 < sum(shifts) <= 25  # of the place alone: ten rounds of two each, and what becomes of it
+    for seed in 3, [3]:
+        forget(llama)
+        with sparsify(llama, decode=Santa(samples=8), seed=seed): compiled(llama, backend=count)
+        assert 0 < sum(shifts) <= 25  # of the place alone: ten rounds of two each, and what becomes of it
+        shifts.clear()
+    forget(llama)
+    with sparsify(llama, decode=Santa(samples=8), seed=3), torch.no_grad():  # nor does a compiled prompt
+        torch.compile(llama, backend=count)(input_ids=IDS)
+    assert sum(shifts) == 0
+
+def test_a_seed_for_each_sequence_is_asked_of_those_that_draw_alone(llama):
+    "A context that is read for several sequences at once has another batch than they have."
+    read = lambda ids, **more: llama(input_ids=ids, use_cache=True, **more)
+    for seed in [1, 2], 1:
+        with sparsify(llama, decode=Santa(samples=8), seed=seed), torch.no_grad():
+            cache = read(IDS).past_key_values
+            cache.batch_repeat_interleave(2)
+            read(IDS[:, -1:].expand(2, 1), past_key_values=cache)
+            if seed == 1: continue
+            with pytest.raises(ValueError, match="seed must be one for each of 1 sequences, got 2"):
+                read(IDS[:, -1:], past_key_values=read(IDS).past_key_values)
 
 def test_networks_of_the_pocket_in_a_compiled_step():
     from sparse_nb import pocket
@@ -512,7 +530,8 @@ def test_what_a_layer_of_a_compiled_step_does(bfloat, method, first, others, mon
     keeps = hf.keeps_state(method)
     for step in steps:
         assert [x.total() for x in step] == [first, others, others + 2 * keeps], step
-    assert given == GIVEN + 3 * keeps  # of all that an index is made of one tensor a layer
+    # of all that an index is made of one tensor a layer, and all streams in one
+    assert given == GIVEN + 3 * keeps + getattr(method, "random", True)
 
 
 @pytest.mark.gpu

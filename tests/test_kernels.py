@@ -824,6 +824,9 @@ if not INTERPRETED:
             if of_weights or told & set(registers[1:]): told.add(registers[0])
             if "ld.global" in line: assert told & set(re.findall(r"%rd\d+", line.partition("[")[2])), line
         assert waits and "ld.global" in after and ("ld.global" in before) == bool(weights)
+        assert "st.global" not in before  # where a launch before may still read
+        if name != "gather":  # the next launch reads before it waits
+            assert "griddepcontrol.launch_dependents" in after and "griddepcontrol.launch_dependents" not in before
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
     @pytest.mark.budget(100)

@@ -58,8 +58,8 @@ def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, star
                   SUB: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                   KEEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()  # for the launch before, which may put the newest key's codes
+        gdc_launch_dependents()  # only now: the draws read seeds and bounds before they wait
     i_c = tl.program_id(1)
     i_b, i_g = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
     first, n = visible(start_ptr, len_ptr, i_b, N)
