@@ -464,13 +464,12 @@ class Streams:
         own = torch.arange(max(key[0], rows, heads), device=device if compiling else None)
         row = torch.tensor(self.seed) if isinstance(self.seed, list) else fold_in(self.seed, own[:rows])
         made = fold_in(row[:, None].to(own.device), own[:key[0], None, None], key[3] + own[:heads]).to(device)
-        if compiling: return made  # what a CUDA graph makes is overwritten when it runs again
-        return self.made.setdefault(key, made)
+        return made if compiling else self.made.setdefault(key, made)  # what a CUDA graph makes is overwritten
 
     def be_ready(self, module, query):
         "Make `heads` for a query where they can be made: a compiled step that finds them need not make them anew."
-        if torch.compiler.is_compiling() or type(query) is not torch.Tensor: return
-        if not isinstance(self.seed, list) or len(self.seed) == len(query):
+        asked = not isinstance(self.seed, list) or len(self.seed) == len(query)
+        if asked and type(query) is torch.Tensor and not torch.compiler.is_compiling():
             self.heads(module, *query.shape[:2], query.device)
 
     def at(self, module, rows, heads, place):
@@ -481,8 +480,7 @@ class Streams:
         steps = {x - y for x, y in zip(places, first)}
         if known is streams and len(steps) == 1 and 0 <= min(steps) < len(made): return made[min(steps)]
         step = torch.arange(max(1, min(AHEAD, TICKETS // streams.numel())), device=place.device)
-        made = fold_in(streams, place[:, None] + step[:, None, None, None])
-        self.ahead = streams, places, made
+        self.ahead = streams, places, (made := fold_in(streams, place[:, None] + step[:, None, None, None]))
         return made[0]
 
 # %% ../nbs/70_hf.ipynb #b9b7b37f
