@@ -753,7 +753,8 @@ if not INTERPRETED:
                     peak_ptr=None, mass_ptr=None)
         types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
         for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, count_ptr=None,
-            BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2), STAGES=gather._STAGES)),
+            BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2),
+            STAGES=gather._AHEAD[4 if kind == "fp32" else 2][0])),
             (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
             used = compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")},
                                   capability, gather._WARPS)
@@ -1593,8 +1594,8 @@ if not INTERPRETED:
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_gather_of_counted_slots_does_not_spill(capability, kind, D, LR):
         BD, itemsize = triton.next_power_of_2(D), 4 if kind == "fp32" else 2
-        constants = dict(D=D, BD=BD, PDL=capability >= 90, i_s=1, w_s=1, LR=LR, BR=16, STAGES=gather._STAGES,
-                         BN=gather._slots(BD, itemsize))
+        constants = dict(D=D, BD=BD, PDL=capability >= 90, i_s=1, w_s=1, LR=LR, BR=16,
+                         BN=gather._slots(BD, itemsize), STAGES=gather._AHEAD[itemsize][0])
         types = dict(index_ptr="i64", count_ptr="i64") | {f"{x}_ptr": kind for x in ("q", "k", "v")}
         limit = gather._limits(BD, itemsize, True).get("maxnreg")
         used = compiled_usage(gather._gather_kernel, constants, types, capability, gather._WARPS, limit)
@@ -1602,6 +1603,6 @@ if not INTERPRETED:
         assert used["spills"] <= (0 if capability < 100 or limit is None else 32), used
         assert used["registers"] <= 255 and used["shared"] <= 99 * 1024, used
         fitting = 2**16 // (32 * gather._WARPS * used["registers"])
-        assert fitting >= gather._PROGRAMS or BD * itemsize > 256, used
+        assert fitting >= gather._AHEAD[itemsize][1] or BD * itemsize > 256, used
         merge = compiled_usage(gather._merge_kernel, constants | dict(BC=512, BD=32), {}, capability, 4)
         assert merge["spills"] == 0, merge

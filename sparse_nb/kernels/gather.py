@@ -89,14 +89,15 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, peak_ptr, mass_ptr, out_b, out_h
     tl.store(p_out, out.to(out_ptr.dtype.element_ty), mask=m_d)
 
 # %% ../../kernels/gather.ipynb #5efaf74c
-_BLOCK, _WARPS, _STAGES, _PROGRAMS = 32, 4, 3, 4  # slots at once, rows of up to 256 bytes; programs a multiprocessor
+_BLOCK, _WARPS = 32, 4          # slots at once, rows of up to 256 bytes
+_AHEAD = {2: (5, 3), 4: (3, 4)} # of numbers of so many bytes: stages, programs a multiprocessor
 
 def _slots(BD, itemsize): return max(16, min(_BLOCK, 2**13 // (BD * itemsize)))
 
 def _limits(BD, itemsize, counted):
     "Options of the gather: with counts no more registers than leave room for all programs, but for long or wide rows"
     fit = counted and itemsize == 2 and BD <= 128
-    return launch_limits(_WARPS, 2**16 // (32 * _WARPS * _PROGRAMS) if fit else None)
+    return launch_limits(_WARPS, 2**16 // (32 * _WARPS * _AHEAD[2][1]) if fit else None)
 
 _plans = Plans()
 
@@ -105,16 +106,16 @@ def _sizes(q, k, v, index, weight, count):
     (B, H, _, D), (G, N), S = q.shape, k.shape[1:3], index.shape[3]
     L = G if index.shape[1] == H and H > G and index.stride(1) == 0 else index.shape[1]  # G: one list for all heads
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
-    BN = _slots(BD, q.element_size())
+    BN, (stages, programs) = _slots(BD, q.element_size()), _AHEAD[q.element_size()]
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
-    parts = max(1, min(512, _PROGRAMS * sms // (B * L)))
+    parts = max(1, min(512, programs * sms // (B * L)))
     P = triton.cdiv(triton.cdiv(S, parts), BN) * BN                                     # slots of a part
     C, BW = triton.cdiv(S, P), min(BD, 32)
     BR, BC = max(16, triton.next_power_of_2(LR)), triton.next_power_of_2(C)
     strides = [*(x.stride(i) for x in (index, weight) for i in (0, 1, 3)),
                *((0, 0) if count is None else count.stride()[:2])]
     gather = (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), *strides,
-              N, S, L, P, C, H // G, LR, D, BR, BN, BD, _STAGES, PDL)
+              N, S, L, P, C, H // G, LR, D, BR, BN, BD, stages, PDL)
     merge = H * D, D, 1, H, C, D, BC, BW, PDL
     limits = _limits(BD, q.element_size(), count is not None)
     return (B * H, C), (B * L, C, 1), gather, limits, (B * H, triton.cdiv(D, BW), 1), merge, PDL
