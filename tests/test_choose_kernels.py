@@ -1012,7 +1012,7 @@ if not INTERPRETED:
         found["ask"] = usage("ask", capability, kind, D=80, W=128, STEPS=7, warps=1)
         for D in (64, 128, 256):
             of_row, steps = dict(D=D, BD=D, M=128, BM=128, W=D), D.bit_length() - 1
-            found[f"box row {D}"] = usage("box_row", capability, kind, U=16, BN=min(16, 4096 // D), warps=4, **of_row)
+            found[f"box row {D}"] = usage("box_row", capability, kind, U=16, BN=min(16, 4096 // D), warps=1, **of_row)
             found[f"code row {D}"] = usage("code_row", capability, kind, STEPS=steps, warps=1, **of_row)
         found["channel row"] = usage("channel_row", capability, kind, BW=4, warps=1)
         for bits, tables in ((8, 32), (16, 4)):

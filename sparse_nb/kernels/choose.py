@@ -610,19 +610,19 @@ def _score_boxes(q, rows, scale, place, tiles, same):
     BD = max(16, triton.next_power_of_2(D))
     lists, of_q, heads = _told(q, G, same)
     scores, BN = torch.empty(B, lists, M, dtype=torch.float32, device=q.device), page_tile(tiles, BD)
+    more = dict(launch_pdl=True) if same["PDL"] else {}
     _box_kernel[triton.cdiv(M, BN), B * G](
         q, rows, scores, place.begin, place.start, place.stop, scale, *of_q, *rows.stride(), place.N, M, G,
-        U=place.unit, LR=heads["LR"], D=D, BD=BD, BN=BN, num_warps=tiles.page[1], **same,
-        **(dict(launch_pdl=True) if same["PDL"] else {}))
+        U=place.unit, LR=heads["LR"], D=D, BD=BD, BN=BN, num_warps=tiles.page[1], **same, **more)
     return scores
 
 def _score_channels(q, rows, fit, scale, place, tiles, same):
     B, G, (BN, warps) = q.shape[0], rows.shape[1], tiles.score
-    lists, of_q, heads = _told(q, G, same)
+    (lists, of_q, heads), more = _told(q, G, same), dict(launch_pdl=True) if same["PDL"] else {}
     scores = torch.empty(B, lists, place.N, dtype=torch.float32, device=q.device)
     _channel_kernel[triton.cdiv(place.N, BN), B * G](
         q, rows, fit, scores, place.start, place.stop, scale, *of_q, *rows.stride(), *fit.stride(), place.N, G,
-        C=fit.shape[2], BN=BN, num_warps=max(1, warps // 2), **heads, **same, **(dict(launch_pdl=True) if same["PDL"] else {}))
+        C=fit.shape[2], BN=BN, num_warps=max(1, warps // 2), **heads, **same, **more)
     return scores
 
 # %% ../../kernels/choose.ipynb #c2f9c4e6
@@ -747,7 +747,9 @@ def _row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, x_n, N, G):
 def _box_row_kernel(k_ptr, at_ptr, row_ptr, begin_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, x_s, x_d, N, G,
                     U: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     "The box of the page that holds the new key, of its keys up to this one"
-    if PDL: gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     at, there, p_k, p_row = _row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, 0, N, G)
     begin, o_n, o_d = tl.load(begin_ptr + tl.program_id(0) // G).to(tl.int64), tl.arange(0, BN), tl.arange(0, BD)
     page, m_d = (at - begin) // U, (o_d < D) & there
@@ -770,7 +772,9 @@ def _box_row_kernel(k_ptr, at_ptr, row_ptr, begin_ptr, k_b, k_g, k_n, k_d, x_b, 
 def _channel_row_kernel(k_ptr, at_ptr, row_ptr, fit_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, x_d, f_b, f_g, f_c, N, G, C,
                         BW: tl.constexpr, PDL: tl.constexpr):
     "The numbers of C channels in 4 bits each, and the step"
-    if PDL: gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     at, there, p_k, p_row = _row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, x_n, N, G)
     bg, o_w, o_j = tl.program_id(0).to(tl.int64), tl.arange(0, BW), tl.arange(0, 4)
     o_c, words = o_w[:, None] * 4 + o_j[None, :], tl.cdiv(C, 4)
@@ -792,7 +796,9 @@ def _channel_row_kernel(k_ptr, at_ptr, row_ptr, fit_ptr, k_b, k_g, k_n, k_d, x_b
 def _code_row_kernel(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, x_d, N, G, cut, D: tl.constexpr,
                      W: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
     "The lower bits of the codes of W = 2^STEPS numbers, then the higher ones"
-    if PDL: gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     at, there, p_k, p_row = _row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, x_n, N, G)
     PART: tl.constexpr = 32 if W > 32 else W
     x, edge = _rotated(p_k, k_d, cut, D, W, STEPS)
@@ -825,19 +831,18 @@ def write_row(
     "What a state keeps of a new key, in its place; checks nothing. The same as by its `put`, see above."
     (B, G, N, D), W = k.shape, triton.next_power_of_2(k.shape[3])
     seen, BD, N = (*k.stride(), *rows.stride()), max(16, W), min(N, rows.shape[2] * unit)
+    early = dict(PDL=True, launch_pdl=True) if starts_early(k) else dict(PDL=False)
     with torch.cuda.device_of(k):
         if kind == "boxes":
             BN = max(1, min(triton.next_power_of_2(unit), 4096 // BD))
-            _box_row_kernel[B * G,](k, at, rows, *given, *seen, N, G, U=unit, D=D, BD=BD, BN=BN, PDL=starts_early(k),
-                                     num_warps=4)
+            _box_row_kernel[B * G,](k, at, rows, *given, *seen, N, G, U=unit, D=D, BD=BD, BN=BN, num_warps=1, **early)
         elif kind == "channels":
             fit = given[0]
             _channel_row_kernel[B * G,](k, at, rows, fit, *seen, *fit.stride(), N, G, fit.shape[2],
-                                        BW=triton.next_power_of_2(triton.cdiv(fit.shape[2], 4)), PDL=starts_early(k),
-                                        num_warps=1)
+                                        BW=triton.next_power_of_2(triton.cdiv(fit.shape[2], 4)), num_warps=1, **early)
         elif kind == "codes":
             _code_row_kernel[B * G,](k, at, rows, *seen, N, G, number, D=D, W=W, STEPS=W.bit_length() - 1,
-                                     PDL=starts_early(k), num_warps=1, **_BY_STEPS)
+                                     num_warps=1, **_BY_STEPS, **early)
         elif kind == "tables": _tables_of(k[:, :, :N], given[1], rows, at, given[0])
         else:
             M = given[0].shape[2]

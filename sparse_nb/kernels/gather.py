@@ -75,11 +75,11 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, peak_ptr, mass_ptr, out_b, out_h
     o_c, o_d = tl.arange(0, BC), tl.program_id(1) * BD + tl.arange(0, BD)
     m_c, m_d = o_c < C, o_d < D
     if PDL: gdc_wait()
+    b_o = tl.load(o_ptr + (bh * C + o_c)[:, None] * D + o_d[None, :], mask=m_c[:, None] & m_d[None, :], other=0.)
     m = tl.load(m_ptr + bh * C + o_c, mask=m_c, other=-float("inf"))
     l = tl.load(l_ptr + bh * C + o_c, mask=m_c, other=0.)
     M = tl.max(m, 0)
     part = tl.exp2(m - tl.where(M == -float("inf"), 0., M))
-    b_o = tl.load(o_ptr + (bh * C + o_c)[:, None] * D + o_d[None, :], mask=m_c[:, None] & m_d[None, :], other=0.)
     out, mass = tl.sum(b_o * part[:, None], 0), tl.sum(l * part, 0)
     if peak_ptr is None: out /= mass
     else:

@@ -583,7 +583,9 @@ def decode(
 def _put_kernel(k_ptr, at_ptr, code_ptr, unit_ptr, k_b, k_g, k_n, k_d, c_b, c_g, c_n, c_d, u_b, u_g, u_n, N, G,
                 D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
     "Whole numbers and a unit for the new key"
-    if PDL: gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     bg, at, o_d = tl.program_id(0).to(tl.int64), tl.load(at_ptr), tl.arange(0, BD)
     b, g, there = bg // G, bg % G, (at >= 0) & (at < N)
     at, m_d = tl.where(there, at, 0), (o_d < D) & there
@@ -607,7 +609,7 @@ def put_codes(
     with torch.cuda.device_of(k):
         _put_kernel[B * G,](k, at, codes, units, *k.stride(), *codes.stride(), *units.stride(),
                             min(N, codes.shape[2]), G, D=D, BD=triton.next_power_of_2(D),
-                            PDL=starts_early(k), num_warps=1)
+                            num_warps=1, **(dict(PDL=True, launch_pdl=True) if starts_early(k) else dict(PDL=False)))
 
 # %% ../../kernels/santa.ipynb #817ee3dc
 _TYPES = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16") | dict(u_ptr="fp16") \
