@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    LOG2E, Plans, device_limits, dot, launch_limits, layout_of, refusal, relaunch)
+    LOG2E, Plans, device_limits, dot, layout_of, refusal, relaunch)
 
 # %% ../../kernels/gather.ipynb #76ed6d39
 @triton.jit
@@ -94,11 +94,6 @@ _AHEAD = {2: (5, 3), 4: (3, 4)} # of numbers of so many bytes: stages, programs 
 
 def _slots(BD, itemsize): return max(16, min(_BLOCK, 2**13 // (BD * itemsize)))
 
-def _limits(BD, itemsize, counted):
-    "Options of the gather: with counts no more registers than leave room for all programs, but for long or wide rows"
-    fit = counted and itemsize == 2 and BD <= 128
-    return launch_limits(_WARPS, 2**16 // (32 * _WARPS * _AHEAD[2][1]) if fit else None)
-
 _plans = Plans()
 
 def _sizes(q, k, v, index, weight, count):
@@ -117,20 +112,19 @@ def _sizes(q, k, v, index, weight, count):
     gather = (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), *strides,
               N, S, L, P, C, H // G, LR, D, BR, BN, BD, stages, PDL)
     merge = H * D, D, 1, H, C, D, BC, BW, PDL
-    limits = _limits(BD, q.element_size(), count is not None)
-    return (B * H, C), (B * L, C, 1), gather, limits, (B * H, triton.cdiv(D, BW), 1), merge, PDL
+    return (B * H, C), (B * L, C, 1), gather, (B * H, triton.cdiv(D, BW), 1), merge, PDL
 
 def _run(q, k, v, index, weight, count, scale, state=False):
     "Launch both kernels: the output, or what `attend_state` returns"
     tensors = q, k, v, index, weight, count
     s, made = _plans.get((q.device, layout_of(*tensors)), lambda: _sizes(*tensors))
-    parts, programs, gather, limits, programs_merge, merge, PDL = s
+    parts, programs, gather, programs_merge, merge, PDL = s
     D, new = q.shape[3], functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     m, l, o, out = new(parts), new(parts), new(*parts, D), new(q.shape, dtype=torch.float32 if state else q.dtype)
     peak, mass = (new(q.shape[:3]), new(q.shape[:3])) if state else (None, None)
     more = dict(launch_pdl=True) if PDL else {}
     relaunch(made, "gather", _gather_kernel, programs, *tensors, m, l, o, (D**-0.5 if scale is None else scale) * LOG2E,
-             *gather, **limits, **more)
+             *gather, num_warps=_WARPS, **more)
     relaunch(made, "state" if state else "merge", _merge_kernel, programs_merge, m, l, o, out, peak, mass, *merge,
              num_warps=4, **more)
     return (peak, mass, out) if state else out
