@@ -529,6 +529,7 @@ def _ask_kernel(q_ptr, ask_ptr, q_b, q_h, q_d, H, cut, D: tl.constexpr, W: tl.co
     for i in tl.static_range(3):
         tl.store(p_ask + i * (W // PART), _words(x > edge * (i - 1), W, PART))               # at least i + 1
 
+# %% ../../kernels/choose.ipynb #9869424a
 @triton.jit
 def _added(a, b, c):
     "Bits of the sums of three words: of weight one and of weight two"
@@ -554,9 +555,9 @@ def _distance_kernel(ask_ptr, row_ptr, score_ptr, start_ptr, len_ptr, x_b, x_g, 
             p_a = ask_ptr + bg * LR * (3 * WORDS) + i * WORDS + w
             if SUM and LR % 4 == 0:                                  # bits of four heads at once
                 for r in tl.static_range(0, LR, 4):
-                    ones, two = _added(ones, word ^ tl.load(p_a + r * 3 * WORDS), word ^ tl.load(p_a + (r + 1) * 3 * WORDS))
-                    ones, more = _added(ones, word ^ tl.load(p_a + (r + 2) * 3 * WORDS),
-                                        word ^ tl.load(p_a + (r + 3) * 3 * WORDS))
+                    p_r = p_a + r * 3 * WORDS
+                    ones, two = _added(ones, word ^ tl.load(p_r), word ^ tl.load(p_r + 3 * WORDS))
+                    ones, more = _added(ones, word ^ tl.load(p_r + 6 * WORDS), word ^ tl.load(p_r + 9 * WORDS))
                     twos, four = _added(twos, two, more)
                     eight, fours = fours & four, fours ^ four
                     total += 16 * bits_set(eights & eight)
