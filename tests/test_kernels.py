@@ -797,34 +797,45 @@ if not INTERPRETED:
             assert used["spills"] <= 8 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind,
                 used)
 
-    @pytest.mark.parametrize("name, weights", [("code", ("w1_ptr", "b1_ptr", "w2_ptr", "b2_ptr")), ("gather", ()),
-                                               ("scores", ())])
-    def test_a_launch_that_starts_early_waits_before_it_reads_what_a_step_makes(name, weights):
+    @pytest.mark.parametrize("name, known_before", [
+        ("code", ("w1_ptr", "b1_ptr", "w2_ptr", "b2_ptr")), ("gather", ()), ("scores", ()), ("put", ()),
+        ("box", ("row_ptr", "len_ptr")), ("channel", ()), ("ask", ()), ("box_row", ()), ("channel_row", ()),
+        ("code_row", ())])
+    def test_a_launch_that_starts_early_waits_before_it_reads_what_a_step_makes(name, known_before):
         """The kernel before may be another's that lets the next start before it has written.
 
-        Only weights, which no step makes, may be read before the wait.
+        Only what no step makes may be read before the wait: weights; of boxes all but the newest, and how far they go,
+        which is asked again.
         """
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        kernel_ = dict(code=steps.code_kernel, gather=gather._gather_kernel, scores=kernels._score_kernel)[name]
-        known = dict(D=128, BD=128, BR=16, PDL=True, start_ptr=None, len_ptr=None, M=64, BM=64, BZ=32, LR=4, BN=64,
-                     G=8, R=4, SUB=8, KEEP=False, STAGES=2, unit_ptr=None, count_ptr=None)
-        known = {x: y for x, y in known.items() if x in kernel_.arg_names}
-        kinds = dict.fromkeys(("code_ptr", "zero_ptr", "arrived_ptr"), "i32") | dict(index_ptr="i64", u_ptr="fp16") \
-            | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", *weights), "bf16")
+        from sparse_nb.kernels import choose
+        named = dict(code=steps.code_kernel, gather=gather._gather_kernel, scores=kernels._score_kernel,
+                     put=kernels._put_kernel)
+        kernel_ = named.get(name) or getattr(choose, f"_{name}_kernel")
+        own = dict(code=dict(M=64), scores=dict(G=8, unit_ptr=None), box=dict(BN=8)).get(name, {})
+        known = dict(D=128, BD=128, BR=16, PDL=True, start_ptr=None, len_ptr=None, BM=64, BZ=32, LR=4, LP=4, BN=64, R=4,
+                     SUB=8, KEEP=False, STAGES=2, count_ptr=None, U=16, C=32, SUM=True, W=128, STEPS=7, BW=8) | own
+        known = {x: y for x, y in known.items() if x in kernel_.arg_names and x not in known_before}
+        integers = {"i32": ("code", "zero", "arrived", "ask", "row"), "i64": ("index", "at", "begin", "len", "fit")}
+        kinds = {f"{x}_ptr": kind for kind, names in integers.items() for x in names} | dict(u_ptr="fp16")
+        kinds |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "w1_ptr", "b1_ptr", "w2_ptr", "b2_ptr"), "bf16")
+        kinds |= dict(put=dict(code_ptr="i8"), box=dict(row_ptr="bf16"), box_row=dict(row_ptr="bf16"),
+                      channel=dict(row_ptr="i16"), channel_row=dict(row_ptr="i16")).get(name, {})
         signature = {x: "constexpr" if x in known else f"*{kinds.get(x, 'fp32')}" if x.endswith("_ptr") else "fp32"
-                     if x == "scale" else "i32" for x in kernel_.arg_names}
+                     if x in ("scale", "cut") else "i32" for x in kernel_.arg_names}
         ptx = triton.compile(ASTSource(kernel_, signature, constexprs=known), target=GPUTarget("cuda", 90, 32),
                              options=dict(num_warps=4)).asm["ptx"]
         free = [x for x in kernel_.arg_names if x not in known]
-        static, told = {f"_param_{free.index(x)}]" for x in weights}, set()  # registers of addresses of weights
+        static, told = {f"_param_{free.index(x)}]" for x in known_before}, set()  # registers of their addresses
         before, waits, after = ptx.partition("griddepcontrol.wait")
         for line in before.splitlines():
             registers = re.findall(r"%rd?\d+", line)
             of_weights = "ld.param" in line and any(x in line for x in static)
             if of_weights or told & set(registers[1:]): told.add(registers[0])
             if "ld.global" in line: assert told & set(re.findall(r"%rd\d+", line.partition("[")[2])), line
-        assert waits and "ld.global" in after and ("ld.global" in before) == bool(weights)
+        assert waits and "ld.global" in after and ("ld.global" in before) == bool(known_before)
+        if name == "box": assert "ld.volatile.global" in after and "ld.volatile" not in before  # asked again
         assert "st.global" not in before  # where a launch before may still read
         if name != "gather":  # the next launch reads before it waits
             assert "griddepcontrol.launch_dependents" in after and "griddepcontrol.launch_dependents" not in before
