@@ -504,6 +504,5 @@ class OneList(Predictor):
             more = dict(causal=causal, return_stats=return_stats, state=state)
             return super().decode(q, k, v, seed=seed, scale=scale, **more, **masks)
         from .kernels.gather import attend
-        index, *rest = found                                  # as many used slots in all lists of a sequence
-        rest = [x[:, :1].expand(-1, q.shape[1], *x.shape[2:]) for x in rest]
-        return attend(q, k, v, index, *rest, scale=scale)
+        index, _, count = found                               # as many used slots in all lists of a sequence
+        return attend(q, k, v, index, None, count[:, :1].expand(-1, q.shape[1], -1), scale=scale)

@@ -753,8 +753,7 @@ if not INTERPRETED:
                     peak_ptr=None, mass_ptr=None)
         types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
         for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, count_ptr=None,
-            BN=gather._slots(triton.next_power_of_2(D), 4 if kind == "fp32" else 2),
-            STAGES=gather._AHEAD[4 if kind == "fp32" else 2][0])),
+            **dict(zip(("BN", "STAGES"), gather._tile(triton.next_power_of_2(D), 4 if kind == "fp32" else 2))))),
             (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
             used = compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")},
                                   capability, gather._WARPS)
@@ -1511,6 +1510,22 @@ def test_slots_behind_the_count_count_for_nothing(dtype, rtol, kind):
         assert poisoned(lambda: attend_first(p, garbage, 0 * count)).isnan().all()
 
 
+@kernel
+@pytest.mark.parametrize("kind", ["head", "group", "all"])
+@pytest.mark.parametrize("dtype, rtol", [(BF16, 6e-3), (FP16, 2e-3), (FP32, 2e-6)], ids=str)
+def test_no_weights_are_weights_of_one(dtype, rtol, kind):
+    for B, S in sizes(((2, 3000), (1, 40000)), ((2, 100), (1, 230))):
+        p = problem(B, 2, 2, 300, 64, dtype)
+        for counts in ([S, S // 3, 33, 1], [2, 1, 1, 32], [S] * 4):
+            (index, _), count, (whole, weight) = counted_lists(p, S, kind, counts)
+            ones = (torch.arange(S, device=DEVICE) < count[..., None]).to(weight.dtype)
+            got = poisoned(lambda: gather.attend(p.q, p.k, p.v, index, None, count))
+            assert_close(got, true_output(p, whole, ones), rtol=rtol)
+        assert_close(gather.attend(p.q, p.k, p.v, whole, None), true_output(p, whole, torch.ones_like(ones)), rtol=rtol)
+        state = gather.attend_state(p.q, p.k, p.v, index, None, count)
+        assert_close(state[2] / state[1][..., None], gather.attend(p.q, p.k, p.v, index, None, count), rtol=rtol)
+
+
 class Loads:
     "Which numbers of some tensors the kernels load in the interpreter, by program of the grid."
     def __init__(self, patch, **tensors):
@@ -1605,13 +1620,15 @@ if not INTERPRETED:
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_gather_of_counted_slots_does_not_spill(capability, kind, D, LR):
         BD, itemsize = triton.next_power_of_2(D), 4 if kind == "fp32" else 2
-        constants = dict(D=D, BD=BD, PDL=capability >= 90, i_s=1, w_s=1, LR=LR, BR=16,
-                         BN=gather._slots(BD, itemsize), STAGES=gather._AHEAD[itemsize][0])
         types = dict(index_ptr="i64", count_ptr="i64") | {f"{x}_ptr": kind for x in ("q", "k", "v")}
-        used = compiled_usage(gather._gather_kernel, constants, types, capability, gather._WARPS)
-        assert used["spills"] == 0, used
-        assert used["registers"] <= 255 and used["shared"] <= 99 * 1024, used
-        fitting = 2**16 // (32 * gather._WARPS * used["registers"])
-        assert fitting >= gather._AHEAD[itemsize][1] or BD * itemsize > 256, used
+        for weighed in (True, False):
+            BN, stages, programs = gather._tile(BD, itemsize, weighed)
+            constants = dict(D=D, BD=BD, PDL=capability >= 90, i_s=1, LR=LR, BR=16, BN=BN, STAGES=stages)
+            constants |= dict(w_s=1) if weighed else dict(weight_ptr=None)
+            used = compiled_usage(gather._gather_kernel, constants, types, capability, gather._WARPS)
+            assert used["spills"] == 0, used
+            assert used["registers"] <= 255 and used["shared"] <= 99 * 1024, used
+            fitting = 2**16 // (32 * gather._WARPS * used["registers"])
+            assert fitting >= programs or BD * itemsize > 256, used
         merge = compiled_usage(gather._merge_kernel, constants | dict(BC=512, BD=32), {}, capability, 4)
         assert merge["spills"] == 0, merge

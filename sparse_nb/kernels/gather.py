@@ -34,7 +34,7 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, count_ptr, m_ptr,
     p_q = q_ptr + i_b_ * q_b + i_h_[:, None] * q_h + o_d[None, :] * q_d
     b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                       # [BR, BD]
     p_i = index_ptr + i_b_ * i_b + i_l * i_l_
-    p_w = weight_ptr + i_b_ * w_b + i_h_[:, None] * w_h
+    if weight_ptr is not None: p_w = weight_ptr + i_b_ * w_b + i_h_[:, None] * w_h
     p_k = k_ptr + i_b_ * k_b + i_g * k_g + o_d[None, :] * k_d
     p_v = v_ptr + i_b_ * v_b + i_g * v_g + o_d[None, :] * v_d
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
@@ -48,7 +48,8 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, count_ptr, m_ptr,
         m_w = m_r[:, None] & m_s[None, :]
         if count_ptr is not None: m_w &= o_s[None, :] < b_n[:, None]
         row = tl.load(p_i + o_s * i_s, mask=m_s, other=0).to(tl.int64)
-        b_w = tl.load(p_w + o_s[None, :] * w_s, mask=m_w, other=0.).to(tl.float32)       # [BR, BN]
+        if weight_ptr is None: b_w = m_w.to(tl.float32)                                  # [BR, BN]
+        else: b_w = tl.load(p_w + o_s[None, :] * w_s, mask=m_w, other=0.).to(tl.float32)
         there = m_s & (row >= 0) & (row < N)
         m_k = there[:, None] & m_d[None, :]
         b_k = tl.load(p_k + row[:, None] * k_n, mask=m_k, other=0.)                      # [BN, BD]
@@ -89,10 +90,13 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, peak_ptr, mass_ptr, out_b, out_h
     tl.store(p_out, out.to(out_ptr.dtype.element_ty), mask=m_d)
 
 # %% ../../kernels/gather.ipynb #5efaf74c
-_BLOCK, _WARPS = 32, 4          # slots at once, rows of up to 256 bytes
-_AHEAD = {2: (5, 3), 4: (3, 4)} # of numbers of so many bytes: stages, programs a multiprocessor
+_WARPS = 4
 
-def _slots(BD, itemsize): return max(16, min(_BLOCK, 2**13 // (BD * itemsize)))
+def _tile(BD, itemsize, weighed=True):
+    "Slots at once, fewer of rows of more than 256 bytes; stages, and programs a multiprocessor"
+    twice = itemsize == 2 and not weighed                   # without weights there is room for more rows
+    stages, programs = (5, 2) if twice else (5, 3) if itemsize == 2 else (3, 4)
+    return max(16, min(32 << twice, 2**13 // (BD * itemsize) << twice)), stages, programs
 
 _plans = Plans()
 
@@ -101,13 +105,13 @@ def _sizes(q, k, v, index, weight, count):
     (B, H, _, D), (G, N), S = q.shape, k.shape[1:3], index.shape[3]
     L = G if index.shape[1] == H and H > G and index.stride(1) == 0 else index.shape[1]  # G: one list for all heads
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
-    BN, (stages, programs) = _slots(BD, q.element_size()), _AHEAD[q.element_size()]
+    BN, stages, programs = _tile(BD, q.element_size(), weight is not None)
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     parts = max(1, min(512, programs * sms // (B * L)))
     P = triton.cdiv(triton.cdiv(S, parts), BN) * BN                                     # slots of a part
     C, BW = triton.cdiv(S, P), min(BD, 32)
     BR, BC = max(16, triton.next_power_of_2(LR)), triton.next_power_of_2(C)
-    strides = [*(x.stride(i) for x in (index, weight) for i in (0, 1, 3)),
+    strides = [*(0 if x is None else x.stride(i) for x in (index, weight) for i in (0, 1, 3)),
                *((0, 0) if count is None else count.stride()[:2])]
     gather = (q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(), *strides,
               N, S, L, P, C, H // G, LR, D, BR, BN, BD, stages, PDL)
@@ -131,7 +135,7 @@ def _run(q, k, v, index, weight, count, scale, state=False):
 
 # %% ../../kernels/gather.ipynb #0feffe52
 @torch.library.custom_op("sparse_nb::attend", mutates_args=())
-def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, weight: torch.Tensor,
+def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, weight: torch.Tensor | None,
         count: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     with torch.cuda.device_of(q): return _run(q, k, v, index, weight, count, scale)
 
@@ -150,7 +154,7 @@ def attend(
     k: torch.Tensor,            # keys [B, G, N, D], any strides; on the GPU or in pinned host memory
     v: torch.Tensor,            # values [B, G, N, D], likewise
     index: torch.Tensor,        # key numbers [B, H, 1, S], integers; [B, G, 1, S]: heads of a group share a list
-    weight: torch.Tensor,       # their weights [B, H, 1, S]; 0 in unused slots
+    weight: torch.Tensor | None, # their weights [B, H, 1, S]; 0 in unused slots; None: 1 in every slot that is read
     count: torch.Tensor | None = None, # slots of each head that are read, the first [B, H, 1], integers; None: all
     *,
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
@@ -167,7 +171,7 @@ def attend(
 
 # %% ../../kernels/gather.ipynb #c0c0a7e5
 @torch.library.custom_op("sparse_nb::attend_state", mutates_args=())
-def _state_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, weight: torch.Tensor,
+def _state_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, weight: torch.Tensor | None,
               count: torch.Tensor | None, scale: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.cuda.device_of(q): return _run(q, k, v, index, weight, count, scale, True)
 
@@ -181,7 +185,7 @@ def attend_state(
     k: torch.Tensor,            # likewise
     v: torch.Tensor,            # likewise
     index: torch.Tensor,        # likewise
-    weight: torch.Tensor,       # likewise
+    weight: torch.Tensor | None, # likewise
     count: torch.Tensor | None = None, # likewise
     *,
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
