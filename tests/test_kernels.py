@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from statistics import NormalDist
 
@@ -1511,10 +1512,9 @@ def test_slots_behind_the_count_count_for_nothing(dtype, rtol, kind):
 
 
 @kernel
-@pytest.mark.parametrize("kind", ["head", "group", "all"])
-@pytest.mark.parametrize("dtype, rtol", [(BF16, 6e-3), (FP16, 2e-3), (FP32, 2e-6)], ids=str)
-def test_no_weights_are_weights_of_one(dtype, rtol, kind):
-    for B, S in sizes(((2, 3000), (1, 40000)), ((2, 100), (1, 230))):
+@pytest.mark.parametrize("dtype, rtol", [(BF16, 6e-3), (FP32, 2e-6)], ids=str)
+def test_no_weights_are_weights_of_one(dtype, rtol):
+    for (B, S), kind in product(sizes(((2, 3000), (1, 40000)), ((2, 100), (1, 230))), ("head", "group", "all")):
         p = problem(B, 2, 2, 300, 64, dtype)
         for counts in ([S, S // 3, 33, 1], [2, 1, 1, 32], [S] * 4):
             (index, _), count, (whole, weight) = counted_lists(p, S, kind, counts)
