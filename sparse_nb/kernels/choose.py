@@ -68,7 +68,7 @@ def _at_least(x, y): return ((x >= tl.minimum(y, 0x7FFFFFFF).to(tl.int32)) & (y 
 
 @triton.jit
 def _reached(x, y, step):
-    "How many of up to 2^15 whole numbers reach y + step, y + 2 step and y + 3 step"
+    "How many of less than 2^15 whole numbers reach y + step, y + 2 step and y + 3 step"
     two = tl.sum(_at_least(x, y + step) | _at_least(x, y + 2 * step) << 16)
     return two & 0xFFFF, two >> 16, tl.sum(_at_least(x, y + 3 * step))
 
