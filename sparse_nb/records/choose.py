@@ -25,7 +25,7 @@ from .recorder import Recorder, measure_dense
 
 # %% ../../kernels/records/choose.ipynb #92364ad4
 LENGTHS, DENSITY, HIDDEN = (32768, 131072, 524288), 0.1, 128  # keys, share of them, hidden numbers of a network
-LAUNCHES = "score", "guess", "sift", "select", "list", "attend"
+LAUNCHES = "score", "sift", "select", "list", "attend"         # the marks are within `score`
 COUNTED = "score", "list", "attend"                           # where scores are counted as they are made
 METHODS = Quest(DENSITY), DoubleSparsity(DENSITY), Adamas(DENSITY), HashAttention(DENSITY, layer=0)
 
@@ -72,10 +72,10 @@ def step(
     last: str = LAUNCHES[-1], # launch that is the last one
 ) -> tuple: # output [1, H, 1, D], list, weights: None where no launch makes them, not filled where not all of one did
     "The first launches of a step."
-    scores, counts = score(x.kind, x.case.q, x.state.rows, x.given, x.number, x.place)
+    scores, known = score(x.kind, x.case.q, x.state.rows, x.given, x.number, DENSITY, x.place)
     if last == "score": return None, None, None
-    launches = min(LAUNCHES.index(last), 4)
-    index, weight, count = launch_list(scores, DENSITY, x.place, launches, after=True, counts=counts)
+    launches = min(LAUNCHES.index(last) + 1, 4)
+    index, weight, count = launch_list(scores, DENSITY, x.place, launches, after=True, known=known)
     out = attend(x.case.q, x.case.k, x.case.v, index, weight, count) if last == "attend" else None
     return out, index, weight
 
