@@ -329,7 +329,7 @@ def _list_kernel(score_ptr, mark_ptr, base_ptr, index_ptr, weight_ptr, count_ptr
 # %% ../../kernels/choose.ipynb #70b5c018
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
-    sample: int = 1024           # items that the marks are made from; four times as many of more than 2^16 items
+    sample: int = 1024           # items that marks are made from; of over 2^16 keys 4 times, of channels twice as many
     sift: tuple = (None, 512)    # items of a tile, and of a warp; None: by how many there are
     count: tuple = (None, 128)   # likewise where scores are counted as they are made
     select: int | None = None    # scores at once; None: by how many items there are
@@ -379,7 +379,7 @@ def sample_size(
     M: int,                # items of a sequence
     tiles: Tiles = _TILES,
 ) -> int:
-    "Items that the marks are made from."
+    "Items that the marks of pages and of keys themselves are made from."
     return tiles.sample * (4 if M > 2**16 else 1)
 
 # %% ../../kernels/choose.ipynb #c0a7f1d2
