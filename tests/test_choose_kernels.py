@@ -455,7 +455,7 @@ def test_signatures_are_counted(R, shared, ragged):
 
 
 @kernel
-@pytest.mark.parametrize("R, D, ragged", [(1, 64, False), (3, 80, True), (4, 128, True)])
+@pytest.mark.parametrize("R, D, ragged", [(1, 64, False), (3, 80, True), (4, 128, True), (40, 32, False)])
 @pytest.mark.parametrize("name", [*METHODS, "keys"])
 def test_one_list_for_a_group(name, R, D, ragged):
     "Scores are the sums of those of the heads; of the keys, the list is that of the sums."
@@ -998,13 +998,15 @@ if not INTERPRETED:
         known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, NEAR=kernels.NEAR, LR=4, LP=4) | own
         if known["U"] == 1: known |= dict(begin_ptr=None)
         warps = known.pop("warps")
+        assert warps <= 32  # a program has 1,024 threads at most, which a compiler does not ask
         return compiled_usage(getattr(kernels, named(name)), known, types, capability, warps)
 
     @pytest.mark.budget(26)
     @pytest.mark.parametrize("capability, kind, U", [(80, "fp16", 1), (90, "bf16", 16), (90, "fp32", 1)])
     def test_registers_and_spills(capability, kind, U):
         pytest.importorskip("triton")
-        from sparse_nb.kernels.choose import Tiles, histogram_bins, key_tile, list_tile, page_tile, select_tile
+        from sparse_nb.kernels.choose import (
+            Tiles, ask_warps, histogram_bins, key_tile, list_tile, page_tile, select_tile)
         tiles, found = Tiles(), {}
         of_q = dict(BN=tiles.score[0], warps=tiles.score[1])
         for M, lists in ((8194, 8), (8194, 32), (131104, 8), (131104, 32), (524320, 8), (2**24, 32)):
@@ -1028,22 +1030,27 @@ if not INTERPRETED:
         for D in (64, 128, 256):
             BN, few_warps = page_tile(tiles, D), tiles.page[1]
             boxes = dict(U=16, D=D, BD=D, BN=BN, BS=0, warps=few_warps)
+            of_few = boxes | dict(BN=2 * BN, warps=2 * few_warps)
             BN, each = key_tile(tiles, D, 4 if kind == "fp32" else 2), tiles.score[1]
             for SUM in (False, True):
                 found[f"box {D}, {SUM}"] = usage("box", capability, kind, SUM=SUM, **boxes)
                 of_some = boxes | dict(BS=tiles.sample)
                 found[f"box of a sample {D}, {SUM}"] = usage("box", capability, kind, SUM=SUM, **of_some)
+                found[f"box of few lists {D}, {SUM}"] = usage("box", capability, kind, SUM=SUM, **of_few)
                 found[f"key {D}, {SUM}"] = usage("key", capability, kind, D=D, BD=D, BR=16, BN=BN, SUM=SUM, warps=each)
         for SUM in (False, True):
             of_list = dict(EACH=1, R=4, RP=4, PLANES=2) if SUM else dict(EACH=4, R=1, RP=1, PLANES=0)
             of_list |= dict(C=32, WORDS=4, D=128, W=128, STEPS=7)
             found[f"channel, {SUM}"] = usage("channel", capability, kind, SUM=SUM, C=32, **of_q | dict(warps=2))
-            found[f"distance, {SUM}"] = usage("distance", capability, kind, **of_q | of_list)
-            found[f"ask, {SUM}"] = usage("ask", capability, kind, **of_list, warps=of_list["RP"])
+            of_keys = of_q | dict(BN=of_q["BN"] // (2 if SUM else 4))
+            found[f"distance, {SUM}"] = usage("distance", capability, kind, **of_keys | of_list)
+            found[f"ask, {SUM}"] = usage("ask", capability, kind, **of_list, warps=ask_warps(of_list["RP"]))
             for BS in (tiles.sample, 2 * tiles.sample):
                 of_list["warps"] = 8 if kind == "fp32" else 4
                 found[f"guess channels {BS}, {SUM}"] = usage("guess_channels", capability, kind, BS=BS, **of_list)
             found[f"guess codes, {SUM}"] = usage("guess_codes", capability, kind, BS=tiles.sample, **of_list)
+        many = dict(R=64, RP=64, PLANES=6, WORDS=4, D=128, W=128, STEPS=7)  # heads of a group: more than warps
+        found["ask of many heads"] = usage("ask", capability, kind, **many, warps=ask_warps(64))
         found["code"] = usage("code", capability, kind, D=128, M=128, BD=128, BM=128, BZ=32, warps=8)
         for D in (64, 128, 256):
             of_row, steps = dict(D=D, BD=D, M=128, BM=128, W=D), D.bit_length() - 1
