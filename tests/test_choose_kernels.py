@@ -1009,8 +1009,7 @@ if not INTERPRETED:
             Tiles, ask_warps, histogram_bins, key_tile, list_tile, page_tile, select_tile)
         tiles, found = Tiles(), {}
         of_q = dict(BN=tiles.score[0], warps=tiles.score[1])
-        for M, lists in ((8192, 8), (8194, 8), (8194, 32), (131072, 8), (131104, 8), (131104, 32), (524320, 8),
-                         (2**24, 32)):
+        for M, lists in ((8194, 8), (8194, 32), (131104, 8), (131104, 32), (524320, 8), (2**24, 32)):
             BN, warps = list_tile(M, lists=lists)
             BT = 1 << (-(-M // BN) - 1).bit_length()
             BF, BC = select_tile(M, BT)
