@@ -28,12 +28,11 @@ BIN = Path(sys.executable).parent
 test_nb.__test__ = False  # nbdev's, no test of ours
 
 # the notebooks that take longest, which start first
-LONGEST = ["62_patterns.ipynb", "30_delta.ipynb", "95_cli.ipynb", "22_audit.ipynb", "51_sketch_walk_measured.ipynb",
-           "saap_heads.ipynb", "saap.ipynb", "vattention_witness.ipynb",
-           "23_vattention_measured.ipynb", "20_vattention.ipynb", "12_santa_promise.ipynb", "10_santa.ipynb",
-           "11_santa_measured.ipynb", "01_metrics.ipynb", "60_baselines.ipynb", "santa_pocket.ipynb",
-           "72_evaluate.ipynb", "santa.ipynb", "70_hf.ipynb", "pocket_model.ipynb", "hash_networks.ipynb",
-           "vattention_pocket.ipynb"]
+LONGEST = ["41_saap_measured.ipynb", "51_sketch_walk_measured.ipynb", "30_delta.ipynb", "95_cli.ipynb",
+           "62_patterns.ipynb", "85_grid.ipynb", "60_baselines.ipynb", "15_santa_keys.ipynb", "saap_heads.ipynb",
+           "vattention_witness.ipynb", "50_sketch_walk.ipynb", "santa.ipynb", "91_guarantees.ipynb",
+           "72_evaluate.ipynb", "63_lsh.ipynb", "22_audit.ipynb", "70_hf.ipynb", "31_delta_measured.ipynb",
+           "65_compose.ipynb", "01_metrics.ipynb", "20_vattention.ipynb", "santa_pocket.ipynb"]
 
 # what of pyplot and seaborn draws nothing
 QUIET = re.compile(r"(light|dark|blend)_palette|set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|"
