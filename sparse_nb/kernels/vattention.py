@@ -183,14 +183,19 @@ def _place(j, begin, step, BN: tl.constexpr):
     return begin + j // BN * (BN * step) + j % BN
 
 @triton.jit
-def _draw(row_ptr, mask_ptr, i, begin, count, step, first, n, own, BC: tl.constexpr, BN: tl.constexpr):
-    "Write the keys at so many places, `i` the first BC of them, or -1 for kept ones; returns how many are not"
+def _draw(row_ptr, mask_ptr, i, word, begin, count, step, first, n, own, BC: tl.constexpr, BN: tl.constexpr):
+    """Write the keys at so many places, or -1 for kept ones; returns how many are not.
+
+    `i` are the first BC of them, `word` the words of the mask that they are in.
+    """
     drawn = 0
     for at in range(0, count, BC):
         o_j = at + tl.arange(0, BC)
         m_j, place = o_j < count, _place(o_j, begin, step, BN)
-        if at > 0: i = _shuffled(tl.where(m_j, place, 0), n, own)
-        kept = (tl.load(mask_ptr + (i >> 5), mask=m_j, other=0) >> (i & 31)) & 1
+        if at > 0:
+            i = _shuffled(tl.where(m_j, place, 0), n, own)
+            word = tl.load(mask_ptr + (i >> 5), mask=m_j, other=0)
+        kept = (word >> (i & 31)) & 1
         tl.store(row_ptr + place, tl.where(kept == 0, first + i, -1), mask=m_j)
         drawn += tl.sum((m_j & (kept == 0)).to(tl.int32), 0)
     tl.debug_barrier()
@@ -317,7 +322,7 @@ def _look_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr,
     i = _shuffled(tl.where(o_j < stop, o_j, 0), tl.maximum(n, 1), own)
     if PDL: gdc_wait()
     p_mask = mask_ptr + bl.to(tl.int64) * W
-    drawn = _draw(p_row + K, p_mask, i, begin, stop - begin, 1, first, n, own, BC, BN)
+    drawn = _draw(p_row + K, p_mask, i, tl.load(p_mask + (i >> 5)), begin, stop - begin, 1, first, n, own, BC, BN)
     p_q, p_k, p_v = _heads_of(q_ptr, k_ptr, v_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR)
     at, end = _slice(kept, i_c, CP)
     p_length = length_ptr
@@ -447,21 +452,18 @@ def _of_both(spread, reach, size, other, far, norm, rest, eps, level_ptr, TRIES:
 
 # %% ../../kernels/vattention.ipynb #314e1cb0
 @triton.jit
-def _budget_kernel(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, own2_ptr, longest_ptr, level_ptr,
-                   ceiling_ptr, stop_ptr, fact_ptr, norm_ptr, start_ptr, len_ptr, N, L, C, CP,
-                   sinks, sinks_share, window, window_share, top, top_share,
-                   eps, log, square, plug, plug_square, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr,
-                   PLUGIN: tl.constexpr, TRIES: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr,
-                   BP: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
-    "What the base sample says about each head of a list, the draws that a promise needs, and their places"
-    if PDL: gdc_launch_dependents()
-    bl = tl.program_id(0)
-    first, n, left, right, top = _parts(start_ptr, len_ptr, bl // L, N,
-                                          sinks, sinks_share, window, window_share, top, top_share)
+def _budget(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, own2_ptr, longest_ptr, level_ptr,
+            ceiling_ptr, stop_ptr, fact_ptr, norm_ptr, bl, n, others, C, CP, writes,
+            eps, log, square, plug, plug_square, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr,
+            PLUGIN: tl.constexpr, TRIES: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr,
+            BP: tl.constexpr, BD: tl.constexpr):
+    """Places that hold the draws which a promise needs, from what the base sample says about each head of a list.
+
+    Writes down what that is, and the keys that are left, if it `writes`; `others` are not kept.
+    """
     o_r, o_p, bh = tl.arange(0, BQ), tl.arange(0, BP), bl.to(tl.int64) * LR
     i_o, m_r = (bh + o_r)[:, None] * C + o_p[None, :], o_r < LR
     m_o = m_r[:, None] & (o_p < CP)[None, :]
-    if PDL: gdc_wait()
     m = tl.load(m_ptr + i_o, mask=m_o, other=-float("inf"))
     most = tl.load(most_ptr + i_o, mask=m_o, other=-float("inf"))
     l = tl.load(l_ptr + i_o, mask=m_o, other=0.)
@@ -474,7 +476,7 @@ def _budget_kernel(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_
     e_1, e_all = tl.sum(tl.where(one[None, :], e, 0.), 1), tl.sum(e, 1)
     e2_1, e2_all = tl.sum(tl.where(one[None, :], e2, 0.), 1), tl.sum(e2, 1)
     n_1, drawn = tl.sum(tl.where(one, count, 0), 0).to(tl.float32), tl.sum(count, 0)
-    n_all, n_s = drawn.to(tl.float32), (right - left - top).to(tl.float32)
+    n_all, n_s = drawn.to(tl.float32), others.to(tl.float32)
     n_2, rest, least = tl.maximum(n_all - n_1, 1.), n_s - n_all, tl.maximum(n_all, 1.)
     if ceiling_ptr is None: reach = tl.exp2(tl.max(most, 1) - unit)
     else: reach = tl.exp2(tl.minimum(tl.load(ceiling_ptr + bh + o_r, mask=m_r, other=0.) - unit, 126.))
@@ -500,18 +502,41 @@ def _budget_kernel(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_
         else: need = _of_both(spread, reach, size, other, 2 * far, norm, rest, eps, level_ptr, TRIES, BOUND)
     asked = tl.where(need < rest, tl.ceil(tl.maximum(need, 1.)), rest)
     if BOUND == "clt": asked = tl.minimum(tl.maximum(asked, CLT_LEAST), rest)
-    tl.store(stop_ptr + bl * 2, _places(n_all + tl.max(tl.where(m_r, asked, 0.), 0), n, right - left - top))
-    tl.store(stop_ptr + bl * 2 + 1, right - left - top - drawn)
-    for i in tl.static_range(4):
-        fact = tl.sqrt(spread) if i == 0 else size if i == 1 else asked if i == 2 else M
-        tl.store(fact_ptr + (bh + o_r) * 4 + i, fact, mask=m_r)
+    places = _places(n_all + tl.max(tl.where(m_r, asked, 0.), 0), n, others)
+    if writes:
+        tl.store(stop_ptr + bl * 2, places)
+        tl.store(stop_ptr + bl * 2 + 1, others - drawn)
+        for i in tl.static_range(4):
+            fact = tl.sqrt(spread) if i == 0 else size if i == 1 else asked if i == 2 else M
+            tl.store(fact_ptr + (bh + o_r) * 4 + i, fact, mask=m_r)
+    return places
+
+# %% ../../kernels/vattention.ipynb #314e1cb1
+@triton.jit
+def _budget_kernel(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, own2_ptr, longest_ptr, level_ptr,
+                   ceiling_ptr, stop_ptr, fact_ptr, norm_ptr, start_ptr, len_ptr, N, L, C, CP,
+                   sinks, sinks_share, window, window_share, top, top_share,
+                   eps, log, square, plug, plug_square, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr,
+                   PLUGIN: tl.constexpr, TRIES: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr,
+                   BP: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
+    "The budget of a promise about vectors"
+    if PDL: gdc_launch_dependents()
+    bl = tl.program_id(0)
+    first, n, left, right, top = _parts(start_ptr, len_ptr, bl // L, N,
+                                          sinks, sinks_share, window, window_share, top, top_share)
+    if PDL: gdc_wait()
+    _budget(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, own2_ptr, longest_ptr, level_ptr,
+            ceiling_ptr, stop_ptr, fact_ptr, norm_ptr, bl, n, right - left - top, C, CP, True,
+            eps, log, square, plug, plug_square, CLT_LEAST, BOUND, PLUGIN, TRIES, LR, D, BQ, BP, BD)
 
 # %% ../../kernels/vattention.ipynb #1b54cbb4
 @triton.jit(do_not_specialize=["seed"])
-def _sample_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, o_ptr, count_ptr, stop_ptr,
-                   start_ptr, len_ptr, seed_ptr, seed, scale,
+def _sample_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr,
+                   ceiling_ptr, stop_ptr, fact_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
                    q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, L, R, W, S, K, C, CP, CE,
-                   sinks, sinks_share, window, window_share, top, top_share, base, base_share, LEAST: tl.constexpr,
+                   sinks, sinks_share, window, window_share, top, top_share, base, base_share,
+                   eps, log, square, plug, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr, PLUGIN: tl.constexpr,
+                   BQ: tl.constexpr, BP: tl.constexpr, LEAST: tl.constexpr,
                    LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                    BC: tl.constexpr, SEEDS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     "Attention over a part of the keys that the budget adds"
@@ -524,9 +549,16 @@ def _sample_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, o_ptr, 
     place = _place(tl.arange(0, BC), begin, CE, BN)
     i = _shuffled(tl.where(place < n, place, 0), tl.maximum(n, 1), own)
     if PDL: gdc_wait()
-    places = tl.maximum(tl.load(stop_ptr + bl * 2) - done, 0)
+    p_mask = mask_ptr + bl.to(tl.int64) * W
+    word = tl.load(p_mask + (i >> 5))
+    if most_ptr is None: places = tl.load(stop_ptr + bl * 2)
+    else:
+        places = _budget(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, None, count_ptr, None, None, None, None, ceiling_ptr,
+                         stop_ptr, fact_ptr, None, bl, n, rest, C, CP, i_c == 0, eps, log, square, plug, 0.,
+                         CLT_LEAST, BOUND, PLUGIN, 0, LR, D, BQ, BP, BD)
+    places = tl.maximum(places - done, 0)
     count = places // (CE * BN) * BN + tl.minimum(tl.maximum(places % (CE * BN) - i_c * BN, 0), BN)
-    drawn = _draw(p_row, mask_ptr + bl.to(tl.int64) * W, i, begin, count, CE, first, n, own, BC, BN)
+    drawn = _draw(p_row, p_mask, i, word, begin, count, CE, first, n, own, BC, BN)
     p_q, p_k, p_v = _heads_of(q_ptr, k_ptr, v_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR)
     m, l, acc, most, e, e2, own_o, own2 = _rows(
         p_q, p_k, p_v, None, p_row + begin, count, CE, p_row, 0, scale, q_h, q_d, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD,
@@ -645,7 +677,7 @@ def launch(
     codes=None, maps=(), kept=None, mask=None, ceiling=None,  # as for `decode`
     lengths=None, levels=None,                                # likewise
     seed=0, scale=None, kv_start=None, kv_len=None,           # likewise
-    launches: int = 8,                                        # how many of them
+    launches: int = 7,                                        # how many of them
 ) -> Found:
     "Launch the kernels, or the first of them: then the rest of what is returned is not filled."
     kv_start, kv_len, lengths = contiguous(kv_start, kv_len, lengths)
@@ -673,17 +705,20 @@ def launch(
         _look_kernel[B * L, CP](
             q, k, v, rows, mask, m, l, most, e, e2, o, count, lengths, *own, kv_start, kv_len, *drawn,
             *strides, N, L, H // G, W, S, K, C, CP, *middle, *base, **look, **seeds, **(more if kept is None else {}))
-    if launches > 5:
+    promise = dict(CLT_LEAST=s.clt_least, BOUND=s.bound, PLUGIN=s.plugin,
+                   BQ=triton.next_power_of_2(LR), BP=triton.next_power_of_2(CP))
+    sums = (most, e, e2) if lengths is None else (None,) * 3
+    if launches > 5 and lengths is not None:
         _budget_kernel[B * L,](
             m, l, most, e, e2, o, count, *own, levels, ceiling, stop, facts, norm, kv_start, kv_len, N, L, C, CP,
-            *middle, s.eps, s.log, s.square, s.plug, s.plug_square, CLT_LEAST=s.clt_least, BOUND=s.bound,
-            PLUGIN=s.plugin, TRIES=0 if levels is None else levels.shape[1], LR=LR, D=D,
-            BQ=triton.next_power_of_2(LR), BP=triton.next_power_of_2(CP), BD=BD, PDL=PDL, num_warps=4, **more)
-    if launches > 6:
+            *middle, s.eps, s.log, s.square, s.plug, s.plug_square, **promise,
+            TRIES=0 if levels is None else levels.shape[1], LR=LR, D=D, BD=BD, PDL=PDL, num_warps=4, **more)
+    if launches > 5:
         _sample_kernel[B * L, CE](
-            q, k, v, rows, mask, m, l, o, count, stop, kv_start, kv_len, *drawn,
-            *strides, N, L, H // G, W, S, K, C, CP, CE, *middle, *base, **sample, **seeds, **more)
-    if launches > 7:
+            q, k, v, rows, mask, m, l, *sums, o, count, ceiling, stop, facts, kv_start, kv_len, *drawn,
+            *strides, N, L, H // G, W, S, K, C, CP, CE, *middle, *base, s.eps, s.log, s.square, s.plug,
+            **promise, **sample, **seeds, **more)
+    if launches > 6:
         BW = min(BD, 32)
         _merge_kernel[B * H, triton.cdiv(D, BW)](
             m, l, o, stop, count, out, out.stride(0), out.stride(1), out.stride(3), H, LR, C, CE,

@@ -21,7 +21,7 @@ from ..vattention import read_rows
 
 # %% ../../kernels/records/vattention_launches.ipynb #11587430
 LENGTHS, DENSITY, HOST = (131072, 524288, 1048576), 0.1, (0.05, 0.1, 0.2, 0.4)  # shares with keys in host memory
-LAUNCHES = "code", "guess", "count", "keep", "look", "budget", "sample", "merge"
+LAUNCHES = "code", "guess", "count", "keep", "look", "sample", "merge"
 EPS, SEED = 0.1, 7
 
 def signatures(
@@ -80,7 +80,7 @@ def _read_bytes(case, given, row):
     (_, G, D), n = case.shape, case.n
     rows = lambda count: 4 * G * D * count  # of keys and values, two bytes a number
     return dict(code=sum(x.nbytes for x in given["maps"]), guess=4 * GUESS * G, count=4 * n * G, keep=n * G,
-                look=rows(row["kept"] + row["base"]), budget=0, sample=rows(row["extra"]), merge=0)
+                look=rows(row["kept"] + row["base"]), sample=rows(row["extra"]), merge=0)
 
 def measure_launches(
     recorder: Recorder,
