@@ -431,7 +431,7 @@ def _cut(key_ptr, cut_ptr, bh, n, want, X, BM: tl.constexpr):
     least = _threshold(key, want, n)
     ties = (key == least).to(tl.int32)
     rest, last = want - tl.sum((key > least).to(tl.int32), 0), tl.full([], BM, tl.int32)
-    if tl.sum(ties, 0) > rest: last = tl.sum((tl.cumsum(ties, 0) < rest).to(tl.int32), 0)
+    if tl.sum(ties, 0) > rest: last = tl.max(tl.where((ties > 0) & (tl.cumsum(ties, 0) <= rest), o_m, -1), 0)
     tl.store(cut_ptr + bh * 2, least)
     tl.store(cut_ptr + bh * 2 + 1, last)
 
