@@ -785,9 +785,9 @@ if not INTERPRETED:
                                           (steps._keep_kernel, dict(BN=4096, BT=256), 4),
                                           (steps._look_kernel, rows(steps._LOOK) | no, 4),
                                           (steps._look_kernel, few, 4),
-                                          (steps._budget_kernel, dict(BP=64) | no, 4),
                                           (steps._budget_kernel, dict(BP=64), 4),
                                           (steps._sample_kernel, rows(steps._SAMPLE) | dict(BP=64), 4),
+                                          (steps._sample_kernel, rows(steps._SAMPLE) | dict(BP=256), 4),
                                           (steps._sample_kernel, rows(steps._SAMPLE) | dict(BP=64, most_ptr=None), 4),
                                           (steps._merge_kernel, dict(BP=128, BE=64, BD=32), 4)):
             own = types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")} | (dict(bin_ptr="u8")
