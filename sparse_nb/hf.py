@@ -9,9 +9,9 @@ __all__ = ['AHEAD', 'sparsify', 'Session', 'attention_layers', 'has_window', 'is
            'Dispatch', 'Decoded', 'at_layer', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph',
            'Turn', 'heard_of', 'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'of_ours',
            'played_layers', 'can_play', 'on_a_gpu', 'Bounds', 'bounds_of', 'LayerPart', 'playable', 'played_step',
-           'note_request', 'begin_pass', 'end_pass', 'check_reached', 'turn_back', 'Keeper', 'adopt_caches',
-           'adopt_cache', 'hooks_of', 'ends_of', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'prefill',
-           'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
+           'note_request', 'begin_pass', 'check_reached', 'turn_back', 'Keeper', 'adopt_cache', 'hooks_of', 'reads_of',
+           'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily',
+           'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -106,8 +106,8 @@ class Session:
             self._undo.callback(_running.discard, name)
             for module, hook in hooks_of(model, self.plan, self.dispatch, offload):
                 self._undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            for module, hook, always in ends_of(model, self.plan, self.dispatch):
-                self._undo.callback(module.register_forward_hook(hook, always_call=always).remove)
+            first = next(iter(self.plan.layers.values()))
+            self._undo.callback(first.register_forward_hook(functools.partial(check_reached, self.dispatch)).remove)
             if replay: self._undo.enter_context(replayed(parts_of(model)[0]))
         except BaseException:
             self._undo.close()
@@ -338,24 +338,12 @@ class Call:
 
 class ForwardPass:
     "What is known of one forward pass from its beginning on, and what its layers share."
-    def __init__(self, logits_kept=0, has_context=False, dispatch=None):
+    def __init__(self, logits_kept=0, has_context=False):
         self.logits_kept = logits_kept # logits that the caller asked for; 0: all, or not known
         self.has_context = has_context # did the cache hold keys?
         self.reached = False           # has a layer called the attention function?
-        self.ended, self.dispatch = False, dispatch and weakref.ref(dispatch) # of the session that it is in
         self.kept, self.walks, self.same, self.shared, self.step = {}, {}, None, {}, Step()
         self.seen = None               # of a compiled step: the mask, what a query sees by it, and the newest key
-
-    @property
-    def over(self):
-        "Has the pass ended, or its session?"
-        return self.ended or self.dispatch is None or getattr(self.dispatch(), "over", True)
-
-    def end(self):
-        "After it every key is written."
-        self.ended = True
-        for kept in self.kept.values():
-            if isinstance(kept.layer, RoomyLayer): kept.layer.write()
 
     def per_step(self, what, call, fleeting, make):
         "`make()`, or what it gave for an earlier layer of the pass: layers share their mask."
@@ -381,7 +369,7 @@ class PerThread(threading.local):
         self.forward, self.logits_kept, self.reading = ForwardPass(), 0, False
         # of a compiled step: where walks stand, what its layers share, by layer the caches whose index got its key
         self.walks, self.shared, self.told = {}, None, {}
-        # of recorded parts: by cache layer, what they see, their memory
+        # of recorded parts: by cache layer, what they see, a graph of the memory pool by device
         self.parts, self.bounds, self.pools = weakref.WeakKeyDictionary(), {}, {}
         self.adopted = weakref.WeakSet() # cache layers with room that have been adopted
 
@@ -535,7 +523,8 @@ class Dispatch:
         self.setup, self.aligned, self.plays = setup, aligned, set() # two as in `sparsify` and `view_of`; layers played
         self.layers, self.exact = layers, exact     # that it serves, None: all; that decode exactly
         self.few, self.modules = few or {}, {m.layer_idx: m for m in layers or ()} # few: as from `crossovers_of`
-        self.over, self.observe, self.thread, self.rotations, self.number = False, None, PerThread(), {}, next(_numbers)
+        self.observe, self.thread, self.rotations, self.number = None, PerThread(), {}, next(_numbers)
+        self.counts = {} # of its static cache layers with an index, as in `heard_for`
         _dispatches[self.number] = self
         every = lambda x: [m for m in (x.values() if isinstance(x, dict) else [x]) if m is not None]
         self.decodes, methods = bool(every(decode)), every(prefill) + every(decode)
@@ -545,9 +534,8 @@ class Dispatch:
         raise TypeError("model must not be in a session of sparsify to be copied or pickled; restore the session first")
 
     def forget(self):
-        "Let go of what the last forward passes were about: whoever holds them knows that they are over."
-        self.thread.forward.end()
-        self.over, self.thread = True, PerThread()
+        "Let go of what the last forward passes were about."
+        self.counts, self.thread = {}, PerThread()
 
     reading = _reading
 
@@ -894,10 +882,6 @@ def played_step(
     "A layer's part of a step of one query over a cache with room, recorded; None where that cannot be."
     kept = dispatch.thread.forward.kept.get(call.layer)
     if torch.compiler.is_compiling() or kept is None or not isinstance(kept.layer, RoomyLayer): return None
-    try: return _played(dispatch, call, method, kept)
-    finally: kept.layer.write()  # unless the part has done it
-
-def _played(dispatch, call, method, kept):
     thread, n, layer, state = dispatch.thread, call.key.shape[2], kept.layer, kept.state
     record, angles = thread.parts.get(layer), () if kept.turn is None else kept.turn.position_embeddings
     if record is not None and record.places[0] is not layer.rooms:
@@ -923,17 +907,12 @@ def _played(dispatch, call, method, kept):
         with Step(): out = decoded_in_graph(dispatch, method, own, bounds[:3], bounds.streams[call.layer], told, angles)
         if told: heard_one_more([layer], bounds.newest)
         return out.transpose(1, 2).contiguous()
-    def whole(q, k, v, *angles):
-        for room, x in zip(rooms, (k, v)): room.index_copy_(2, bounds.newest, x)
-        return run(q, *angles)
     record.seen += 1
-    if record.seen > Replay.warm:
-        given = [query, *(layer.fresh or (x[:, :, n - 1:] for x in (call.key, call.value))), *angles]
-        record.part = record.part or Part(whole, given, query.device, thread.pools)  # rows of the room: none waits yet
-        out, layer.fresh = record.part(given), None
+    given = [query, *angles]
+    if record.seen <= Replay.warm: out = run(*given)
     else:
-        layer.write()
-        out = run(query, *angles)
+        record.part = record.part or Part(run, given, query.device, thread.pools)
+        out = record.part(given)
     if told: layer.count = n
     return out
 
@@ -963,12 +942,7 @@ def begin_pass(dispatch, names, module, args, kwargs):
     compiles = torch.compiler.is_compiling()
     has_context = dispatch.setup == "context" and cache is not None and not compiles
     has_context = has_context and bool(cache.get_seq_length() > 0)
-    if not compiles: thread.forward.end()
-    thread.forward, thread.logits_kept = ForwardPass(thread.logits_kept, has_context, None if compiles else dispatch), 0
-
-def end_pass(dispatch, module, args, out):
-    "A model or a part of it has run, or failed: a forward pass is over, if there was one"
-    if not torch.compiler.is_compiling(): dispatch.thread.forward.end()
+    thread.forward, thread.logits_kept = ForwardPass(thread.logits_kept, has_context), 0
 
 def check_reached(dispatch, module, args, out):
     "The first attention layer has run: its attention must have been ours"
@@ -994,24 +968,14 @@ class Keeper(NamedTuple):
     away: bool     # does its cache lie in host memory?
     decodes: bool  # does the index belong to the method that decodes?
 
-    @property
-    def hears_before(self):
-        "Does the index hear of what was before RoPE, which each layer is told for itself?"
-        return self.keeps and bool({"k_before", "q_before"} & set(self.method.new_state().hears))
-
-def adopt_caches(dispatch, keepers, names, module, args, kwargs):
-    "A layer is called, for itself or before the others: let the cache of these layers keep what they take"
+def adopt_cache(dispatch, keeper, names, module, args, kwargs):
+    "A layer is called: let its cache keep what it takes, and note it for this pass"
     if args: kwargs = dict(zip(names, args)) | kwargs
-    for keeper in keepers: adopt_cache(dispatch, *keeper, kwargs)
-
-def adopt_cache(dispatch, module, method, keeps, away, decodes, kwargs):
-    "Let the cache of a layer keep what that takes, and note it for this pass"
+    _, method, keeps, away, decodes = keeper
     cache, i, thread = kwargs.get("past_key_values", kwargs.get("layer_past")), module.layer_idx, dispatch.thread
     layer = cache.layers[i] if cache is not None and i < len(cache.layers) else None
     if not torch.compiler.is_compiling() and layer in thread.adopted:
         kept = thread.forward.kept[i] = Kept(layer, layer.state if keeps else None, decodes=decodes)
-        record, plain = thread.parts.get(layer), type(cache) is DynamicCache
-        layer.awaits = weakref.ref(thread.forward) if plain and record is not None and record.part is not None else None
         if keeps and layer.turns: kept.turn = turn_back(dispatch, module, kwargs, kept.state)
         return
     if cache is None or getattr(module, "is_kv_shared_layer", False) or has_window(module, kwargs): return
@@ -1024,7 +988,7 @@ def adopt_cache(dispatch, module, method, keeps, away, decodes, kwargs):
     if i in dispatch.plays and not away and dispatch.observe is None and on_a_gpu(module): layer = give_room(cache, i)
     kept = Kept(offload(cache, i) if away else layer, decodes=decodes)
     if keeps:
-        kept.layer = keep_state(cache, i, method)
+        kept.layer = keep_state(cache, i, method, dispatch.counts)
         kept.state = kept.layer.state
         if {"k_before", "q_before"} & set(kept.state.hears): kept.turn = turn_back(dispatch, module, kwargs, kept.state)
     thread.forward.kept[i] = kept
@@ -1049,18 +1013,7 @@ def hooks_of(
         keeper = method if decodes else plan.prefill[i]
         if away and method is not None or keeps_state(keeper) or i in dispatch.plays:
             keepers.append(Keeper(plan.layers[i], keeper, keeps_state(keeper), away and method is not None, decodes))
-    adopt = lambda layer, *own: (layer, functools.partial(adopt_caches, dispatch, own, names(layer)))
-    if others := [x for x in keepers if not x.hears_before]: yield adopt(first, *others)
-    yield from (adopt(x.module, x) for x in keepers if x.hears_before)
-
-def ends_of(
-    model,    # as in `hooks_of`
-    plan,     # likewise
-    dispatch, # likewise
-):
-    "Modules, the hooks that run after them, and whether also where they fail."
-    yield next(iter(plan.layers.values())), functools.partial(check_reached, dispatch), False
-    for part in parts_of(model): yield part, functools.partial(end_pass, dispatch), True
+    for x in keepers: yield x.module, functools.partial(adopt_cache, dispatch, x, names(x.module))
 
 # %% ../nbs/70_hf.ipynb #97ddfdfa
 def reads_of(

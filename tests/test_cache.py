@@ -1,7 +1,9 @@
 """A method's state inside transformers' caches, and keys from before rotary embedding, on small random models of many
 families and of every rope_type"""
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -651,8 +653,9 @@ def test_host_memory_serves_every_mode_and_default_device():
 @pytest.mark.parametrize("method", [Santa(eps=0.3, delta=0.05), Quest(budget=4, page=4)],
                          ids=lambda m: type(m).__name__)
 def test_what_a_graph_is_given_stands_for_where_all_of_an_index_lies(method, monkeypatch):
-    "However caches come and go: what lies where it lay once, lies there with all else; no two that live share it."
-    g, seen, living, memory = torch.Generator().manual_seed(0), {}, [], []
+    """However caches of a session come and go: what lies where it lay once, lies there with all else; no two that live
+    share it. After the session, and when its caches are gone, nothing is held."""
+    g, seen, living, memory, counts = torch.Generator().manual_seed(0), {}, [], [], {}
     config = transformers.LlamaConfig(num_hidden_layers=1)
     draw = lambda n: int(torch.randint(n, (), generator=g))
 
@@ -670,7 +673,7 @@ def test_what_a_graph_is_given_stands_for_where_all_of_an_index_lies(method, mon
     monkeypatch.setattr("sparse_nb.models.cache.keep_places", keep)
     for _ in range(400):
         cache = StaticCache(config=config, max_cache_len=24)
-        layer, n = keep_state(cache, 0, method), 1 + draw(20)
+        layer, n = keep_state(cache, 0, method, counts), 1 + draw(20)
         cache.update(torch.randn(1, 2, n, 8, generator=g), torch.randn(1, 2, n, 8, generator=g), 0)
         layer.hear(layer.keys[:, :, :n], layer.values[:, :, :n], n)
         if draw(3) == 0: cache.reorder_cache(torch.tensor([0, 0]))
@@ -683,6 +686,10 @@ def test_what_a_graph_is_given_stands_for_where_all_of_an_index_lies(method, mon
             assert layer_of(x.heard) is x and seen.setdefault(x.heard.data_ptr(), where) == where
         assert cache.layers[0].known() == n
     assert len(seen) < 300  # memory was given back and taken again
+    held = [weakref.ref(x) for x in counts.values()]
+    del counts, living, cache, layer, x
+    gc.collect()
+    assert len(held) >= len(seen) and not any(x() for x in held)
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -17,10 +17,9 @@ import sparse_nb.santa
 from sparse_nb.attention import Exact, Streaming, TopK
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
-from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
-from test_hf import IDS, SMALL, build
+from test_hf import IDS, SMALL
 
 class Operations(TorchDispatchMode):
     "Counts what torch is asked to do."
@@ -88,13 +87,6 @@ def test_what_a_layer_adds_beside_its_kernels(launched, method, own, most):
     operations, launches = a_layer(dict(decode=method), launched)
     assert launches == own and operations - a_layer(None, launched)[0] <= most
 
-@pytest.mark.parametrize("method, each", [(TopK(), 0), (Santa(samples=4), 0), (Quest(), 0), (Saap(), 1),
-                                          (Saap(before_rope=False), 0)], ids=lambda x: repr(x)[:20])
-def test_layers_behind_the_first_are_called_as_without_a_session(method, each):
-    "What a hook of a module costs is more than most of them do; an index of keys before RoPE is told in each layer."
-    model = build("llama")
-    with sparsify(model, decode=method):
-        assert [len(x.self_attn._forward_pre_hooks) for x in model.model.layers] == [1 + 1, each]
 
 def test_a_step_checks_once_what_is_not_looked_at(monkeypatch):
     from sparse_nb.core import checks

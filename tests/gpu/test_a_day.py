@@ -1,0 +1,456 @@
+"""A day with the package: what a person does, with every method of the table, in one process and in stock Python.
+
+    python tests/gpu/test_a_day.py [--short] [--out FILE] [--commit HASH]     (make gpu-day)
+
+needs one CUDA GPU and at most six minutes, `--short` 90 seconds. Each scene is compared with the same without a GPU
+(the PyTorch reference in float32) or with the same done another way. `make test` plays the scenes on a CPU, with the
+device tests patched and recorded parts that run again, on a small random model.
+"""
+import argparse
+import contextlib
+import copy
+import datetime
+import gc
+import io
+import json
+import multiprocessing
+import re
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+from sparse_nb import hf, pocket
+from sparse_nb.core.methods import METHODS, method_class
+from sparse_nb.core.streams import fold_in
+from sparse_nb.hf import sparsify
+from sparse_nb.models import replay
+from sparse_nb.tasks import make
+
+ROOT = Path(__file__).parents[2]
+NEW, SEED = 10, 5   # tokens of an answer; of the sessions
+SETTINGS = {        # of methods whose defaults read all of so short a prompt, or that need an argument
+    "streaming": dict(sinks=4, window=128), "topk": dict(budget=0.1), "topp": dict(mass=0.9),
+    "uniform": dict(samples=0.5), "quest": dict(budget=0.25), "double_sparsity": dict(budget=0.25),
+    "hash_attention": dict(budget=0.25), "adamas": dict(budget=0.25), "snapkv": dict(budget=0.5),
+    "h2o": dict(budget=0.5), "sketch_walk": dict(density=0.3, dense_layers=0), "delta": dict(window=64, gamma=16),
+    "saap": dict(budget=0.25)}
+SHORT = "exact", "streaming", "santa", "vattention", "quest", "snapkv", "saap", "sketch_walk", "delta"
+
+
+def method_of(name, small=False):
+    "A method of the table, as a person would write it; `small`: for prompts of 40 tokens and any model."
+    from sparse_nb.baselines import Adamas, Quest
+    from sparse_nb.santa import Santa
+    given = SETTINGS.get(name, {})
+    if small: given = given | SMALL.get(name, {})
+    if name == "one_list": given = dict(guess=Adamas(budget=0.25))
+    if name == "then": given = dict(keys=Quest(16, 4) if small else Quest(0.5), values=Santa(samples=64))
+    return method_class(METHODS[name].path.partition(":")[2])(**given)
+
+
+SMALL = {"streaming": dict(window=12), "quest": dict(budget=12, page=4), "double_sparsity": dict(channels=4),
+         "magicpig": dict(bits=4, tables=8), "reformer": dict(bins=4, window=4), "kdeformer": dict(bins=4, window=4),
+         "saap": dict(budget=8, sinks=2, window=8, clusters=4), "sketch_walk": dict(density=0.5),
+         "vattention": dict(sinks=2, window=2, topk=4, base=4), "delta": dict(window=8, gamma=4, sinks=2),
+         "santa": dict(samples=32), "uniform": dict(samples=8)}
+
+
+class Day:
+    "A model and its prompts, and what differed from what it should have been."
+    def __init__(self, plain, model, prompts, names, small=False, pool=None):
+        self.plain, self.model, self.prompts, self.names, self.small = plain, model, prompts, names, small
+        self.wrong, self.counted, self.held, self.pool = [], 0, {}, pool
+        if pool is not None:  # they work while the GPU does
+            jobs = [(what, name) for what in WANTED for name in names if WANTED[what][0](method_of(name, small))]
+            self.held = {job: pool.submit(wanted, *job) for job in jobs}
+
+    @property
+    def device(self): return self.model.device
+
+    def methods(self, what):
+        "Name and method of those that decode, or read prompts."
+        for name in self.names:
+            method = method_of(name, self.small)
+            if callable(getattr(method, what, None)): yield name, method
+
+    def same(self, got, want, *what):
+        "Note where tokens differ."
+        self.counted += 1
+        got, want = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (got, want))
+        if got != want: self.wrong.append(f"{' '.join(map(str, what))}: got {got}, not {want}")
+
+    def like(self, got, what, name):
+        """Note where tokens differ from the reference's. Of a method that draws the first five count: a weight that a
+        GPU rounds otherwise may draw another value, and what follows an answer has no clear next token."""
+        cut = 5 if getattr(method_of(name, self.small), "random", False) and self.device.type == "cuda" else None
+        want = self.want(what, name)
+        first = lambda x: [first(y) for y in x] if x and isinstance(x[0], list) else x[:cut]
+        self.same(first(got), first(want), what, name)
+
+    def session(self, method, model=None, **more):
+        "Of a method that decodes, or reads prompts alone."
+        role = dict(decode=method) if callable(getattr(method, "decode", None)) else dict(prefill=method)
+        return sparsify(model or self.model, **role | dict(seed=SEED) | more)
+
+    def write(self, ids=None, model=None, cut=True, **more):
+        "Tokens of an answer."
+        model, ids = model or self.model, self.prompts[0] if ids is None else ids
+        ids = ids.to(model.device)
+        given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=pocket.PAD)
+        if "past_key_values" in more and more["past_key_values"] is None: del more["past_key_values"]
+        out = model.generate(ids, **given | more).cpu()
+        return out[:, ids.shape[1]:].tolist() if cut else out
+
+    def want(self, what, name):
+        "What the reference writes."
+        if (job := (what, name)) not in self.held:
+            with reference(): self.held[job] = WANTED[what][1](self, self.plain, method_of(name, self.small))
+        if self.pool is not None and hasattr(self.held[job], "result"): self.held[job] = self.held[job].result()
+        return self.held[job]
+
+
+@contextlib.contextmanager
+def reference():
+    "As without a GPU, also where the device tests are patched."
+    with contextlib.ExitStack() as stack:
+        if not torch.cuda.is_available():
+            for where in (hf, replay):
+                stack.enter_context(mock.patch.object(where, "on_a_gpu", lambda x: False))
+        yield
+
+
+SCENES = {}
+
+def scene(title):
+    "Note a scene of the day."
+    def noted(run):
+        SCENES[run.__name__] = title, run
+        return run
+    return noted
+
+
+def can(what): return lambda method: callable(getattr(method, what, None))
+
+
+def answers_of(day, model, method, count=3, **more):
+    "Tokens after the first prompts, in one session."
+    with day.session(method, model, **more): return [day.write(ids, model) for ids in day.prompts[:count]]
+
+
+def read_with(decode):
+    def answers(day, model, method):
+        then = method_of("santa", day.small) if decode else None
+        with sparsify(model, prefill=method, decode=then, seed=SEED): return day.write(model=model)
+    return answers
+
+
+def searched(**given):
+    def answer(day, model, method):
+        with day.session(method, model): return day.write(model=model, **given)
+    return answer
+
+
+def chat(day, model, method):
+    "Three turns; the second takes three tokens of the first back."
+    cache, ids, told = DynamicCache(config=model.config), day.prompts[0], []
+    with day.session(method, model):
+        for i in range(3):
+            out = day.write(ids, model, cut=False, past_key_values=cache)
+            told.append(out[0, ids.shape[1]:].tolist())
+            if not i:
+                out = out[:, :-3]
+                cache.crop(-3)
+            ids = torch.cat([out, day.prompts[1][:, -12:]], 1)
+    return told
+
+
+WANTED = {"prompts": (can("decode"), answers_of), "chat": (can("decode"), chat),
+          "read": (can("prefill"), read_with(False)), "read, then SANTA": (can("prefill"), read_with(True)),
+          "beams": (can("decode"), searched(num_beams=2)),
+          "prompt lookup": (can("decode"), searched(prompt_lookup_num_tokens=3)),
+          "assistant": (can("decode"), searched(assistant_early_exit=1))}
+
+
+@scene("three prompts in one session, in a second one, and once more after empty_cache")
+def prompts(day):
+    for name, method in day.methods("decode"):
+        first = answers_of(day, day.model, method)
+        day.like(first, "prompts", name)
+        day.same(answers_of(day, day.model, method), first, "a second session", name)
+        if day.device.type == "cuda": torch.cuda.empty_cache()
+        day.same(answers_of(day, day.model, method, 1), first[:1], "after empty_cache", name)
+
+
+@scene("methods that read prompts, with exact decoding and with SANTA's")
+def prefills(day):
+    for name, method in day.methods("prefill"):
+        for what in ("read", "read, then SANTA"): day.like(WANTED[what][1](day, day.model, method), what, name)
+
+
+@scene("growing, static, static with replay and offloaded caches")
+def caches(day):
+    for name, method in day.methods("decode"):
+        for how in ("static", "replay", "offload"):
+            if how == "static" and not day.small and name not in SHORT: continue  # its replay is compiled, too
+            if how == "offload":
+                if name != "exact": day.like(answers_of(day, day.model, method, offload=True), "prompts", name)
+                continue
+            if hf.no_graph(method): continue
+            cache, found = StaticCache(config=day.model.config, max_cache_len=day.prompts[1].shape[1] + 64), []
+            try:
+                with day.session(method, replay=how == "replay"):
+                    for ids in day.prompts:
+                        found.append(day.write(ids, past_key_values=cache, compile_config=eagerly()))
+                        cache.reset()
+                day.like(found, "prompts", name)
+            except ValueError as error:
+                if "its index can only grow" not in str(error): raise
+            torch.compiler.reset()
+            day.model.__dict__.pop("_compiled_call", None)
+
+
+def eagerly():
+    "Steps are compiled into one graph, which is not optimised."
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+@scene("batches of one, three and one, with padding")
+def batches(day):
+    most = max(x.shape[1] for x in day.prompts)
+    ids = torch.zeros((3, most), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, x in enumerate(day.prompts): ids[i, most - x.shape[1]:], mask[i, most - x.shape[1]:] = x[0], 1
+    mask, streams = mask.to(day.device), [fold_in(SEED, i) for i in range(3)]
+    for name, method in day.methods("decode"):
+        alone = [with_seed(day, method, x, seed) for x, seed in zip(day.prompts, streams)]
+        with day.session(method):
+            for rows in (slice(2, 3), slice(0, 3), slice(2, 3)):
+                got = day.write(ids[rows], attention_mask=mask[rows])
+                if rows.start == 0: day.same([x[:5] for x in got], [x[0][:5] for x in alone], "a batch of three", name)
+            day.same(got, day.write(day.prompts[2]), "a batch of one after it", name)
+
+
+def with_seed(day, method, ids, seed):
+    with day.session(method, seed=[seed]): return day.write(ids)
+
+
+@scene("beams, prompt lookup and an assistant")
+def searches(day):
+    for name, method in day.methods("decode"):
+        for what in ("beams", "prompt lookup", "assistant"):
+            day.like(WANTED[what][1](day, day.model, method), what, name)
+
+
+@scene("a chat of three turns, with a crop")
+def chats(day):
+    for name, method in day.methods("decode"): day.like(chat(day, day.model, method), "chat", name)
+
+
+@scene("two models and their sessions in turn, and a thread for each")
+def two_models(day):
+    other = copy.deepcopy(day.model)
+    both = day.model, other
+    for name, method in day.methods("decode"):
+        want, found = answers_of(day, day.model, method, 1)[0], {}
+        with day.session(method), day.session(method, other):
+            for _ in range(2):
+                for model in both: day.same(day.write(model=model), want, "two models", name)
+            def work(model): found[model] = [day.write(model=model) for _ in range(2)]
+            workers = [threading.Thread(target=work, args=(model,)) for model in both]
+            for x in workers: x.start()
+            for x in workers: x.join()
+            for model in both: day.same(found.get(model), [want] * 2, "in a thread", name)
+
+
+class Broken(Exception): pass
+
+
+@scene("an exception in the middle of an answer, and in the middle of a recording")
+def exceptions(day):
+    for name, method in day.methods("decode"):
+        want, calls = answers_of(day, day.model, method, 1)[0], [0]
+        def breaks(*args):
+            calls[0] += 1
+            if calls[0] == 6: raise Broken
+        with day.session(method):
+            hook = day.model.get_decoder().layers[-1].register_forward_pre_hook(breaks)
+            with contextlib.suppress(Broken): day.write()
+            hook.remove()
+            day.same(day.write(), want, "after an exception", name)
+        own = hf.decoded_in_graph
+        def fails(*args):
+            out = own(*args)
+            if recording(): raise Broken
+            return out
+        with day.session(method):
+            with mock.patch.object(hf, "decoded_in_graph", fails), contextlib.suppress(Broken): day.write()
+            day.same(day.write(), want, "after a recording that broke off", name)
+
+
+def recording(): return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@scene("200 answers in one session: is memory flat?")
+def memory(day):
+    if day.device.type != "cuda": return
+    held = {}
+    for name in [x for x in ("santa", "saap") if x in day.names]:
+        with day.session(method_of(name)) as session:
+            for i in range(200 if name == "santa" else 60):
+                day.write(day.prompts[i % 3], max_new_tokens=5)
+                if i in (20, 59, 199): held[name, i] = torch.cuda.memory_reserved() / 2**20
+                if i == 20: gc.collect()
+        assert session is not None
+        first, last = held[name, 20], max(x for (other, i), x in held.items() if other == name)
+        day.same(last <= first + 8, True, "memory in MiB", held)
+    print("     ", {f"{name}, answer {i}": f"{x:.0f} MiB reserved" for (name, i), x in held.items()})
+
+
+@scene("sparse-nb eval, every method in one grid")
+def evaluation(day):
+    from sparse_nb import cli
+    roles = {what: [x for x, _ in day.methods(what) if x not in ("exact", "one_list", "then")]
+             for what in ("decode", "prefill")}
+    with tempfile.TemporaryDirectory() as folder:
+        for what, names in roles.items():
+            out, said = Path(folder) / f"{what}.jsonl", io.StringIO()
+            asked = ["eval", "--model", "pocket", "--lengths", "512", "--seeds", "2", "--out", str(out)]
+            asked += [x for n in names for x in (f"--{what}", METHODS[n].path.partition(":")[2].lower())]
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                with contextlib.suppress(SystemExit): cli.main(asked)
+            if not out.exists(): raise AssertionError(said.getvalue())
+            jobs = [json.loads(x) for x in out.read_text().splitlines()[1:]]
+            failed = [x["failed"] for x in jobs if "failed" in x]
+            whose = lambda job, row: row["decode"] if what == "decode" else job["prefill"]
+            answered = {whose(x["job"], row) for x in jobs for row in x.get("rows", ())}
+            day.same(failed, [], "eval", what)
+            day.same(len(answered), len(names) + 1, "eval", what, answered)
+
+
+@scene("README's Python as it stands, twice")
+def readme(day):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert blocks
+    for i in range(2):
+        space = {}
+        for code in blocks:
+            with contextlib.redirect_stdout(io.StringIO()): exec(compile(code, "README.md", "exec"), space)
+    day.same(torch.zeros(1, device=day.device).tolist(), [0.0], "the device still works")
+
+
+def prompts_of(tokenizer):
+    asked = [make("needle", n, seed=i, tokenizer=tokenizer) for i, n in enumerate((400, 432, 380))]
+    return [tokenizer(f"{x.context}{x.question}", return_tensors="pt").input_ids for x in asked]
+
+
+def wanted(what, name):
+    "In a process of its own: what the reference writes."
+    torch.set_num_threads(1)
+    return REFERENCE[0].want(what, name)
+
+
+REFERENCE = []
+
+
+@contextlib.contextmanager
+def day_on_a_gpu(names):
+    "The pocket model's; references are made by processes that were forked before CUDA was used."
+    plain, tokenizer = pocket.load()
+    asked = prompts_of(tokenizer)
+    REFERENCE[:] = [Day(plain, plain, asked, names)]
+    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield Day(plain, copy.deepcopy(plain).cuda(), asked, names, pool=pool)
+
+
+def play(day, scenes, say=print):
+    "Rows of what was seen."
+    rows = []
+    for name in scenes:
+        began, before, wrong = time.perf_counter(), day.counted, len(day.wrong)
+        try: SCENES[name][1](day)
+        except Exception:
+            day.wrong.append(f"{name}: {traceback.format_exc(limit=-6)}")
+        if day.device.type == "cuda":
+            try: torch.cuda.synchronize()
+            except Exception as error: day.wrong.append(f"{name}: the GPU failed: {error}")
+        rows.append(dict(scene=name, what=SCENES[name][0], seconds=round(time.perf_counter() - began, 1),
+                         compared=day.counted - before, wrong=day.wrong[wrong:]))
+        say(f"{'ok  ' if len(day.wrong) == wrong else 'FAIL'} {rows[-1]['seconds']:6.1f} s {rows[-1]['compared']:4} "
+            f"{SCENES[name][0]}", flush=True)
+        for x in day.wrong[wrong:wrong + 12]: say(f"       {x}", flush=True)
+    return rows
+
+
+# on a CPU, inside `make test`
+
+@pytest.fixture(scope="module")
+def small():
+    from test_hf import build
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 64, (1, n), generator=draw) for n in (40, 44, 36)]
+    model = build("llama").double()  # two ways to add up differ by less than any two weights do
+    model.get_input_embeddings().weight.data[0].fill_(0.01)  # of a query of zeros all keys would be alike
+    return Day(model, copy.deepcopy(model), prompts, [x for x in METHODS if x != "hash_attention"], small=True)
+
+
+@pytest.mark.budget(60)
+@pytest.mark.parametrize("name", [x for x in SCENES if x not in ("memory", "evaluation", "readme")])
+def test_a_day_on_a_cpu(small, monkeypatch, name):
+    from test_replay import taped
+    played = []
+    monkeypatch.setattr(replay, "captured", taped(played))
+    for where, what in ((hf, "can_play"), (hf, "on_a_gpu"), (replay, "on_a_gpu")):
+        monkeypatch.setattr(where, what, lambda x: True)
+    small.wrong.clear()
+    before = small.counted
+    SCENES[name][1](small)
+    assert not small.wrong, "\n".join(small.wrong)
+    assert small.counted > before + len(small.names) / 2 and (played or name == "prefills")
+
+
+@pytest.mark.gpu
+def test_a_day():
+    with day_on_a_gpu([*METHODS]) as day: play(day, SCENES)
+    assert not day.wrong
+
+
+def test_every_method_of_the_table_has_a_place_in_the_day():
+    for name in METHODS: assert any(callable(getattr(method_of(name, small), x, None)) for small in (False, True)
+                                    for x in ("decode", "prefill"))
+    assert {*SETTINGS, *SMALL, *SHORT} <= {*METHODS}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--short", action="store_true", help="the methods of the five papers and four others")
+    parser.add_argument("--out", type=Path, help="where to write what was seen, as JSON")
+    parser.add_argument("--commit", help="of what is tried, for the file")
+    parser.add_argument("--scene", action="append", choices=[*SCENES], help="this scene alone")
+    given = parser.parse_args()
+    if not torch.cuda.is_available(): sys.exit("a day on a GPU needs a CUDA device, got none")
+    began = time.perf_counter()
+    with day_on_a_gpu([*SHORT] if given.short else [*METHODS]) as day: rows = play(day, given.scene or SCENES)
+    seconds = round(time.perf_counter() - began, 1)
+    print(f"{torch.cuda.get_device_name()}: {day.counted} comparisons, {len(day.wrong)} wrong, {seconds} s")
+    if given.out:
+        meta = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, transformers=transformers.__version__,
+                    date=f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}", commit=given.commit,
+                    short=given.short, seconds=seconds, wrong=len(day.wrong))
+        given.out.write_text(json.dumps(dict(meta=meta, rows=rows), indent=1) + "\n")
+    sys.exit(bool(day.wrong))
+
+
+if __name__ == "__main__": main()
