@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import test_hf
@@ -18,6 +18,7 @@ from sparse_nb.attention import State, TopK, assert_close
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import answer, capture, prefill, sparsify
 from sparse_nb.models.cache import StatefulStaticLayer, keep_places, keep_state, layer_of, offload
+from sparse_nb.models.override import cache_of
 from sparse_nb.models.rotation import (Rotation, as_complex, candidate_rotations, no_rotation, random_rotation,
                                        rotation_of, stored_keys, unrotate)
 from sparse_nb.santa import Santa
@@ -420,7 +421,7 @@ def test_angles_that_change_as_the_sequence_grows(family, way):
     model, log, given = build(family), {}, {}
     def note(module, kwargs):
         # Phi-3 reads all anew when it changes to the long angles
-        if kwargs["past_key_values"].get_seq_length(module.layer_idx) == 0:
+        if cache_of(kwargs).get_seq_length(module.layer_idx) == 0:
             log[module.layer_idx], given[module.layer_idx] = [], []
         log[module.layer_idx].append(plain_keys(module, kwargs))
         given[module.layer_idx].append(kwargs["position_embeddings"])
@@ -443,7 +444,8 @@ CACHES = {"dynamic": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_c
                                                             "reset"], 99),
           "host": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_cache", "crop", "batch_repeat_interleave",
                                                          "batch_select_indices", "reset"], 99),
-          "static": (lambda: StaticCache(config=CONFIG, max_cache_len=12), ["update", "reorder_cache", "reset"], 12)}
+          "static": (lambda: StaticCache(config=CONFIG, max_cache_len=12),
+                     ["update", "reorder_cache", "reset", *["crop"] * StaticLayer.is_croppable], 12)}
 
 def pair(n, rows=2, seed=0):
     return torch.randn(2, rows, 2, n, 4, generator=torch.Generator().manual_seed(seed)).unbind(0)
@@ -462,7 +464,7 @@ def change(cache, op, x, room):
     pick = torch.randint(rows, (rows,), generator=torch.Generator().manual_seed(x))
     if op == "update" and length + n <= room: cache.update(*pair(n, rows, x), 0)
     if op == "reorder_cache": cache.reorder_cache(pick)
-    if op == "crop": cache.crop(-(x % (length + 2)))
+    if op == "crop": cache.crop(-min(x % (length + 2), length if isinstance(layer, StaticLayer) else 99))
     if op == "batch_repeat_interleave" and rows * n <= 8: cache.batch_repeat_interleave(n)
     if op == "batch_select_indices": cache.batch_select_indices(pick[:n])
     if op == "reset": cache.reset()

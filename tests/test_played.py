@@ -259,8 +259,8 @@ def test_an_interrupt_between_a_key_and_its_attention_loses_nothing(llama, playe
         ids = torch.cat([IDS, ids_of(llama, IDS, max_new_tokens=8, past_key_values=cache)], 1)
         want, last = copy.deepcopy(cache), cache.layers[-1]
         ids_of(llama, ids, past_key_values=want, **given)
-        def update(*args):
-            RoomyLayer.update(last, *args)
+        def update(*args, **more):
+            RoomyLayer.update(last, *args, **more)
             raise Stopped
         last.update = update
         with pytest.raises(Stopped): ids_of(llama, ids, past_key_values=cache, **given)

@@ -114,10 +114,11 @@ class Stops:
         "The next answer of this thread is one of them."
         self.thread.announced = True
 
-    def is_supported(self, device, *args, **given):
-        "In place of that of `DeferredStopCheck`."
+    def is_supported(self, device, cache, cache_is_returned, *args, **given):
+        "In place of that of `DeferredStopCheck`. A cache that is given back is no case: it would be cropped each step."
         announced, self.thread.announced = getattr(self.thread, "announced", False), False
-        return self.own(torch.device("mps") if announced else device, *args, **given)
+        late = torch.device("mps") if announced and not cache_is_returned else device
+        return self.own(late, cache, cache_is_returned, *args, **given)
 
     def __enter__(self):
         with self.lock:
