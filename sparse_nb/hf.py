@@ -72,13 +72,13 @@ def sparsify(
     """Put methods in place of the attention of every layer, for every way to `generate` that keeps a cache.
 
     None is the model's own attention. `Session.restore` or the end of a `with` block undoes it. Layers with a sliding
-    window keep the model's own attention; a warning says so where nothing else is left. A row of a batch draws from
-    streams of its own seed, position, layer and head: sequence b of seed s draws as a sequence alone does with
-    seed=[fold_in(s, b)]. "A" and "B" are other names for the setups. A static cache counts as full for `crossover`, of
-    which "auto" is `crossover_keys` of each method on this GPU, 0 where no record says one. In steps that transformers
-    compiles, layers that decode exactly use the kernel of `Exact`. Raises TypeError or ValueError for arguments and
-    models that do not fit, when called or, for masks and features of a layer that a method cannot honour, when the
-    model runs.
+    window keep the model's own attention. A warning says where a method changes nothing or decoded no query. A row of a
+    batch draws from streams of its own seed, position, layer and head: sequence b of seed s draws as a sequence alone
+    does with seed=[fold_in(s, b)]. "A" and "B" are other names for the setups. A static cache counts as full for
+    `crossover`, of which "auto" is `crossover_keys` of each method on this GPU, 0 where no record says one. In steps
+    that transformers compiles, layers that decode exactly use the kernel of `Exact`. Raises TypeError or ValueError for
+    arguments and models that do not fit, when called or, for masks and features of a layer that a method cannot honour,
+    when the model runs.
     """
     return Session(model, prefill, decode, dense_layers, setup, seed, stats, audit, offload, crossover, replay)
 
