@@ -11,8 +11,8 @@ __all__ = ['AHEAD', 'sparsify', 'Session', 'attention_layers', 'has_window', 'by
            'decoded_in_graph', 'step', 'of_ours', 'played_layers', 'can_play', 'on_a_gpu', 'Bounds', 'bounds_of',
            'LayerPart', 'playable', 'played_step', 'note_request', 'begin_pass', 'end_pass', 'check_reached',
            'turn_back', 'Keeper', 'adopt_caches', 'adopt_cache', 'hooks_of', 'put_in', 'ends_of', 'reads_of', 'Counts',
-           'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer',
-           'Captured', 'attention_override', 'capture']
+           'dense_or_refuse', 'register', 'check_callable', 'prefill', 'Answer', 'Audit', 'cut_at_stop',
+           'write_greedily', 'answer', 'Captured', 'attention_override', 'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .core.checks import Step, check_choice, check_count, check_flag, check_integer, check_seed, once
@@ -156,7 +156,7 @@ def attention_layers(
     found, names = {}, {}
     for name, m in model.named_modules():
         if "Attention" not in type(m).__name__ or not getattr(m, "is_causal", False): continue
-        if not hasattr(m, "layer_idx"): continue
+        if not hasattr(m, "layer_idx") or getattr(m, "is_cross_attention", False): continue
         i = m.layer_idx
         if i in found:
             raise ValueError(f"model must have one attention layer of each number, got layer {i} of {kind_of(model)} "
@@ -1234,6 +1234,13 @@ def register(
     return name
 
 # %% ../nbs/70_hf.ipynb #d8d60977
+def check_callable(
+    name: str, # of an argument, for messages
+    x,         # it
+):
+    "Raise TypeError for what is neither a function nor None."
+    if x is not None and not callable(x): raise TypeError(f"{name} must be a function, got {type(x).__name__}")
+
 @torch.no_grad()
 def prefill(
     model,                    # a transformers decoder
@@ -1244,10 +1251,12 @@ def prefill(
 ) -> DynamicCache:            # keys and values of all N tokens
     """Read a context, `chunk` tokens at a time, with the model's own exact attention or the `prefill` of its session.
 
-    Raises TypeError or ValueError as `capture` for the model and its input, and for a `chunk` that is no count.
+    Raises TypeError or ValueError as `capture` for the model and its input, for a `chunk` that is no count and a
+    `progress` that cannot be called.
     """
     ids = check_ids(model, input_ids)
     check_count("chunk", chunk)
+    check_callable("progress", progress)
     cache, total = DynamicCache(config=model.config), ids.shape[1]
     given = as_cache(model.base_model, cache)
     dispatch = AttentionInterface._global_mapping.get(model.config.get_text_config()._attn_implementation)
@@ -1357,6 +1366,12 @@ def answer(
     ids = check_ids(model, input_ids)
     if ids.shape[0] != 1: raise ValueError(f"input_ids must be one question, got {ids.shape[0]} rows")
     check_count("max_new_tokens", max_new_tokens)
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache must be one of transformers, as `prefill` gives it, got {type(cache).__name__}")
+    if not hasattr(tokenizer, "decode"):
+        raise TypeError(f"tokenizer must have `decode`, got {type(tokenizer).__name__}")
+    if not isinstance(stop, str): raise TypeError(f"stop must be a string, got {type(stop).__name__}")
+    check_callable("watch", watch)
     if not is_method(method): raise TypeError(f"method must have `decode`, got {type(method).__name__}")
     check_seed(seed)
     if seed is None: seed = int(torch.randint(2**63 - 1, ()))

@@ -1,5 +1,5 @@
-"""What runs inside transformers, with the oldest and with the newest release that pyproject.toml allows; all other tests
-run with the one in constraints.txt"""
+"""What runs inside transformers, with the oldest and with the newest release that pyproject.toml allows; all other
+tests run with the one in constraints.txt"""
 import os
 import re
 import subprocess
