@@ -869,9 +869,9 @@ HYBRID = dict(num_hidden_layers=6, layers_block_type=["mamba", "mamba", "hybrid"
     ("HrmText", dict(num_layers_per_stack=1, H_cycles=1, L_cycles=1),
      "one attention layer of each number, got layer 0 of hrm_text in model.L_module.layers.0.self_attn and in model.H"),
     ("Zamba", HYBRID | dict(n_mamba_heads=2, attention_head_dim=16),
-     "that know their number, got layer_idx=None in model.layers.2.*self_attn of zamba"),
+     "that know their number, got layer_idx=None in model.layers.2.*self_attn"),
     ("Zamba2", HYBRID | dict(n_mamba_heads=4, mamba_headdim=32, mamba_ngroups=1, num_mem_blocks=2, chunk_size=8),
-     "that know their number, got layer_idx=-1 in model.layers.2.*self_attn of zamba2")],
+     "that know their number, got layer_idx=-1 in model.layers.2.*self_attn")],
     ids=["hrm", "zamba", "zamba2"])
 def test_layers_without_a_number_of_their_own_are_refused(family, settings, message):
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, family + "Config")(**SMALL | settings))
