@@ -15,7 +15,7 @@ WORKERS ?= 2
 NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb kernels/records/*.ipynb)
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: setup demo test test-all house bench witness notebooks docs preview
+.PHONY: setup demo test test-all newest house bench witness notebooks docs preview
 
 setup: .venv/installed
 
@@ -28,16 +28,21 @@ demo: setup
 	.venv/bin/sparse-nb demo $(ARGS)
 
 # one thread a process; compiled kernels and Python's bytecode are kept from run to run
-test test-all: export OMP_NUM_THREADS = 1
-test test-all: export TRITON_CACHE_DIR = $(CURDIR)/.cache/triton
-test test-all: export PYTHONDONTWRITEBYTECODE =
+test test-all newest: export OMP_NUM_THREADS = 1
+test test-all newest: export TRITON_CACHE_DIR = $(CURDIR)/.cache/triton
+test test-all newest: export PYTHONDONTWRITEBYTECODE =
 
 test: setup
 	$(PYTEST) $(ARGS)
 
-# with the tests that take minutes, and every case in Triton's interpreter
+# with the tests that take minutes, every case in Triton's interpreter, and what runs inside transformers with three
+# releases of it: the oldest and the newest that pyproject.toml allows are fetched into .cache/
 test-all: setup
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+# of these, the newest release alone
+newest: setup
+	$(PYTEST) -m slow tests/test_releases.py -k newest $(ARGS)
 
 # the floors of the package, the rooms on each and what they import
 house: setup

@@ -444,8 +444,9 @@ def continue_prompt(
         read = lambda done, total: report("reading the context", done, total)
         cache = hf.prefill(decoder, context, progress=read) if asked else None
         report("reading the question" if asked else "reading the prompt")
-        decoder.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=max_new_tokens,
-                         num_beams=1, num_return_sequences=1, streamer=_streamer(tokenizer, begin), **sampling)
+        decoder.generate(ids, attention_mask=torch.ones_like(ids), **hf.as_cache(decoder, cache), num_beams=1,
+                         max_new_tokens=max_new_tokens, num_return_sequences=1,
+                         streamer=_streamer(tokenizer, begin), **sampling)
     return running
 
 # %% ../nbs/95_cli.ipynb #b922e580

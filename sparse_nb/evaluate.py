@@ -22,6 +22,7 @@ from .core.exact import attention
 from .core.streams import fold_in
 from .metrics import bootstrap_interval, clopper_pearson, relative_error
 from .models.cache import StatefulDynamicLayer, fork_cache
+from .models.override import as_cache
 from .tasks import Example, make, prompt_tokens, score
 
 # %% ../nbs/72_evaluate.ipynb #cf25a249
@@ -45,12 +46,13 @@ GROWING = DynamicLayer, StatefulDynamicLayer  # layers that keep every key
 def _prefill_padded(model, ids, start, chunk):
     "A cache of rows whose first own token is `start`"
     cache = DynamicCache(config=model.config)
+    given = as_cache(model.base_model, cache)
     own = torch.arange(ids.shape[1], device=ids.device) >= start.to(ids.device)[:, None]
     positions = (own.cumsum(-1) - 1).clamp(min=0)
     for done in range(0, ids.shape[1], chunk):
         part = slice(done, min(done + chunk, ids.shape[1]))
         model.base_model(input_ids=ids[:, part], attention_mask=own[:, :part.stop], position_ids=positions[:, part],
-                         past_key_values=cache, use_cache=True)
+                         **given, use_cache=True)
     return cache
 
 @torch.no_grad()
@@ -102,13 +104,13 @@ class Watch:
 
 def _write_rows(model, cache, text, first, own, methods, new, seeds, watch):
     "Greedy tokens [B, new] after `text` [B, T], whose last `own` tokens are the method's; `cache` grows"
-    padded = bool(first.any())
+    padded, given = bool(first.any()), as_cache(model, cache)
     first = first.to(text.device)[:, None]
 
     def forward(tokens):
         positions = torch.arange(cache.get_seq_length() + tokens.shape[1], device=text.device) - first
         mask, places = positions >= 0 if padded else None, positions[:, -tokens.shape[1]:].clamp(min=0)
-        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1,
+        logits = model(input_ids=tokens, **given, use_cache=True, logits_to_keep=1,
                        attention_mask=mask, position_ids=places).logits
         return logits[:, -1:].argmax(-1)
 
@@ -335,10 +337,11 @@ def forced_bits(
                          density=stats.density.double().mean().item(), error=error.double().mean().item()))
         return out.transpose(1, 2), None
 
+    given = as_cache(model, cache)
     with hf.attention_override(model, attend):
         for begin in range(cache.get_seq_length(), ids.shape[1] - 1, every):
             part = slice(begin, min(begin + every, ids.shape[1] - 1))
-            logits = model(input_ids=ids[:, part], past_key_values=cache, use_cache=True).logits
+            logits = model(input_ids=ids[:, part], **given, use_cache=True).logits
             bits.append(bits_of(logits, ids[:, part.start + 1:part.stop + 1]))
             for row in rows[-len(methods):]: row["bits"] = bits[-1].mean().item()
     return torch.cat(bits, 1), rows

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['AHEAD', 'sparsify', 'Session', 'attention_layers', 'has_window', 'is_method', 'by_layer', 'keeps_state',
-           'walks_layers', 'walk_of', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model', 'Call',
-           'ForwardPass', 'PerThread', 'decoded_queries', 'refuse_losses', 'part_here', 'first_head', 'Streams', 'Kept',
-           'Dispatch', 'Decoded', 'at_layer', 'read_prompt', 'look_at_each', 'decode_one', 'decode_each', 'no_graph',
-           'Turn', 'heard_of', 'compiled_step', 'shared_in_graph', 'decoded_in_graph', 'step', 'of_ours',
-           'played_layers', 'can_play', 'on_a_gpu', 'Bounds', 'bounds_of', 'LayerPart', 'playable', 'played_step',
-           'note_request', 'begin_pass', 'check_reached', 'turn_back', 'Keeper', 'adopt_cache', 'hooks_of', 'reads_of',
-           'Counts', 'dense_or_refuse', 'register', 'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily',
-           'answer', 'Captured', 'attention_override', 'capture']
+           'walks_layers', 'walk_of', 'left_out', 'Plan', 'plan_of', 'crossovers_of', 'check_methods', 'check_model',
+           'Call', 'ForwardPass', 'PerThread', 'decoded_queries', 'check_no_cache', 'refuse_losses', 'part_here',
+           'first_head', 'Streams', 'Kept', 'Dispatch', 'Decoded', 'at_layer', 'read_prompt', 'look_at_each',
+           'decode_one', 'decode_each', 'no_graph', 'Turn', 'heard_of', 'compiled_step', 'shared_in_graph',
+           'decoded_in_graph', 'step', 'of_ours', 'played_layers', 'can_play', 'on_a_gpu', 'Bounds', 'bounds_of',
+           'LayerPart', 'playable', 'played_step', 'note_request', 'begin_pass', 'check_reached', 'turn_back', 'Keeper',
+           'adopt_cache', 'hooks_of', 'put_in', 'reads_of', 'Counts', 'dense_or_refuse', 'register', 'check_callable',
+           'prefill', 'Answer', 'Audit', 'cut_at_stop', 'write_greedily', 'answer', 'Captured', 'attention_override',
+           'capture']
 
 # %% ../nbs/70_hf.ipynb #167d40c7
 import functools
@@ -24,6 +25,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .core.checks import Step, check_choice, check_count, check_flag, check_integer, check_seed, once
@@ -44,8 +46,8 @@ from .metrics import relative_error
 from .models.cache import (
     FixingLayer, HostLayer, RoomyLayer, fork_cache, give_room, heard_one_more, keep_state, layer_of, offload)
 from .models.capturing import Captured, capture, check_ids
-from .models.override import (attention_configs, attention_override, check_evaluates, check_replaceable,
-    kind_of, modeling_files, own_attention, parts_of, step_mask)
+from .models.override import (CACHE_NAMES, as_cache, attention_configs, attention_override, cache_of,
+    check_evaluates, check_replaceable, kind_of, modeling_files, own_attention, parts_of, step_mask)
 from .models.replay import Part, Replay, replayed
 from .models.rotation import as_complex, rotation_of, unrotate
 from .models.view import View, prompt_view, shown_places, view_of
@@ -70,13 +72,13 @@ def sparsify(
     """Put methods in place of the attention of every layer, for every way to `generate` that keeps a cache.
 
     None is the model's own attention. `Session.restore` or the end of a `with` block undoes it. Layers with a sliding
-    window keep the model's own attention; a warning says so where nothing else is left. A row of a batch draws from
-    streams of its own seed, position, layer and head: sequence b of seed s draws as a sequence alone does with
-    seed=[fold_in(s, b)]. "A" and "B" are other names for the setups. A static cache counts as full for `crossover`, of
-    which "auto" is `crossover_keys` of each method on this GPU, 0 where no record says one. In steps that transformers
-    compiles, layers that decode exactly use the kernel of `Exact`. Raises TypeError or ValueError for arguments and
-    models that do not fit, when called or, for masks and features of a layer that a method cannot honour, when the
-    model runs.
+    window keep the model's own attention. A warning says where a method changes nothing or decoded no query. A row of a
+    batch draws from streams of its own seed, position, layer and head: sequence b of seed s draws as a sequence alone
+    does with seed=[fold_in(s, b)]. "A" and "B" are other names for the setups. A static cache counts as full for
+    `crossover`, of which "auto" is `crossover_keys` of each method on this GPU, 0 where no record says one. In steps
+    that transformers compiles, layers that decode exactly use the kernel of `Exact`. Raises TypeError or ValueError for
+    arguments and models that do not fit, when called or, for masks and features of a layer that a method cannot honour,
+    when the model runs.
     """
     return Session(model, prefill, decode, dense_layers, setup, seed, stats, audit, offload, crossover, replay)
 
@@ -100,57 +102,66 @@ class Session:
                                  aligned="flash" in own, layers=set(self.plan.layers.values()),
                                  exact=self.plan.exact, few=crossovers_of(self.plan, crossover))
         self.dispatch.observe, self._undo = self.counts, ExitStack()
-        try:
-            self._undo.enter_context(attention_override(model, self.dispatch, mask=own))
-            _running.add(name := model.config.get_text_config()._attn_implementation)
-            self._undo.callback(_running.discard, name)
-            for module, hook in hooks_of(model, self.plan, self.dispatch, offload):
-                self._undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            first = next(iter(self.plan.layers.values()))
-            self._undo.callback(first.register_forward_hook(functools.partial(check_reached, self.dispatch)).remove)
-            if replay: self._undo.enter_context(replayed(parts_of(model)[0]))
-        except BaseException:
-            self._undo.close()
-            raise
-        if self.plan.idle:
-            warnings.warn(f"every layer of {self.model} that was given a method has a sliding window and keeps the "
-                          "model's own attention: this session changes nothing", stacklevel=3)
+        self._undo.enter_context(put_in(model, self.plan, self.dispatch, own, offload, replay))
+        for doubt in self.plan.doubts: warnings.warn(doubt, stacklevel=3)
 
     def __enter__(self):
         if not self.open: raise ValueError("session must not be over, got one that was restored; call sparsify again")
         return self
 
-    def __exit__(self, *error): self.restore()
+    def __exit__(self, error, *_): self._end(error is None)
 
     def __repr__(self):
         end = ")" if self.open else ", over)"
-        return "\n".join([f"Session({self.model}, setup={self.setup!r}, seed={self.seed!r}{end}", *self.plan.lines()])
+        first = f"Session({self.model}, setup={self.setup!r}, seed={self.seed!r}{end}: {self.plan.counts()}"
+        return "\n".join([first, *self.plan.lines()])
 
     def restore(self):
         "Give the model its own attention back; a second time does nothing."
+        self._end(True)
+
+    def _end(self, succeeded):
+        useless = succeeded and self.open and self.dispatch.decoded is False
         self.open = False
         self.dispatch.forget()  # who keeps a session for its statistics does not keep a cache
         self._undo.close()
+        if useless:
+            warnings.warn("decode was never used: all queries of this session were read as part of a prompt, as those "
+                          "of a text that is scored in one forward pass are; to decode them, read a context first and "
+                          "go on with its cache in setup='context'", stacklevel=3)
 
     def stats(self):
         """Means over the decoded queries so far, padding of a step included, as a pandas DataFrame.
 
         It has a row for each layer and head. Columns: queries, density (share of the visible keys that was kept),
         keys_scored, values_read, budget (counts), bytes and dense_bytes (of keys, values and index that a head reads
-        alone), and error (relative, with `audit`). Raises ValueError without `stats` or `audit`.
+        alone), and error (relative, with `audit`); `attrs["served"]` says how many attention modules have a method.
+        Raises ValueError without `stats` or `audit`.
         """
         if self.counts is None: raise ValueError("stats must be True for statistics, got sparsify(..., stats=False)")
-        return self.counts.table()
+        table = self.counts.table()
+        table.attrs["served"] = self.plan.counts()
+        return table
 
 # %% ../nbs/70_hf.ipynb #7bcde260
 def attention_layers(
     model, # a transformers decoder
 ) -> dict: # number -> layer
-    "The causal self-attention layers of a decoder. ValueError where there are none, and for an encoder with a decoder."
+    "The causal self-attention layers of a decoder. ValueError where there are none, or none with numbers of their own."
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"model must be a decoder alone, got {kind_of(model)}, an encoder with a decoder")
-    found = {m.layer_idx: m for m in model.modules()
-             if hasattr(m, "layer_idx") and "Attention" in type(m).__name__ and getattr(m, "is_causal", False)}
+    found, names = {}, {}
+    for name, m in model.named_modules():
+        if "Attention" not in type(m).__name__ or not getattr(m, "is_causal", False): continue
+        if not hasattr(m, "layer_idx") or getattr(m, "is_cross_attention", False): continue
+        i = m.layer_idx
+        if i in found:
+            raise ValueError(f"model must have one attention layer of each number, got layer {i} of {kind_of(model)} "
+                             f"in {names[i]} and in {name}; where these are parts with a `generate` of their own, call "
+                             "sparsify with one of them")
+        if i is None or i < 0:
+            raise ValueError(f"model must have attention layers that know their number, got layer_idx={i} in {name}")
+        found[i], names[i] = m, name
     if not found: raise ValueError(f"model must have causal self-attention to replace, got {kind_of(model)}")
     return dict(sorted(found.items()))
 
@@ -161,9 +172,9 @@ def has_window(
     "Does the layer see a window of the keys only? Then its cache may hold no more than that."
     kinds = getattr(module.config, "layer_types", None)
     if kinds is not None and kinds[module.layer_idx] in ("sliding_attention", "chunked_attention"): return True
-    if given is not None: return given.get("sliding_window") is not None
-    if kinds is not None: return getattr(module, "sliding_window", None) is not None
-    return getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)) is not None
+    of_model = getattr(module.config, "sliding_window", None) if kinds is None else None
+    own = getattr(module, "sliding_window", of_model)
+    return own is not None or given is not None and given.get("sliding_window") is not None
 
 def is_method(x) -> bool:
     "Does `x` decode or read prompts? A class does not."
@@ -208,6 +219,15 @@ def walk_of(method) -> str:
     inner = [walk_of(x) for x in getattr(method, "__dict__", {}).values() if isinstance(x, Method)]
     return type(method).__qualname__ + (f"({', '.join(inner)})" if inner else "")
 
+def left_out(
+    model,  # a transformers decoder
+    layers, # its `attention_layers`
+) -> dict:  # name of a class -> how many modules
+    "Attention that no session replaces, such as that of a vision tower."
+    parts = lambda m: [x for x in m.modules() if "Attention" in type(x).__name__]
+    served = {x for m in layers.values() for x in parts(m)}
+    return dict(Counter(type(m).__name__ for m in parts(model) if m not in served and parts(m) == [m]))
+
 @dataclass
 class Plan:
     "What each layer of a model does in a session."
@@ -215,8 +235,9 @@ class Plan:
     prefill: dict  # number -> method, or None for the model's own attention
     decode: dict   # likewise
     reasons: dict  # number -> why the layer keeps the model's own attention, whatever it was given
-    idle: bool     # was every layer that was given a method left to the model for its window?
     exact: set     # layers that were asked to decode exactly
+    others: dict   # attention that no session replaces: name of a class -> how many modules
+    doubts: list   # why what was given changes nothing, in sentences
 
     def line(self, i):
         "What layer i does."
@@ -230,7 +251,14 @@ class Plan:
         for i in self.layers:
             if runs and runs[-1][2] == self.line(i): runs[-1][1] = i
             else: runs.append([i, i, self.line(i)])
-        return [f"  layer {a}: {said}" if a == b else f"  layers {a} to {b}: {said}" for a, b, said in runs]
+        lines = [f"  layer {a}: {said}" if a == b else f"  layers {a} to {b}: {said}" for a, b, said in runs]
+        why = "no causal self-attention"
+        return lines + [f"  {n} {name}: the model's own attention ({why})" for name, n in self.others.items()]
+
+    def counts(self):
+        "How many of the attention modules have a method."
+        busy = [i for i in self.layers if i not in self.reasons and (self.prefill[i] or self.decode[i]) is not None]
+        return f"methods in {len(busy)} of {len(self.layers) + sum(self.others.values())} attention modules"
 
 # %% ../nbs/70_hf.ipynb #c0de5705
 def plan_of(
@@ -249,11 +277,19 @@ def plan_of(
     chosen = {what: {i: None if i in dense or isinstance(m, Exact) else m for i, m in found.items()}
               for what, found in given.items()}
     windows = [i for i in layers if has_window(layers[i])]
-    busy = [i for i in layers if any(found[i] is not None for found in chosen.values())]
     reasons = dict.fromkeys(windows, "a sliding window") | dict.fromkeys(dense, "dense_layers")
     exact = {i for i in layers if (i in dense or isinstance(given["decode"][i], Exact)) and i not in windows}
-    plan = Plan(layers, **chosen, reasons=reasons, idle=bool(busy) and set(busy) <= set(windows), exact=exact)
+    plan = Plan(layers, **chosen, reasons=reasons, exact=exact, others=left_out(model, layers), doubts=[])
     check_methods(model, plan)
+    busy = {i for found in chosen.values() for i, m in found.items() if m is not None}
+    if busy and busy <= set(windows):
+        plan.doubts.append(f"every layer of {kind_of(model)} that was given a method has a sliding window and keeps "
+                           "the model's own attention: this session changes nothing")
+    for what, method in dict(prefill=prefill, decode=decode).items():
+        if not is_method(method) or isinstance(method, Exact) or len(set(dense)) == len(layers): continue
+        if all(m is None for m in chosen[what].values()):
+            plan.doubts.append(f"{what}={method!r} leaves all {len(layers)} layers of {kind_of(model)} exact: "
+                               "it changes nothing")
     return plan
 
 def crossovers_of(
@@ -282,6 +318,12 @@ def check_methods(
         chosen = {i: m for i, m in getattr(plan, what).items() if m is not None}
         for method in chosen.values():
             if callable(judge := getattr(method, "check_model", None)): judge(model)
+        bare = [i for i, m in chosen.items() if i not in plan.reasons and getattr(m, "reads_state", False)
+                and getattr(plan.layers[i], "is_kv_shared_layer", False)]
+        if bare:
+            raise ValueError(f"{what} must be a method that can do without an index in layers that use the keys of "
+                             f"another, got {type(chosen[bare[0]]).__name__} in layer {bare[0]} of {kind_of(model)}; "
+                             f"dense_layers={bare} leaves such layers exact")
         walks = {}
         for i, m in chosen.items():
             if i not in plan.reasons and walks_layers(m): walks.setdefault(walk_of(m), []).append(i)
@@ -342,6 +384,7 @@ class ForwardPass:
         self.logits_kept = logits_kept # logits that the caller asked for; 0: all, or not known
         self.has_context = has_context # did the cache hold keys?
         self.reached = False           # has a layer called the attention function?
+        self.has_cache = True          # was the first layer given one?
         self.kept, self.walks, self.same, self.shared, self.step = {}, {}, None, {}, Step()
         self.seen = None               # of a compiled step: the mask, what a query sees by it, and the newest key
 
@@ -391,6 +434,15 @@ def decoded_queries(
     if setup == "context": return queries if forward.has_context else 0
     if queries == forward.logits_kept and keys > queries: return queries
     return min(max(forward.logits_kept - 1, 0), queries)
+
+def check_no_cache(
+    call: Call, # of a layer that was given no cache by a name that is known
+):
+    "Raise ValueError where there are more keys than queries, which must come from one."
+    if call.key.shape[2] <= call.query.shape[2]: return
+    raise ValueError(f"cache must be an argument {', '.join(CACHE_NAMES[:-1])} or {CACHE_NAMES[-1]} of each attention "
+                     f"layer, to be found, got none in layer {call.layer} of {kind_of(call.module)}, whose "
+                     f"{call.query.shape[2]} queries see {call.key.shape[2]} keys")
 
 def refuse_losses(
     call: Call,
@@ -481,10 +533,16 @@ class Kept:
     q_before: torch.Tensor = None  # its queries from before it [B, H, Q, D], where the index hears them
     decodes: bool = True           # is it the index of the method that decodes? Else of the one that reads prompts
     angles: tuple = ()             # cosines and sines of the rotation, in a compiled step
+    told: bool = False             # has the index been told of the keys of this pass?
 
     def hear(self, call):
         "Tell the index of the new keys."
         if self.state is None: return
+        if self.told:
+            what, name = "decode" if self.decodes else "prefill", type(self.layer.method).__name__
+            raise ValueError(f"{what} must be a method without an index where a layer calls its attention twice in a "
+                             f"step, got {name} in layer {call.layer} of {kind_of(call.module)}")
+        self.told = True
         new, length, heard = call.query.shape[2], int(self.layer.get_seq_length()), {}
         keys, values = call.key[:, :, :length], call.value[:, :, :length]
         if hasattr(self.state, "part") and not len(self.state):
@@ -527,7 +585,7 @@ class Dispatch:
         self.counts = {} # of its static cache layers with an index, as in `heard_for`
         _dispatches[self.number] = self
         every = lambda x: [m for m in (x.values() if isinstance(x, dict) else [x]) if m is not None]
-        self.decodes, methods = bool(every(decode)), every(prefill) + every(decode)
+        self.decodes, self.decoded, methods = bool(every(decode)), None, every(prefill) + every(decode)
         self.random, self.walks = any(getattr(m, "random", True) for m in methods), any(map(walks_layers, methods))
 
     def __reduce_ex__(self, protocol):
@@ -550,10 +608,13 @@ class Dispatch:
         reads, decodes = at_layer(self.prefill, call.layer), at_layer(self.decode, call.layer)
         compiles = torch.compiler.is_compiling() and query.shape[2] == 1
         few = key.shape[2] < self.few.get(call.layer, 0)
+        if not (self.decoded or compiles or decodes is None or self.thread.reading):
+            self.decoded = decoded_queries(self.setup, forward, query.shape[2], key.shape[2]) > 0
         if (out := played_step(self, call, None if few else decodes)) is not None: return out, None
         if reads is None and decodes is None and self.observe is None and not compiles: return self.attend(call)
         served = self.layers is None or module in self.layers
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
+        if not forward.has_cache: check_no_cache(call)
         if compiles and (out := compiled_step(self, call, decodes, few)) is not None: return out, None
         if self.random: self.streams.be_ready(module, query)
         if (kept := forward.kept.get(call.layer)) is not None:
@@ -794,6 +855,7 @@ def step(
 ) -> torch.Tensor:               # [B, H, 1, D]
     "A layer's method decodes a query of a compiled step."
     dispatch = _dispatches[number]
+    dispatch.decoded = True
     method, module = at_layer(dispatch.decode, layer), dispatch.modules.get(layer)
     if dispatch.observe is not None:
         raise ValueError("stats and audit must be False in a step that transformers compiles, got True; use a cache "
@@ -921,7 +983,7 @@ def note_request(dispatch, outermost, module, args, kwargs):
     "A model or a part of it is called: refuse what no method does, note how many logits are asked for"
     if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
         raise ValueError("output_attentions must be False: sparse attention has no weights to return, got True")
-    keep, cache = kwargs.get("logits_to_keep", 0), kwargs.get("past_key_values")
+    keep, cache = kwargs.get("logits_to_keep", 0), cache_of(kwargs)
     if outermost: dispatch.thread.logits_kept = 0
     if "logits_to_keep" in kwargs:
         if isinstance(keep, int) and keep and kwargs.get("use_cache") is False and dispatch.decodes:
@@ -938,11 +1000,12 @@ def begin_pass(dispatch, names, module, args, kwargs):
     "The first attention layer is called: a forward pass begins"
     check_evaluates(module)
     kwargs, thread = dict(zip(names, args)) | kwargs, dispatch.thread
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+    cache = cache_of(kwargs)
     compiles = torch.compiler.is_compiling()
     has_context = dispatch.setup == "context" and cache is not None and not compiles
     has_context = has_context and bool(cache.get_seq_length() > 0)
     thread.forward, thread.logits_kept = ForwardPass(thread.logits_kept, has_context), 0
+    thread.forward.has_cache = cache is not None
 
 def check_reached(dispatch, module, args, out):
     "The first attention layer has run: its attention must have been ours"
@@ -972,7 +1035,7 @@ def adopt_cache(dispatch, keeper, names, module, args, kwargs):
     "A layer is called: let its cache keep what it takes, and note it for this pass"
     if args: kwargs = dict(zip(names, args)) | kwargs
     _, method, keeps, away, decodes = keeper
-    cache, i, thread = kwargs.get("past_key_values", kwargs.get("layer_past")), module.layer_idx, dispatch.thread
+    cache, i, thread = cache_of(kwargs), module.layer_idx, dispatch.thread
     layer = cache.layers[i] if cache is not None and i < len(cache.layers) else None
     if not torch.compiler.is_compiling() and layer in thread.adopted:
         kept = thread.forward.kept[i] = Kept(layer, layer.state if keeps else None, decodes=decodes)
@@ -1014,6 +1077,27 @@ def hooks_of(
         if away and method is not None or keeps_state(keeper) or i in dispatch.plays:
             keepers.append(Keeper(plan.layers[i], keeper, keeps_state(keeper), away and method is not None, decodes))
     for x in keepers: yield x.module, functools.partial(adopt_cache, dispatch, x, names(x.module))
+
+@contextmanager
+def put_in(
+    model,              # as in `hooks_of`
+    plan: Plan,
+    dispatch: Dispatch,
+    mask: str,          # as in `attention_override`
+    away: bool,         # as in `hooks_of`
+    replay: bool,       # as in `sparsify`
+):
+    "Within the block the layers of the model call `dispatch`, which learns from hooks what it is not told."
+    with ExitStack() as undo:
+        undo.enter_context(attention_override(model, dispatch, mask=mask))
+        _running.add(name := model.config.get_text_config()._attn_implementation)
+        undo.callback(_running.discard, name)
+        for module, hook in hooks_of(model, plan, dispatch, away):
+            undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        first = next(iter(plan.layers.values()))
+        undo.callback(first.register_forward_hook(functools.partial(check_reached, dispatch)).remove)
+        if replay: undo.enter_context(replayed(parts_of(model)[0]))
+        yield
 
 # %% ../nbs/70_hf.ipynb #97ddfdfa
 def reads_of(
@@ -1061,6 +1145,10 @@ class Counts:
 # %% ../nbs/70_hf.ipynb #7337ff98
 def dense_or_refuse(module, query, key, value, attention_mask, **kwargs):
     "PyTorch's attention, refused where it would lose something"
+    if not getattr(module, "is_causal", False):
+        raise ValueError("attention must be causal self-attention to be a registered method's, got "
+                         f"{type(module).__name__} of {kind_of(module)}; where the decoder is one part of a model, "
+                         'name it alone: model.set_attn_implementation({"text_config": name})')
     refuse_losses(Call(module, query, key, value, attention_mask, kwargs))
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
@@ -1095,6 +1183,13 @@ def register(
     return name
 
 # %% ../nbs/70_hf.ipynb #d8d60977
+def check_callable(
+    name: str, # of an argument, for messages
+    x,         # it
+):
+    "Raise TypeError for what is neither a function nor None."
+    if x is not None and not callable(x): raise TypeError(f"{name} must be a function, got {type(x).__name__}")
+
 @torch.no_grad()
 def prefill(
     model,                    # a transformers decoder
@@ -1105,16 +1200,19 @@ def prefill(
 ) -> DynamicCache:            # keys and values of all N tokens
     """Read a context, `chunk` tokens at a time, with the model's own exact attention or the `prefill` of its session.
 
-    Raises TypeError or ValueError as `capture` for the model and its input, and for a `chunk` that is no count.
+    Raises TypeError or ValueError as `capture` for the model and its input, for a `chunk` that is no count and a
+    `progress` that cannot be called.
     """
     ids = check_ids(model, input_ids)
     check_count("chunk", chunk)
+    check_callable("progress", progress)
     cache, total = DynamicCache(config=model.config), ids.shape[1]
+    given = as_cache(model.base_model, cache)
     dispatch = AttentionInterface._global_mapping.get(model.config.get_text_config()._attn_implementation)
     with dispatch.reading() if isinstance(dispatch, Dispatch) else nullcontext():
         for done in range(0, total, chunk):
             if progress: progress(done, total)
-            model.base_model(input_ids=ids[:, done:done + chunk], past_key_values=cache, use_cache=True)
+            model.base_model(input_ids=ids[:, done:done + chunk], **given, use_cache=True)
     if progress: progress(total, total)
     return cache
 
@@ -1178,8 +1276,9 @@ def write_greedily(
     replay=None,   # tokens to write instead of the likeliest
 ) -> tuple:        # text, tokens, seconds of each
     "Read a question token by token and write after it."
+    given = as_cache(model, cache)
     def likeliest(tokens):
-        out = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=tokens, **given, use_cache=True, logits_to_keep=1)
         return out.logits[0, -1].argmax().item()
     written, seconds = [], []
     if ids.shape[1] > 1: likeliest(ids[:, :-1])
@@ -1216,6 +1315,12 @@ def answer(
     ids = check_ids(model, input_ids)
     if ids.shape[0] != 1: raise ValueError(f"input_ids must be one question, got {ids.shape[0]} rows")
     check_count("max_new_tokens", max_new_tokens)
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache must be one of transformers, as `prefill` gives it, got {type(cache).__name__}")
+    if not hasattr(tokenizer, "decode"):
+        raise TypeError(f"tokenizer must have `decode`, got {type(tokenizer).__name__}")
+    if not isinstance(stop, str): raise TypeError(f"stop must be a string, got {type(stop).__name__}")
+    check_callable("watch", watch)
     if not is_method(method): raise TypeError(f"method must have `decode`, got {type(method).__name__}")
     check_seed(seed)
     if seed is None: seed = int(torch.randint(2**63 - 1, ()))

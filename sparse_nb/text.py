@@ -20,6 +20,7 @@ from . import hf
 from .core.checks import check_count
 from .evaluate import bits_of, forced_bits
 from .metrics import bootstrap_interval
+from .models.override import as_cache
 
 # %% ../nbs/84_text.ipynb #53bf7a26
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _read_all(model, ids, read, every):
     for begin in range(0, ids.shape[1] - 1, every):
         part = slice(begin, min(begin + every, ids.shape[1] - 1))
         first = max(read, begin)
-        given = dict(input_ids=ids[:, part], past_key_values=cache, use_cache=True)
+        given = dict(input_ids=ids[:, part], **as_cache(model, cache), use_cache=True)
         if first >= part.stop: model.base_model(**given)
         else: bits.append(bits_of(model(**given).logits[:, first - begin:], ids[:, first + 1:part.stop + 1]))
     return torch.cat(bits, 1)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import test_hf
@@ -20,6 +21,7 @@ from sparse_nb.attention import State, TopK, assert_close
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import answer, capture, prefill, sparsify
 from sparse_nb.models.cache import StatefulStaticLayer, keep_places, keep_state, layer_of, offload
+from sparse_nb.models.override import cache_of
 from sparse_nb.models.rotation import (Rotation, as_complex, candidate_rotations, no_rotation, random_rotation,
                                        rotation_of, stored_keys, unrotate)
 from sparse_nb.santa import Santa
@@ -81,10 +83,11 @@ REFUSED = {
                 r"layer 0 of hunyuan_v1_dense \(rope_type default\), which rotates its keys in another way"),
     "llama4, yarn, norm after": ("Llama4Text", LLAMA4 | YARN,
                                  r"layer 0 of llama4_text \(rope_type yarn\), which rotates its keys in another way"),
-    "gptj": ("GPTJ", dict(rotary_dim=8, n_embd=64, n_head=4, n_layer=2),
-             "layer 0 of gptj .* is not given its rotation"),
     "gpt2": ("GPT2", dict(n_embd=64, n_head=4, n_layer=2), "layer 0 of gpt2 .* is not given its rotation"),
 }
+if Version(transformers.__version__) < Version("5.24"):
+    REFUSED["gptj"] = ("GPTJ", dict(rotary_dim=8, n_embd=64, n_head=4, n_layer=2),
+                       "layer 0 of gptj .* is not given its rotation")
 GROWING = ["dynamic", "longrope", "longrope, partial"]
 
 def build(family, dtype=torch.float32):
@@ -419,10 +422,11 @@ def forwards(model):
                          ids=["forwards", "generate"])
 @pytest.mark.parametrize("family", GROWING)
 def test_angles_that_change_as_the_sequence_grows(family, way):
+    if OLD and "longrope" in family and way is not forwards: pytest.skip("Phi-3 goes on with one token alone there")
     model, log, given = build(family), {}, {}
     def note(module, kwargs):
         # Phi-3 reads all anew when it changes to the long angles
-        if kwargs["past_key_values"].get_seq_length(module.layer_idx) == 0:
+        if cache_of(kwargs).get_seq_length(module.layer_idx) == 0:
             log[module.layer_idx], given[module.layer_idx] = [], []
         log[module.layer_idx].append(plain_keys(module, kwargs))
         given[module.layer_idx].append(kwargs["position_embeddings"])
@@ -445,7 +449,10 @@ CACHES = {"dynamic": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_c
                                                             "reset"], 99),
           "host": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_cache", "crop", "batch_repeat_interleave",
                                                          "batch_select_indices", "reset"], 99),
-          "static": (lambda: StaticCache(config=CONFIG, max_cache_len=12), ["update", "reorder_cache", "reset"], 12)}
+          "static": (lambda: StaticCache(config=CONFIG, max_cache_len=12),
+                     ["update", "reorder_cache", "reset", *["crop"] * StaticLayer.is_croppable], 12)}
+
+OLD = Version(transformers.__version__) < Version("5.20")  # where an empty layer cannot be cropped, a reset one is long
 
 def pair(n, rows=2, seed=0):
     return torch.randn(2, rows, 2, n, 4, generator=torch.Generator().manual_seed(seed)).unbind(0)
@@ -464,7 +471,8 @@ def change(cache, op, x, room):
     pick = torch.randint(rows, (rows,), generator=torch.Generator().manual_seed(x))
     if op == "update" and length + n <= room: cache.update(*pair(n, rows, x), 0)
     if op == "reorder_cache": cache.reorder_cache(pick)
-    if op == "crop": cache.crop(-(x % (length + 2)))
+    if op == "crop" and (length or not OLD):
+        cache.crop(-min(x % (length + 2), length if isinstance(layer, StaticLayer) else 99))
     if op == "batch_repeat_interleave" and rows * n <= 8: cache.batch_repeat_interleave(n)
     if op == "batch_select_indices": cache.batch_select_indices(pick[:n])
     if op == "reset": cache.reset()
@@ -623,7 +631,7 @@ def test_a_layer_in_host_memory_keeps_its_room():
     assert layer.room[0] is room and torch.equal(layer.keys, torch.cat([pair(5)[0][[1, 0]], pair(1, seed=1)[0]], 2))
     cache.reset()
     cache.update(*pair(4, seed=2), 0)
-    assert layer.room[0] is room and torch.equal(layer.keys, pair(4, seed=2)[0])
+    assert OLD or layer.room[0] is room and torch.equal(layer.keys, pair(4, seed=2)[0])
     other = copy.deepcopy(cache).layers[0]
     assert torch.equal(other.keys, layer.keys) and other.keys.untyped_storage().nbytes() == other.keys.nbytes
 

@@ -273,6 +273,17 @@ def gpt2():
     (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), max_new_tokens=1.5), TypeError,
      "max_new_tokens must be an int, got float"),
     (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), seed=-1), ValueError, "seed must lie"),
+    (lambda m: answer(m, None, IDS, Exact(), tokenizer=Letters()), TypeError,
+     "cache must be one of transformers, as `prefill` gives it, got NoneType"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=None), TypeError,
+     "tokenizer must have `decode`, got NoneType"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), stop=None), TypeError,
+     "stop must be a string, got NoneType"),
+    (lambda m: answer(m, prefill(m, IDS), IDS, Exact(), tokenizer=Letters(), watch=3), TypeError,
+     "watch must be a function, got int"),
+    (lambda m: prefill(None, IDS), ValueError, "model must be one of transformers, got NoneType"),
+    (lambda m: prefill(m, IDS, progress=3), TypeError, "progress must be a function, got int"),
+    (lambda m: capture(torch.nn.Linear(2, 2), IDS), ValueError, "model must be one of transformers, got Linear"),
 ])
 def test_bad_input_is_named(llama, call, error, message):
     with pytest.raises(error, match=message): call(llama)

@@ -11,12 +11,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_nb import hf
 from sparse_nb.attention import Exact, State, Streaming, TopK, TopP, Uniform, assert_close, attention, fold_in
+from sparse_nb.baselines import Quest
 from sparse_nb.compose import Then
 from sparse_nb.delta import Delta
+from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.hf import answer, attention_override, prefill, register, sparsify
+from sparse_nb.models import override
 from sparse_nb.patterns import OracleBlocks, VerticalSlash
 from sparse_nb.santa import Santa
 from sparse_nb.santa_keys import quantise
+from sparse_nb.sketch_walk import SketchWalk
+from test_cache import GEMMA3N
 from test_hf import FAMILIES, IDS, REFUSED, SMALL, Letters, build, whole_layers
 
 # token 0 is embedded as 0, a tie of all keys
@@ -528,7 +533,7 @@ def test_every_family_decodes_as_many_queries_as_it_is_asked(family):
     table = session.stats()
     expected = [i for i in session.plan.layers if session.plan.line(i).startswith("decode=")]
     assert sorted(table.index.unique("layer")) == expected and (table.queries == 20).all()
-    assert bool(expected) != session.plan.idle
+    assert bool(expected) != bool(session.plan.doubts)
 
 class Adapter(torch.nn.Module):
     "A wrapper that passes everything on to the model inside, as adapters do: what is not its own is the inner model's"
@@ -840,6 +845,141 @@ def test_a_session_that_is_over_keeps_no_cache(llama):
     del cache
     gc.collect()
     assert len(session.stats()) and not any(x() for x in layers)
+
+def warned(run):
+    "The warnings of ours that `run` gives."
+    import warnings
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run()
+    return [str(x.message) for x in told if x.category is UserWarning]
+
+@pytest.mark.parametrize("setup", ["prompt", "context"])
+def test_a_cache_that_is_not_found_is_refused(llama, monkeypatch, setup):
+    "Under a name that nobody knows no index hears of its keys, and no set-up of its context."
+    monkeypatch.setattr(override, "CACHE_NAMES", ("store",))
+    with sparsify(llama, decode=TopK(budget=0.25), setup=setup):
+        message = "cache must be an argument .* none in layer 0 of llama, whose 1 queries see 41 keys"
+        with pytest.raises(ValueError, match=message): ids_of(llama)
+        with torch.no_grad(): assert llama(IDS, use_cache=False).logits.isfinite().all()
+
+HYBRID = dict(num_hidden_layers=6, layers_block_type=["mamba", "mamba", "hybrid"] * 2, mamba_d_state=8, mamba_dt_rank=4)
+
+@pytest.mark.parametrize("family, settings, message", [
+    ("HrmText", dict(num_layers_per_stack=1, H_cycles=1, L_cycles=1),
+     "one attention layer of each number, got layer 0 of hrm_text in model.L_module.layers.0.self_attn and in model.H"),
+    ("Zamba", HYBRID | dict(n_mamba_heads=2, attention_head_dim=16),
+     "that know their number, got layer_idx=None in model.layers.2.*self_attn"),
+    ("Zamba2", HYBRID | dict(n_mamba_heads=4, mamba_headdim=32, mamba_ngroups=1, num_mem_blocks=2, chunk_size=8),
+     "that know their number, got layer_idx=-1 in model.layers.2.*self_attn")],
+    ids=["hrm", "zamba", "zamba2"])
+def test_layers_without_a_number_of_their_own_are_refused(family, settings, message):
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, family + "Config")(**SMALL | settings))
+    with pytest.raises(ValueError, match=f"model must have .*{message}"): sparsify(model.eval(), decode=TopK())
+
+def test_two_towers_are_refused_and_each_is_served(llama):
+    "As of an assistant that thinks with one decoder and talks with another."
+    both, other = copy.deepcopy(llama), copy.deepcopy(llama)
+    both.talker = other
+    with pytest.raises(ValueError, match="layer 0 of llama in model.layers.0.self_attn and in talker.model.layers.0"):
+        sparsify(both, decode=TopK())
+    with sparsify(both.talker, decode=TopK(budget=0.1), stats=True) as session: few = ids_of(other)
+    assert session.stats().queries.eq(5).all() and not torch.equal(few, ids_of(other))
+
+def llava():
+    torch.manual_seed(0)
+    vision = transformers.CLIPVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, image_size=8,
+                                           num_attention_heads=2, patch_size=4, projection_dim=32)
+    text = transformers.LlamaConfig(**SMALL)
+    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(text_config=text, vision_config=vision,
+        image_token_index=63, vision_feature_layer=-1)).eval()
+
+def test_a_vision_tower_is_left_out_and_counted():
+    model, ids = llava(), torch.cat([IDS[:, :5] % 60 + 3, torch.full((1, 4), 63), IDS[:, 5:20] % 60 + 3], 1)
+    image = dict(pixel_values=torch.randn(1, 3, 8, 8))
+    want = ids_of(model, ids, **image)
+    with sparsify(model, decode=TopK(budget=1.0), dense_layers=[1], stats=True) as session:
+        assert torch.equal(ids_of(model, ids, **image), want)
+    assert repr(session).splitlines() == [
+        "Session(llava, setup='prompt', seed=0, over): methods in 1 of 4 attention modules",
+        "  layer 0: decode=TopK(budget=1.0)", "  layer 1: the model's own attention (dense_layers)",
+        "  2 CLIPAttention: the model's own attention (no causal self-attention)"]
+    assert session.stats().attrs["served"] == "methods in 1 of 4 attention modules"
+    name = register("test_towers", TopK(budget=1.0))
+    model.set_attn_implementation(name)
+    with pytest.raises(ValueError, match=r'got CLIPAttention .*set_attn_implementation\({"text_config": name}\)'):
+        ids_of(model, ids, **image)
+    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation({"text_config": name})
+    assert torch.equal(ids_of(model, ids, **image), want)
+
+def test_a_window_that_the_config_alone_speaks_of_is_kept():
+    "PhiMoE hands no window to its attention function, only a mask that hides the older keys."
+    torch.manual_seed(0)
+    model = transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**SMALL, sliding_window=16, num_local_experts=2,
+                                                                     num_experts_per_tok=2)).eval()
+    want, found = ids_of(model), []
+    def run():
+        with sparsify(model, decode=TopK(budget=2)): found.append(ids_of(model))
+    assert ["this session changes nothing" in x for x in warned(run)] == [True]
+    assert torch.equal(found[0], want)
+
+def test_a_method_that_leaves_all_layers_exact_says_so(llama):
+    for what in ("prefill", "decode"):
+        told = warned(lambda: sparsify(llama, **{what: SketchWalk()}).restore())
+        assert len(told) == 1 and told[0].startswith(f"{what}=SketchWalk(") and "all 2 layers of llama exact" in told[0]
+    assert not warned(lambda: sparsify(four_layers(), decode=SketchWalk()).restore())
+    assert not warned(lambda: sparsify(llama, decode=SketchWalk(dense_layers=1)).restore())
+
+def test_a_session_that_decoded_nothing_says_so(llama):
+    "Log-likelihoods come from one forward pass, which reads."
+    def session(*runs, **way):
+        def run():
+            with torch.no_grad(), sparsify(llama, **dict(decode=TopK(budget=0.1)) | way):
+                for x in runs: x()
+        return [x.startswith("decode was never used: all queries") for x in warned(run)]
+    score, write = lambda: llama(IDS), lambda: ids_of(llama)
+    cache = DynamicCache(config=llama.config)
+    read, ask = lambda: prefill(llama, IDS), lambda: llama(IDS, past_key_values=cache)
+    assert session(score) == session(score, prefill=Streaming()) == session(score, setup="context") == [True]
+    for runs in ((), (write,), (score, write), (read,)): assert session(*runs) == []
+    assert session(score, prefill=Streaming(), decode=None) == session(score, decode=Exact()) == []
+    assert session(ask, ask, setup="context") == []
+    assert session(lambda: ids_of(llama, cache_implementation="static")) == []
+    assert session(lambda: ids_of(llama, prompt_lookup_num_tokens=3)) == []
+    def fails():
+        with pytest.raises(KeyError), sparsify(llama, decode=TopK()), torch.no_grad(): raise KeyError(score())
+    assert warned(fails) == []
+    def restored():
+        open_one = sparsify(llama, decode=TopK())
+        with torch.no_grad(): score()
+        open_one.restore()
+        open_one.restore()
+    assert len(warned(restored)) == 1
+
+def test_attention_that_is_called_twice_a_layer_takes_no_index():
+    torch.manual_seed(0)
+    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SMALL)).eval()
+    want = ids_of(model)
+    with sparsify(model, decode=TopK(budget=1.0)): assert torch.equal(ids_of(model), want)
+    for what, method in (("decode", Quest(budget=64, page=4)), ("decode", H2O(budget=64)), ("prefill", H2O(budget=64))):
+        with sparsify(model, **{what: method}):
+            run_bad(model, f"{what} must be a method without an index where a layer calls its attention twice in a "
+                           f"step, got {type(method).__name__} in layer 0 of diffllama")
+
+def test_layers_that_share_keys_take_no_method_that_needs_an_index():
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Gemma3nTextConfig(
+        **SMALL | GEMMA3N | dict(layer_types=["full_attention"] * 4))).eval()
+    want = ids_of(model)
+    for method in (H2O(budget=64), SnapKV(budget=64)):
+        for what in ("prefill", "decode"):
+            with pytest.raises(ValueError, match=f"{what} must be a method that can do without an index in layers that "
+                                                 rf"use the keys of another, got {type(method).__name__} in layer 2 of "
+                                                 r"gemma3n_text; dense_layers=\[2, 3\]"):
+                sparsify(model, **{what: method})
+        with sparsify(model, decode=method, dense_layers=[2, 3]): assert torch.equal(ids_of(model), want)
+    with sparsify(model, decode=Quest(budget=64, page=4)): assert torch.equal(ids_of(model), want)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", [TopK(budget=64), Streaming(sinks=4, window=60), Uniform(samples=64),

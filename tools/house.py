@@ -38,7 +38,7 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "compose": METHODS,
     "models.rotation": ["models.override"],
     "models.capturing": ["models.override", "models.rotation"],
-    "models.replay": ["models.cache"],
+    "models.replay": ["models.cache", "models.override"],
     "pocket": ["hf"],
     "witness": ["pocket"],
     "text": ["evaluate"],

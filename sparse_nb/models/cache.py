@@ -155,6 +155,13 @@ class StatefulStaticLayer(FixingLayer, StaticLayer):
         "As `StatefulLayer.known`; a GPU is waited for."
         return int(self.heard) if self.state.fixed else super().known()
 
+    def crop(self, tokens_to_remove):
+        "As transformers has it from version 5.24 on, for the state, too, which can grow until it hears of a key again."
+        super().crop(tokens_to_remove)
+        if not tokens_to_remove: return
+        self.loosen(self.keys)
+        self.state.crop(min(len(self.state), int(self.get_seq_length())))
+
     @torch.inference_mode(False)
     def settle(self, length):
         "Take the `heard` that stands for the places of a fixed state's tensors; `length`: keys it knows, int or [1]."

@@ -52,6 +52,8 @@ def check_ids(
 
     Their values are looked at on the CPU only.
     """
+    if not callable(getattr(model, "get_input_embeddings", None)):
+        raise ValueError(f"model must be one of transformers, got {kind_of(model)}")
     if not isinstance(input_ids, torch.Tensor):
         raise TypeError(f"input_ids must be a tensor of token numbers, got {type(input_ids).__name__}")
     if input_ids.dtype not in (torch.int64, torch.int32):

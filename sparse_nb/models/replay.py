@@ -21,6 +21,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import DeferredStopCheck
 
 from .cache import StatefulStaticLayer, renew_indexes
+from .override import CACHE_NAMES, cache_of
 
 # %% ../../nbs/78_replay.ipynb #e1a0c008
 def places_of(
@@ -95,7 +96,7 @@ class Recorded:
     "A step with its inputs, that can be played back with others of the same shapes."
     def __init__(self,
         call: Callable, # the compiled step
-        cache,          # that it reads and writes
+        held: dict,     # the cache that it reads and writes, by the name of the argument
         given: dict,    # its other arguments
         device,         # that it runs on
     ):
@@ -103,20 +104,20 @@ class Recorded:
         leaves = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         self.own = [x for x in leaves if isinstance(x, torch.Tensor)]
         def run():
-            out = call(past_key_values=cache, **tree_unflatten(leaves, spec))
+            out = call(**held, **tree_unflatten(leaves, spec))
             self.kind = type(out)
-            return {name: x for name, x in out.items() if name != "past_key_values"}  # nothing here holds a cache
+            return {name: x for name, x in out.items() if name not in held}  # nothing here holds a cache
         self.play = captured(run, device)
 
     def __call__(self,
-        cache,         # the one that it was recorded with
+        held: dict,    # the cache that it was recorded with, by its name
         tensors: list, # of its arguments
     ):                 # what the step gives
         "Play it back."
         torch._foreach_copy_(self.own, tensors)
         copied = lambda x: x.clone() if isinstance(x, torch.Tensor) else tree_map_only(torch.Tensor, torch.clone, x)
         out = {name: copied(x) for name, x in self.play().items()}
-        return self.kind(**out, past_key_values=cache)
+        return self.kind(**out, **held)
 
 # %% ../../nbs/78_replay.ipynb #e1a0c027
 class Stops:
@@ -127,10 +128,11 @@ class Stops:
         "The next answer of this thread is one of them."
         self.thread.announced = True
 
-    def is_supported(self, device, *args, **given):
-        "In place of that of `DeferredStopCheck`."
+    def is_supported(self, device, cache, cache_is_returned, *args, **given):
+        "In place of that of `DeferredStopCheck`. A cache that is given back is no case: it would be cropped each step."
         announced, self.thread.announced = getattr(self.thread, "announced", False), False
-        return self.own(torch.device("mps") if announced else device, *args, **given)
+        late = torch.device("mps") if announced and not cache_is_returned else device
+        return self.own(late, cache, cache_is_returned, *args, **given)
 
     def __enter__(self):
         with self.lock:
@@ -155,9 +157,9 @@ def renewing(
     step: Callable, # of a token, of a model
 ) -> Callable:
     "The same step, after which the indexes of the cache renew what ages, when it is time."
-    def call(*args, past_key_values=None, **given):
-        out = step(*args, past_key_values=past_key_values, **given)
-        renew_indexes(past_key_values)
+    def call(*args, **given):
+        out = step(*args, **given)
+        renew_indexes(cache_of(given))
         return out
     return call
 
@@ -190,10 +192,11 @@ class Replay:
             self.compiled[key] = torch.compile(self.model.__call__, **own)
         return self.compiled[key]
 
-    def step(self, config, device, *, past_key_values=None, **given):
+    def step(self, config, device, **given):
         "A token: recorded where it can be."
-        places = places_of(past_key_values)
-        if places is None: return self.stock(config)(past_key_values=past_key_values, **given)
+        places = places_of(cache_of(given))
+        if places is None: return self.stock(config)(**given)
+        held = {name: given.pop(name) for name in CACHE_NAMES if name in given}
         leaves, _ = tree_flatten(given)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         told = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
@@ -201,11 +204,11 @@ class Replay:
         name, records = (places, tuple(given), told, modes, repr(config)), self.thread.records
         seen, compiled = records.pop(name, 0), self.compiled_as(config)
         if seen == self.warm:
-            seen = Recorded(compiled, past_key_values, given, device)
+            seen = Recorded(compiled, held, given, device)
         records[name] = seen + 1 if isinstance(seen, int) else seen
         while len(records) > self.most: records.popitem(last=False)
-        if isinstance(seen, int): return compiled(past_key_values=past_key_values, **given)
-        return seen(past_key_values, tensors)
+        if isinstance(seen, int): return compiled(**held, **given)
+        return seen(held, tensors)
 
 # %% ../../nbs/78_replay.ipynb #e1a0c025
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from .override import kind_of
+from .override import CACHE_NAMES, cache_name, kind_of
 
 # %% ../../nbs/77_rotation.ipynb #5e987e51
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def stored_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]: # keys and values; None where it adds none
     "What the module would add to an empty cache; the call ends there."
     names = inspect.signature(module.forward).parameters
-    cache = next((n for n in ("past_key_values", "layer_past", "past_key_value") if n in names), "past_key_values")
-    try: module.forward(**kwargs | {cache: _Recorder(), "attention_mask": None})
+    cache = {cache_name(names) or CACHE_NAMES[0]: _Recorder()}
+    try: module.forward(**kwargs | cache | dict(attention_mask=None))
     except _Stored as stored: return stored.args
 
 # %% ../../nbs/77_rotation.ipynb #b2f48299

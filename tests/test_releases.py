@@ -1,0 +1,42 @@
+"""What runs inside transformers, with the oldest and with the newest release that pyproject.toml allows; all other
+tests run with the one in constraints.txt"""
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+FILES = "hf", "sparsify", "cache", "eager", "played", "replay", "compiled", "parallel", "evaluate"
+RANGE = re.search(r'"(transformers>=([\d.]+),<\d+)"', (ROOT / "pyproject.toml").read_text())
+
+def install(place, *what):
+    "Put packages alone, without what they need, into a folder that stands before the environment."
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
+                    "--upgrade", "--target", place, *what], check=True)
+
+def unmet(place):
+    "What the packages in the folder need and is neither there nor in the environment."
+    installed = list(metadata.distributions(path=[str(place)]))
+    versions = {x.name.lower(): x.version for x in installed}
+    for text in [text for x in installed for text in x.requires or ()]:
+        needs = Requirement(text)
+        if needs.marker is not None and not needs.marker.evaluate(dict(extra="")): continue
+        have = versions.get(needs.name.lower()) or metadata.version(needs.name)
+        if not needs.specifier.contains(have, prereleases=True): yield f"{needs.name}{needs.specifier}"
+
+@pytest.mark.slow
+@pytest.mark.budget(3600)
+@pytest.mark.parametrize("release", ["oldest", "newest"])
+def test_inside_transformers(release):
+    place = ROOT / ".cache" / f"transformers-{release}"
+    install(place, f"transformers=={RANGE[2]}.*" if release == "oldest" else RANGE[1])
+    if others := list(unmet(place)): install(place, *others)
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
+                          *[f"tests/test_{name}.py" for name in FILES]], cwd=ROOT, capture_output=True, text=True,
+                         env=os.environ | dict(PYTHONPATH=str(place)))
+    assert run.returncode == 0, run.stdout[-20000:] + run.stderr[-2000:]
