@@ -427,7 +427,7 @@ class MagicPIG(Predictor):
         as `check_inputs`, and for a `state` that does not fit.
         """
         check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
-        state = self.state_for(q, k, state, kv_start, kv_len)
+        state = self.state_for(q, k, state, kv_start, kv_len, causal)
         sinks, window = (min(x, k.shape[2]) for x in (self.sinks, self.window))
         if type(self).priorities is MagicPIG.priorities:  # no other rule has these kernels
             found = collided(q, k, state, sinks=sinks, window=window, kv_start=kv_start, kv_len=kv_len)
@@ -451,6 +451,11 @@ class MagicPIG(Predictor):
         return self.bits * self.tables / 8
 
 # %% ../nbs/60_baselines.ipynb #60a11576
+def _summed(each, groups):
+    "Sums over the heads of a group [B, H, Q, N], for each of them."
+    each = each.unflatten(1, (groups, -1))
+    return each.sum(2, keepdim=True).expand_as(each).flatten(1, 2)
+
 @dataclass(frozen=True)
 class OneList(Predictor):
     """The keys with the largest sums of the guesses of a group's heads, for all of them.
@@ -463,6 +468,7 @@ class OneList(Predictor):
         if not isinstance(self.guess, Predictor):
             raise TypeError(f"guess must be a Predictor, got {type(self.guess).__name__}")
         if isinstance(self.guess, OneList): raise ValueError("guess must choose for single heads, got a OneList")
+        check_budget(getattr(self.guess, "budget", None), "guess.budget", 0)
 
     @property
     def budget(self) -> int | float:
@@ -481,10 +487,17 @@ class OneList(Predictor):
         "As the predictor's."
         return self.guess.index_bytes(head_dim)
 
+    def state_for(self, *given, **more):
+        "As the predictor's."
+        return self.guess.state_for(*given, **more)
+
     def priorities(self, q, state, *, scale=None):
         "The sum of the guesses of all heads of a group, for each of them."
-        each = self.guess.priorities(q, state, scale=scale).unflatten(1, (state.rows.shape[1], -1))
-        return each.sum(2, keepdim=True).expand_as(each).flatten(1, 2)
+        return _summed(self.guess.priorities(q, state, scale=scale), state.rows.shape[1])
+
+    def guesses(self, q, k, state, first, end, *, scale=None):
+        "The same of the predictor's."
+        return _summed(self.guess.guesses(q, k, state, first, end, scale=scale), k.shape[1])
 
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
         "As `Predictor.best_keys`."
@@ -497,9 +510,9 @@ class OneList(Predictor):
         "As `Method.decode`. Kernels read the list of a group once, for all of its heads."
         masks, found = dict(kv_start=kv_start, kv_len=kv_len), None
         check_inputs(q, k, v, causal=causal, scale=scale, seed=seed, **masks)
-        state = self.state_for(q, k, state, **masks)
+        state = self.state_for(q, k, state, causal=causal, **masks)
         if not (return_stats or torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
-            found = self.best_keys(q, state, scale=scale, shared=True, **masks)
+            found = self.listed(q, k, state, scale, shared=True, **masks)
         if found is None:
             more = dict(causal=causal, return_stats=return_stats, state=state)
             return super().decode(q, k, v, seed=seed, scale=scale, **more, **masks)

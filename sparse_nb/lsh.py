@@ -141,7 +141,7 @@ class Binned(Predictor):
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         first, end = visible_range(q, k, **masks)
-        state = self.state_for(q, k, state, kv_start, kv_len)
+        state = self.state_for(q, k, state, kv_start, kv_len, causal)
         kept = self.in_bin(q, state, first, end)
         i, (low, high) = torch.arange(k.shape[2], device=q.device), (first[..., None], end[..., None])
         kept = (i >= low) & (i < high) & (kept | (i < low + self.sinks) | (i >= high - self.window))

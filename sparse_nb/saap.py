@@ -1127,16 +1127,25 @@ class Routed(Partitioned):
         "The number of a key's cluster; `decode` counts what it reads itself."
         return 2
 
-    def state_for(self, q, k, state, kv_start=None, kv_len=None, v=None):
-        "As `Predictor.state_for`, brought up to date for `priorities`."
+    def state_for(self, q, k, state, kv_start=None, kv_len=None, causal=False, v=None):
+        "As `Predictor.state_for`, brought up to date for the `priorities` of the first query."
         state = indexed(self, q, k, v, state)
-        bounds = visible_range(k, k, kv_start=kv_start, kv_len=kv_len)
-        state.follow(k, v, *far_of(self, state, *bounds, -1))
+        bounds = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
+        state.follow(k, v, *far_of(self, state, *bounds, 0))
         return state
 
     def build(self, k, *, kv_start=None, kv_len=None, v=None):
         "The index of all keys at once, ready for `priorities`. Raises as `State.append`."
-        return self.state_for(k, k, None, kv_start, kv_len, v)
+        return self.state_for(k, k, None, kv_start, kv_len, v=v)
+
+    def guesses(self, q, k, state, first, end, *, scale=None):
+        "As `Predictor.guesses`: each query by the means of its own far keys."
+        found, asked = [], state.asked
+        for j, x in enumerate(q.split(1, 2)):
+            if not state.fixed: state.follow(k, None, *far_of(self, state, first, end, j))
+            if asked is not None: state.asked = asked[:, :, j:j + 1]
+            found.append(self.priorities(x, state, scale=scale))
+        return torch.cat(found, 2)
 
     def priorities(self, q, state, *, scale=None):
         """The rank of a key's cluster for the heads of its group; the lowest of all where it has no far key.

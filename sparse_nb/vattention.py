@@ -185,7 +185,7 @@ def _kept_mask(q, k, s, state, first, end, scale):
     """
     n, oracle = k.shape[2], s.predictor == "oracle"
     if oracle: scores = masked_scores(q, k, 0, first, end, scale)
-    else: scores = promote(s.predictor.priorities(q, state, scale=scale))
+    else: scores = promote(s.predictor.guesses(q, k, state, first, end, scale=scale))
     scores = from_first_visible(scores, first, end, n)[..., 0, :]
     heavy = (scores.softmax(-1) if oracle else scores).unflatten(1, (k.shape[1], -1)).sum(2) if s.share else scores
     visible, i = end - first, torch.arange(n, device=q.device)
@@ -233,10 +233,10 @@ def _value_lengths(v, q, state):
     return _lengths(v, q) if kept is None else to_device_of(kept, q)
 
 def _longest(lengths, q, first, end):
-    "The largest of `lengths` [B, G, N] that some query of the sequence sees [B, H, 1], float64."
-    i = torch.arange(lengths.shape[2], device=q.device)
-    unseen = (i < first[:, :, 0, None]) | (i >= end[:, :, -1, None])
-    longest = lengths.double().masked_fill(unseen, 0).amax(-1, keepdim=True)
+    "The largest of `lengths` [B, G, N] that each query sees [B, H, Q], float64."
+    hidden = torch.arange(lengths.shape[2], device=q.device) < first[:, :, :1]
+    longest = lengths.double().masked_fill(hidden, 0).cummax(-1).values
+    longest = longest.gather(-1, (end - 1).clamp(min=0).expand(-1, lengths.shape[1], -1))
     return longest.repeat_interleave(q.shape[1] // lengths.shape[1], 1)
 
 def _cauchy_schwarz(q, k, first, end, scale):
@@ -294,9 +294,9 @@ def _delta_of_draws(s):
     return s.delta * (1 - PLUGIN_SHARE) if s.plugin == "upper" else s.delta
 
 # %% ../nbs/20_vattention.ipynb #e1c557dd
-def _index_of(s, q, k, state, kv_start, kv_len):
+def _index_of(s, q, k, state, kv_start, kv_len, causal=False):
     "The predictor's index of the keys: `state`, or a new one, as `Predictor.state_for`; None for the oracle."
-    if s.predictor != "oracle": return s.predictor.state_for(q, k, state, kv_start, kv_len)
+    if s.predictor != "oracle": return s.predictor.state_for(q, k, state, kv_start, kv_len, causal)
     if state is not None: raise ValueError(f"state must be None with predictor='oracle', got {type(state).__name__}")
 
 def _draw_again(index, seeds, budget, rest, sure):
@@ -345,7 +345,7 @@ def select_and_promise(
     "Which keys to read by the settings, with their weights, and what they promise. Of the arguments checks `state`."
     n, groups, dtype = k.shape[2], k.shape[1], promote(q[:0]).dtype
     firsts, ends = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-    state, visible = _index_of(s, q, k, state, kv_start, kv_len), ends - firsts
+    state, visible = _index_of(s, q, k, state, kv_start, kv_len, causal), ends - firsts
     most = sum(_counted(x, visible, n)[1] for x in (s.sinks, s.window, s.topk)) + _base_count(s.base, visible, n)[1]
     most = min(n, most)
     block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * max(4 * n, most * q.shape[3])))

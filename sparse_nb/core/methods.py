@@ -11,6 +11,7 @@ __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'EVERY', 'SPARE', 'SAMPLE', 
            'check_state', 'ChosenByKernels', 'Predictor', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
+import copy
 import functools
 import hashlib
 import importlib
@@ -27,7 +28,7 @@ from .checks import (
 from .exact import promote, to_device_of, visible_range
 from .selection import (
     Selection, first_slots, full_attention, listed_by_kernels, select_sinks_window, select_topk, select_topp,
-    select_uniform, weighted_attention, window_attention)
+    select_uniform, take_rows, weighted_attention, window_attention)
 from .streams import fold_in, head_seeds, new_seed
 
 # %% ../../nbs/07_methods.ipynb #d6862fa6
@@ -628,6 +629,14 @@ class State(FixedLength):
         new = self.features(k, v, **heard)
         self.rows = new if self.rows is None else torch.cat([self.rows, new], 2)
 
+    def seen_by(
+        self,
+        k: torch.Tensor,   # the keys that it holds [B, G, N, D]
+        end: torch.Tensor, # end of the keys that a query sees [B]
+    ) -> "State":
+        "The state for a query that sees no key from `end` on: this one, where no row is made of several keys."
+        return self
+
     def pick_rows(
         self,
         rows: torch.Tensor, # sequence numbers [B'], int64, repeated or left out at will
@@ -856,6 +865,20 @@ class BlockRows(State):
         block = (torch.arange(self.count, device=x.device) - self.begin[:, None]).clamp(min=0) // self.size
         return x.gather(-1, block[:, None, None].expand(*x.shape[:-1], -1))
 
+    def seen_by(self, k, end):
+        """As `State.seen_by`: a copy in which the block of the last visible key is made of its visible keys alone.
+
+        A state of a fixed length is asked with the newest key's query, and knows no later key.
+        """
+        if self.fixed: return self
+        block = ((end - 1 - self.begin).clamp(min=0) // self.size)[:, None]
+        i = self.begin[:, None] + block * self.size + torch.arange(self.size, device=end.device)
+        keys = take_rows(k, i.clamp(max=k.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1))
+        new = self.reduce(keys[:, :, None], (i < end[:, None])[:, None, None, :, None]).to(self.rows.dtype)
+        seen = copy.copy(self)
+        seen.rows, seen.held = self.rows.scatter(2, self.wide(block).expand_as(new), new), None
+        return seen
+
     def wide(self, x):
         "Numbers or bools [B, M] of blocks with the axes of `rows`."
         return x.reshape(len(x), 1, -1, *[1] * (self.rows.ndim - 3))
@@ -1029,6 +1052,22 @@ class Predictor(ChosenByKernels):
         "A guess for every key of the index, hidden ones included; no key is read."
         raise NotImplementedError(f"{type(self).__name__} does not say how it guesses")
 
+    def guesses(
+        self,
+        q: torch.Tensor,            # queries [B, H, Q, D]
+        k: torch.Tensor,            # keys [B, G, N, D]
+        state: State,               # their index
+        first: torch.Tensor,        # first visible key [B, 1, Q]
+        end: torch.Tensor,          # end of the visible keys [B, 1, Q]
+        *,
+        scale: float | None = None, # factor on the dot products; None is D ** -0.5
+    ) -> torch.Tensor:              # [B, H, Q, N], float32 or float64
+        "`priorities` for each query from the keys that it sees: later ones have no say (`State.seen_by`)."
+        sees_all = on_cpu_eagerly(end) and bool((end == k.shape[2]).all())
+        if sees_all or type(state).seen_by is State.seen_by: return self.priorities(q, state, scale=scale)
+        each = zip(q.split(1, 2), end.unbind(2))
+        return torch.cat([self.priorities(x, state.seen_by(k, to[:, 0]), scale=scale) for x, to in each], 2)
+
     def index_bytes(self, head_dim):
         "Bytes of the index that a decode step reads for each key and key/value head, packed, beside a bfloat16 cache."
         raise NotImplementedError(f"{type(self).__name__} does not say how large its index is")
@@ -1039,21 +1078,29 @@ class Predictor(ChosenByKernels):
         *,
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
         kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+        queries: int = 1,                     # causal queries that will ask it: `Fitted` learns what the first sees
     ) -> State:
         "The index of all keys at once, told which of them are hidden. Raises as `State.append`."
         state = self.new_state()
-        if "shown" not in state.hears or kv_start is None and kv_len is None: state.append(k, k)
+        later = queries - 1 if isinstance(state, Fitted) else 0
+        if "shown" not in state.hears or kv_start is None and kv_len is None and not later: state.append(k, k)
         else:
             first, end = (x[:, 0, -1:] for x in visible_range(k, k, kv_start=kv_start, kv_len=kv_len))
-            i = torch.arange(k.shape[2], device=k.device)
+            i, end = torch.arange(k.shape[2], device=k.device), end - later
             state.append(k, k, shown=(i >= first) & (i < end))
         return state
 
-    def state_for(self, q, k, state, kv_start=None, kv_len=None):
+    def state_for(self, q, k, state, kv_start=None, kv_len=None, causal=False):
         "`state` if it is this method's index of just these keys, a new one for None. Raises TypeError or ValueError."
-        if state is None: return self.build(to_device_of(k, q), kv_start=kv_start, kv_len=kv_len)
+        queries = q.shape[2] if causal else 1
+        if state is None: return self.build(to_device_of(k, q), kv_start=kv_start, kv_len=kv_len, queries=queries)
         check_state(state, self.new_state(), k)
         return state
+
+    def listed(self, q, k, state, scale, kv_start, kv_len, **given):
+        "`best_keys` of a single query, from the keys that it sees; None where no kernels serve."
+        if kv_len is not None: state = state.seen_by(k, kv_len.long())
+        return self.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len, **given)
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None,
                state=None) -> Selection:
@@ -1063,11 +1110,11 @@ class Predictor(ChosenByKernels):
         does not fit.
         """
         check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
-        state = self.state_for(q, k, state, kv_start, kv_len)
-        if (found := self.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len)) is not None: return found
+        state = self.state_for(q, k, state, kv_start, kv_len, causal)
+        if (found := self.listed(q, k, state, scale, kv_start, kv_len)) is not None: return found
         first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
         slots, whole = first_slots(q, k, self.budget, first, end), not causal and kv_start is None and kv_len is None
-        found = self.priorities(q, state, scale=scale)
+        found = self.guesses(q, k, state, first, end, scale=scale)
         if not whole:
             i = torch.arange(k.shape[2], device=q.device)
             found = found.masked_fill((i < first[..., None]) | (i >= end[..., None]), -math.inf)

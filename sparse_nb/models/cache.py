@@ -23,6 +23,11 @@ def _copied(layer, memo, **changed):
     new.__dict__.update(copy.deepcopy(layer.__dict__ | changed, memo))
     return new
 
+def _taken(name, x, part):
+    "What is heard of a `part` of the new keys."
+    if not isinstance(x, torch.Tensor): return x
+    return x[:, part] if name == "shown" else x[:, :, part]
+
 class StatefulLayer:
     "A cache layer with the `state` of a `method`. It follows what happens to the keys; `hear` tells it of new ones."
     def hear(
@@ -30,6 +35,7 @@ class StatefulLayer:
         keys,         # of the layer [B, G, n, D], as its attention gets them
         values,       # [B, G, n, D]
         new: int = 0, # how many of them, from the end, come with what is heard
+        asks: int = 0, # how many of these have queries that are decoded: the state learns nothing from them
         **heard,      # what the state hears of these, as in `State.append`
     ):
         "Append the keys that the state lacks, and raise as that; of those before the last `new` nothing is heard."
@@ -37,7 +43,10 @@ class StatefulLayer:
         if known > first:
             raise ValueError(f"new must be at most {keys.shape[2] - known}, the keys that the index lacks, got {new}")
         if known < first: self.state.append(*self.older(keys, values, known, first))
-        if new: self.state.append(*self.newest(keys, values, first), **heard)
+        if not new: return
+        keys, values = self.newest(keys, values, first)
+        for part in [slice(new - asks), slice(new - asks, None)] if 0 < asks < new else [slice(None)]:
+            self.state.append(keys[:, :, part], values[:, :, part], **{x: _taken(x, y, part) for x, y in heard.items()})
 
     def known(self) -> int:
         "How many keys the state has heard of."
@@ -99,14 +108,14 @@ class FixingLayer(StatefulLayer):
     heard, turns = None, False  # how many keys a fixed state knows [1]; does it hear of any before RoPE?
     steps = 0                   # since the state was fixed, where they are counted
 
-    def hear(self, keys, values, new=0, fix=True, **heard):
-        "As `StatefulLayer.hear`; `fix`: may the state be fixed?"
-        length = keys.shape[2]
+    def hear(self, keys, values, new=0, asks=0, fix=True, **heard):
+        "As `StatefulLayer.hear`; `fix`: may the state be fixed? It is not where several queries are decoded at once."
+        length, fix = keys.shape[2], fix and asks < 2
         if self.state.fixed:
             stays = fix and new == 1 and self.known() == length - 1 and len(self.state) == self.most()
             if stays: return self.put(keys, values, self.heard.clone(), **heard)
             self.loosen(keys)
-        super().hear(keys, values, new, **heard)
+        super().hear(keys, values, new, asks, **heard)
         if not (fix and length and self.state.fixes): return
         self.state.fix(self.most())
         if self.state.fixed: self.state.look_at(keys, values)
@@ -299,9 +308,9 @@ class StatefulRoomyLayer(FixingLayer, _Growing, RoomyLayer):
         "As of `FixingLayer`, also before the state is fixed."
         return bool({"k_before", "q_before"} & set(self.state.hears))
 
-    def hear(self, keys, values, new=0, fix=True, **heard):
+    def hear(self, keys, values, new=0, asks=0, fix=True, **heard):
         "As `FixingLayer.hear`."
-        super().hear(keys, values, new, fix and self.roomy(), **heard)
+        super().hear(keys, values, new, asks, fix and self.roomy(), **heard)
         self.count = keys.shape[2]
 
     def known(self):
@@ -445,9 +454,9 @@ class StatefulHostLayer(_Growing, HostLayer):
         "Keys and values of the last update, for the state."
         return self.fresh
 
-    def hear(self, keys, values, new=0, **heard):
+    def hear(self, keys, values, new=0, asks=0, **heard):
         "As `StatefulLayer.hear`."
-        super().hear(keys, values, new, **heard)
+        super().hear(keys, values, new, asks, **heard)
         self.fresh = None
 
     def __deepcopy__(self, memo):
