@@ -494,8 +494,8 @@ class Kept:
     decodes: bool = True           # is it the index of the method that decodes? Else of the one that reads prompts
     angles: tuple = ()             # cosines and sines of the rotation, in a compiled step
 
-    def hear(self, call):
-        "Tell the index of the new keys."
+    def hear(self, call, over=True):
+        "Tell the index of the new keys; `over`: does this pass end a prompt, as far as is known?"
         if self.state is None: return
         new, length, heard = call.query.shape[2], int(self.layer.get_seq_length()), {}
         keys, values = call.key[:, :, :length], call.value[:, :, :length]
@@ -510,7 +510,9 @@ class Kept:
             if self.turn is None: continue
             if what == "q_before": heard[what] = self.q_before = self.turn(call.query)
             if what == "k_before": heard[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
-        if isinstance(self.layer, FixingLayer): heard["fix"] = self.decodes and self.has_what_is_read(call)
+        if isinstance(self.layer, FixingLayer):  # what stays of a prompt is decided when its index is fixed
+            may = self.decodes and (over or not getattr(self.state, "undecided", False))
+            heard["fix"] = may and self.has_what_is_read(call)
         try: self.layer.hear(keys, values, new, **heard)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the index of layer {call.layer} of {kind_of(call.module)})") from error
@@ -568,10 +570,10 @@ class Dispatch:
         if not served or not getattr(module, "is_causal", False) or has_window(module, kwargs): return self.attend(call)
         if compiles and (out := compiled_step(self, call, decodes, few)) is not None: return out, None
         if self.random: self.streams.be_ready(module, query)
+        new = 0 if self.thread.reading else decoded_queries(self.setup, forward, query.shape[2], key.shape[2])
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
-            with forward.step: kept.hear(call)
-        new = 0 if self.thread.reading else decoded_queries(self.setup, forward, query.shape[2], key.shape[2])
+            with forward.step: kept.hear(call, not (new or self.thread.reading))
         old = query.shape[2] - new
         reads, decodes = reads if old else None, decodes if new and not few else None
         if reads is not None or decodes is not None:

@@ -11,9 +11,12 @@ import pandas as pd
 import pytest
 import torch
 from test_cli import one_line, run as command, save_llama
+from test_evaluate import methods_that
+from test_played import play_on_a_cpu
 
 from sparse_nb import grid as room
 from sparse_nb.attention import Exact, Streaming, TopK, Uniform
+from sparse_nb.cli import words_of
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.evaluate import accuracy, answers
 from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
@@ -310,6 +313,16 @@ def test_eviction_answers_from_a_grid_and_from_the_command(tiny, tmp_path):
     said = command("eval", "--model", tiny, "--tasks", "needle", "--lengths", "150", "--seeds", "2", "--out",
                    tmp_path / "x.jsonl", "--decode", "h2o:budget=0.5,sinks=4", "--decode", "snapkv:budget=0.5,window=8")
     assert said.returncode == 0 and all(x in said.stdout for x in ("h2o", "snapkv")) and "0 failed" in said.stderr, said
+
+
+@pytest.mark.budget(20)
+def test_the_command_asks_every_method_in_one_grid_as_on_a_gpu(tiny, tmp_path, monkeypatch):
+    words = [words_of(x) for name, x in methods_that("decode", 4, 16).items() if name != "Exact"]
+    play_on_a_cpu(monkeypatch)
+    said = command("eval", "--model", tiny, "--lengths", 100, "--seeds", 1, "--setup", "context", "--out",
+                   tmp_path / "x.jsonl", *[x for text in words for x in ("--decode", text)])
+    assert said.returncode == 0 and "1 jobs done, 0 failed" in said.stderr, said
+    assert {*frame_of(tmp_path / "x.jsonl").decode} == {"exact", *words}
 
 
 def test_dense_layers_attend_exactly_in_every_arm(tiny, tmp_path):
