@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SUFFIXES', 'app', 'MODEL', 'MOST_SAMPLES', 'FORM', 'PROMPT_FILE', 'DECODE', 'QUESTION', 'DENSE', 'OFFLOAD', 'AUDIT',
-           'METHODS_OF', 'bench', 'OUT', 'check_out', 'write_whole', 'load_tokenizer', 'longest_input', 'load_model',
-           'progress_bars', 'demo', 'method_from', 'words_of', 'rehearse', 'list_methods', 'read_prompt',
+           'OPTIONS', 'METHODS_OF', 'bench', 'OUT', 'check_out', 'write_whole', 'load_tokenizer', 'longest_input',
+           'load_model', 'progress_bars', 'demo', 'method_from', 'words_of', 'rehearse', 'list_methods', 'read_prompt',
            'check_length', 'tokens_of', 'check_tokens', 'show_stats', 'continue_prompt', 'generate', 'tune',
            'fetch_witness', 'seeds_of', 'texts_of', 'show_results', 'grid_from', 'evaluate_grid', 'train',
            'triton_state', 'devices', 'doctor', 'decode', 'record', 'main']
@@ -646,6 +646,20 @@ def _print_results(found):
           "and bytes (of its) in %; bits and gap per byte, perplexity per token; intervals of 95 %", file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #817cd61b
+# of the command, for arguments of `Grid` and `run`
+OPTIONS = {x: f"--{x}" for x in ("tasks", "lengths", "decode", "prefill", "setup", "batch", "on", "workers", "address",
+                                 "mix", "out", "model")}
+OPTIONS |= dict(prompts="--seeds", seed="--seeds", texts="--text", short="--long", chat="--plain",
+                dense_layers="--dense-layers")
+
+@contextmanager
+def _naming_options():
+    "What is said of an argument in the block is said of its option."
+    try: yield
+    except (TypeError, ValueError) as error:
+        said = str(error).replace("unless mix is True", "unless --mix is given")
+        raise ValueError(re.sub(r"^\w+(?=[ \[])", lambda name: OPTIONS.get(name[0], name[0]), said)) from error
+
 def grid_from(
     model: str,     # as of `load_model`
     tasks: str,     # names, separated by commas
@@ -659,14 +673,14 @@ def grid_from(
     "The grid that options describe, with methods that the model's heads have tried; raises ValueError."
     from transformers import AutoConfig
     from sparse_nb.grid import Grid
-    asked, named = seeds_of(seeds), _items("tasks", tasks)
+    asked, named, sizes = seeds_of(seeds), _items("tasks", tasks), _items("lengths", lengths, number=True)
     if ("text" in named) != (text is not None):
         raise ValueError("--text must be given for the task text, and for no other")
     methods = dict(decode={x: method_from("--decode", x) for x in decode},
                    prefill={x: method_from("--prefill", x) for x in prefill})
-    try: grid = Grid(model, named, _items("lengths", lengths, number=True), **methods, **options,
-                     prompts=len(asked), seed=asked[0], texts=texts_of(text) if text else ())
-    except (TypeError, ValueError) as error: raise ValueError(f"--{error}") from error
+    texts = texts_of(text) if text else ()
+    with _naming_options():
+        grid = Grid(model, named, sizes, **methods, **options, prompts=len(asked), seed=asked[0], texts=texts)
     longest = longest_input(model)
     if max(grid.lengths) > longest:
         raise ValueError(f"--lengths must be at most {longest} for {model!r}, got {max(grid.lengths)}")
@@ -695,6 +709,8 @@ def evaluate_grid(
     long: Annotated[int, typer.Option(help="Of texts also the perplexity of the tokens that need more context than "
                                            "this (LongPPL).", show_default=False)] = None,
     dense_layers: DENSE = None,
+    mix: Annotated[bool, typer.Option("--mix", help="Go on with a file of another version of torch, transformers or "
+                                      "sparse_nb.")] = False,
     batch: Annotated[int, typer.Option(help="Tokens of the prompts that are read at once.")] = 16384,
     on: Annotated[str, typer.Option(help="ray: on the workers of Ray.", show_default=False)] = None,
     address: Annotated[str, typer.Option(help="Of a Ray cluster; a local one if not given.",
@@ -722,8 +738,9 @@ def evaluate_grid(
                          chat=False if plain else None, short=long,
                          dense_layers=[] if dense_layers is None else _items("dense-layers", dense_layers, number=True))
         report("loading the model", 1, 1)
-        done, failed = run(grid, out, on=on, address=address, workers=workers,
-                           progress=lambda done, total: report("jobs", done, total))
+        with _naming_options():
+            done, failed = run(grid, out, on=on, address=address, workers=workers, mix=mix,
+                               progress=lambda done, total: report("jobs", done, total))
     print(f"{done} jobs done, {failed} failed, saved in {out}", file=sys.stderr)
     show_results(out, None, pool)
 

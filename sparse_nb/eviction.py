@@ -176,6 +176,11 @@ class Growing(HeldRows):
             self.rows, self.done = torch.cat([new, self.rows[:, :, n:]], 2), n
         return self.rows[:, :, :place + 1]
 
+    @property
+    def undecided(self):
+        "Is it still open which keys of a prompt stay?"
+        return self.begun is None
+
     def _decide(self, begun, k, first, scale):
         asked, keys = self.asked[:, :, :begun], k[:, :, :begun]
         held, self.votes = self.rule.after_prompt(asked, keys, first, scale, self.rows[:, :, :begun])

@@ -535,8 +535,8 @@ class Kept:
     angles: tuple = ()             # cosines and sines of the rotation, in a compiled step
     told: bool = False             # has the index been told of the keys of this pass?
 
-    def hear(self, call, asks):
-        "Tell the index of the new keys, the last `asks` of which have queries that are decoded."
+    def hear(self, call, asks, reading=False):
+        "Tell the index of the new keys; `asks`: the last queries that are decoded; `reading`: may more of a prompt come?"
         if self.state is None: return
         if self.told:
             what, name = "decode" if self.decodes else "prefill", type(self.layer.method).__name__
@@ -556,7 +556,9 @@ class Kept:
             if self.turn is None: continue
             if what == "q_before": heard[what] = self.q_before = self.turn(call.query)
             if what == "k_before": heard[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
-        if isinstance(self.layer, FixingLayer): heard["fix"] = self.decodes and self.has_what_is_read(call)
+        if isinstance(self.layer, FixingLayer):  # what stays of a prompt is decided when its index is fixed
+            undecided = (asks or reading) and getattr(self.state, "undecided", False)
+            heard["fix"] = self.decodes and not undecided and self.has_what_is_read(call)
         try: self.layer.hear(keys, values, new, asks, **heard)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the index of layer {call.layer} of {kind_of(call.module)})") from error
@@ -620,7 +622,7 @@ class Dispatch:
         new = 0 if self.thread.reading else decoded_queries(self.setup, forward, query.shape[2], key.shape[2])
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
-            with forward.step: kept.hear(call, new)
+            with forward.step: kept.hear(call, new, self.thread.reading)
         old = query.shape[2] - new
         reads, decodes = reads if old else None, decodes if new and not few else None
         if reads is not None or decodes is not None:

@@ -49,7 +49,7 @@ def plant(
 ) -> str: # haystack with the facts in it
     "Spread `facts` over a haystack at random depths; raises ValueError if they do not fit"
     room = chars - sum(len(f) + 1 for f in facts)
-    if room < 0: raise ValueError(f"length: the facts alone take {chars - room} characters, got room for {chars}")
+    if room < 0: raise ValueError(f"chars must hold the facts, which take {chars - room} characters, got {chars}")
     hay = filler(rng, room)
     parts, done = [], 0
     for fact, depth in zip(facts, sorted(rng.randint(0, room) for _ in facts)):
@@ -76,7 +76,7 @@ def _needle(rng, chars, filler): return _multikey(rng, chars, filler, keys=1)
 def _kv(rng, chars, filler, *, questions=1):
     line = len("abcde: 1234\n")
     count = chars // line
-    if count < 2: raise ValueError(f"length: key-value pairs need {2 * line} characters, got {chars}")
+    if count < 2: raise ValueError(f"two pairs take {2 * line} characters, got {chars}")
     pairs = [(k, "".join(rng.choices(string.digits, k=4))) for k in _words(rng, count)]
     context = filler(rng, chars - count * line) + "".join(f"{k}: {v}\n" for k, v in pairs)
     return context, [(f"\n{k}:", v) for k, v in rng.sample(pairs, min(questions, count))]
@@ -120,7 +120,7 @@ def _variable_tracking(rng, chars, filler, *, chains=2, copies=3, questions=1):
 def _frequent_words(rng, chars, filler, *, others=24, ratio=5):
     count = chars // len("abcde ")
     if count < 2 * (others + ratio):
-        raise ValueError(f"length: counting {others + 1} words needs {12 * (others + ratio)} characters, got {chars}")
+        raise ValueError(f"counting {others + 1} words takes {12 * (others + ratio)} characters, got {chars}")
     top, *rest = _words(rng, others + 1)
     each = count // (others + ratio)
     words = [w for w in rest for _ in range(each)]
@@ -198,11 +198,13 @@ def make(
     Raises ValueError for an unknown task, a length too short for it, and as `prompt_texts`; TypeError for a length that
     is no int.
     """
-    if task not in TASKS: raise ValueError(f"task: got {task!r}, allowed are {', '.join(TASKS)}")
+    if task not in TASKS: raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     if isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(f"length: got {length!r}, allowed is an int of tokens")
+        raise TypeError(f"length must be an int of tokens, got {length!r}")
     def build(chars):
-        context, [(question, answer)] = TASKS[task](random.Random(f"{task} {seed}"), chars, filler, **settings)
+        try: context, [(question, answer)] = TASKS[task](random.Random(f"{task} {seed}"), chars, filler, **settings)
+        except ValueError as error:
+            raise ValueError(f"length must be enough for task {task!r}, got {length} tokens: {error}") from error
         return Example(task, context, question, answer, seed, length)
     tokens = lambda example: len(prompt_tokens(example, tokenizer, chat, f" {example.answer}.")[1])
     sample = filler(random.Random(0), 2000)
@@ -216,7 +218,7 @@ def make(
         if spare == 0: break
         chars += round(spare * chars / used) or spare
     if best is None:
-        raise ValueError(f"length: {length} tokens are too few for task {task!r}, which takes at least {used}")
+        raise ValueError(f"length must be enough for task {task!r}, which takes at least {used} tokens, got {length}")
     return best
 
 # %% ../nbs/71_tasks.ipynb #3e2e78de
@@ -231,6 +233,6 @@ def score(
     expected: str, # the right answer
 ) -> Score: # exact and per character
     "Compare an answer, up to its first full stop or line break, with the right one; ValueError where that is empty"
-    if not expected: raise ValueError("expected: got an empty string, allowed is a right answer")
+    if not expected: raise ValueError("expected must be a right answer, got an empty string")
     got = written.lstrip().split("\n")[0].split(".")[0].strip()
     return Score(got == expected, sum(a == b for a, b in zip(got, expected)) / len(expected))

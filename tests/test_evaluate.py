@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from sparse_nb import hf, tasks
 from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform, attention_scores
+from sparse_nb.core.methods import CLASSES, method_class
 from sparse_nb.evaluate import accuracy, answers, compare, forced_decode, prefill_rows, summary
 from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.records import vattention_pocket
@@ -20,6 +21,8 @@ from sparse_nb.records.santa_pocket import Reference
 from sparse_nb.records.vattention_pocket import answer_steps, denominator_errors, pareto_methods, promise_counts
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
+from test_baselines import random_maps
+from test_played import play_on_a_cpu
 
 @pytest.fixture(scope="module")
 def tiny():
@@ -104,6 +107,22 @@ def test_a_reader_of_everything_changes_nothing(tiny):
     run = lambda prefill: answers(model, tokenizer, unlike(tokenizer), METHODS, batch=3, setup="B", prefill=prefill)
     assert run(Exact()) == run(Streaming(window=4096)) == run(None)
 
+def methods_that(role, heads, size):
+    "Class name -> method of the table, for small models of these heads with two groups"
+    own = dict(DoubleSparsity=dict(channels=4), HashAttention=dict(maps=random_maps(size, heads)),
+               SketchWalk=dict(dense_layers=0))
+    return {name: method_class(name)(**own.get(name, {})) for name in CLASSES if getattr(method_class(name), role)}
+
+@pytest.mark.budget(15)
+@pytest.mark.parametrize("setup", ["A", "B"])
+def test_every_method_answers_as_on_a_gpu(tiny, monkeypatch, setup):
+    "There the cache keeps room for keys to come."
+    model, tokenizer = tiny
+    methods = methods_that("decode", 6, 8)
+    ask = lambda: answers(model, tokenizer, unlike(tokenizer)[:2], methods, setup=setup, watch=True)
+    want, _ = ask(), play_on_a_cpu(monkeypatch)
+    assert ask() == want and len(want) == 2 * len(methods)
+
 @pytest.mark.parametrize("bad, error, words", [
     (3, TypeError, "prefill.* got int"), (Santa(samples=4), ValueError, "prefill must be a method that can prefill"),
     ({9: Exact()}, ValueError, "prefill must be for layers 0 to 1, got 9"), ("topk", TypeError, "prefill.* got str")])
@@ -182,7 +201,7 @@ def test_a_left_padded_prefill_equals_single_ones_and_odd_caches_are_refused(tin
         )
     ).eval()
     with pytest.raises(
-        ValueError, match="model must keep every key in every layer, got DynamicSlidingWindowLayer in mistral"
+        ValueError, match="model must keep every key in every layer, got a sliding window in mistral"
     ): prefill_rows(windowed, ids, torch.zeros(3, dtype=torch.int64))
 
 @pytest.mark.parametrize(

@@ -10,13 +10,18 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+import transformers
 from test_cli import one_line, run as command, save_llama
+from test_evaluate import methods_that
+from test_played import play_on_a_cpu
 
 from sparse_nb import grid as room
 from sparse_nb.attention import Exact, Streaming, TopK, Uniform
+from sparse_nb.cli import words_of
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.evaluate import accuracy, answers
 from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
+from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.records.recorder import read_record
 from sparse_nb.records.santa_schedule import POCKET, learned_by_jobs, record_witness_jobs, rewards_by_jobs
 from sparse_nb.tasks import make, prompt_tokens
@@ -227,6 +232,87 @@ def test_a_file_of_other_weights_is_refused_and_left_alone(tiny, tmp_path):
     with pytest.raises(ValueError, match="weights = .*, got 'f00d'"): run(small(tiny), out)
 
 
+def test_a_file_of_other_versions_is_mixed_only_where_that_is_asked(tiny, tmp_path):
+    one = small(tiny, tasks=["kv"], lengths=[150], prompts=1)
+    run(one, out := tmp_path / "out.jsonl")
+    header, *jobs = map(json.loads, out.read_text().splitlines())
+    more = ["eval", "--model", tiny, "--tasks", "kv", "--lengths", 150, "--seeds", 2, "--decode", "topk:budget=8"]
+    for name, version in dict(torch="1.0", transformers="1.0", sparse_nb="0.0", lacking=None).items():
+        old = {x: y for x, y in header.items() if x != "torch"} if name == "lacking" else header | {name: version}
+        out.write_text("".join(json.dumps(x) + "\n" for x in (old, *jobs)))
+        before, name = out.read_bytes(), "torch" if name == "lacking" else name
+        one_line(command(*more, "--out", out), f"--out must hold results with {name} = ", "unless --mix is given",
+                 f"got {version!r} in ")
+        assert out.read_bytes() == before
+    assert command(*more, "--out", out, "--mix").returncode == 0
+    (_, *mixed) = read_results(out)[1]
+    assert mixed[-1]["versions"] == {"torch": torch.__version__} and len(frame_of(out)) == 2 * 2 + 1
+
+
+def test_one_run_at_a_time_writes_to_a_file(tiny, tmp_path, forked):
+    run(one := small(tiny, tasks=["kv"], lengths=[150], prompts=1), out := tmp_path / "out.jsonl")
+    before = out.read_bytes()
+    with room.Results(out, room.Worker(one).header()):
+        assert "one run at a time, got " in forked(refusal, one, out)
+        one_line(command("eval", "--model", tiny, "--tasks", "kv", "--lengths", 150, "--seeds", 1, "--decode",
+                         "topk:budget=8", "--out", out), "--out must be written by one run at a time")
+    assert out.read_bytes() == before and [x.name for x in tmp_path.iterdir()] == ["out.jsonl"]
+    assert run(one, out) == (0, 0)
+
+
+def refusal(grid, out):
+    with pytest.raises(ValueError) as refused: run(grid, out)
+    return str(refused.value)
+
+
+def test_rows_that_stand_twice_count_once(tiny, tmp_path):
+    run(small(tiny, lengths=[150], prompts=2), out := tmp_path / "out.jsonl")
+    once, lines = frame_of(out), out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines + lines[1:]))
+    assert len(frame_of(out)) == len(once) and table(frame_of(out)).equals(table(once))
+
+
+LINES = dict(number=3, list=[], text="job", empty={}, name={"job": 1}, lacking={"job": {"task": "kv"}, "rows": []},
+             rows={"job": {}, "rows": [1]}, seedless={"rows": [{"decode": "exact"}]}, nothing={"rows": None},
+             failed={"failed": 3}, header={"weights": "f00d"}, words=b"buy milk")
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_line_that_is_no_job_is_named(tiny, tmp_path, line):
+    job = dict(task="kv", length=150, prefill="exact", decode=["exact"], seeds=[0])
+    good = dict(job=job, seconds=1.0, rows=[dict(decode="exact", seed=0, right=True, answer="1")])
+    header = dict(weights="f00d", prefill={}, decode={})
+    if isinstance(line, dict) and "job" not in line and {"rows", "failed"} & {*line}: line = dict(job=job) | line
+    lines = [json.dumps(x).encode() for x in (header, good)] + [line if isinstance(line, bytes) else
+                                                                json.dumps(line).encode()]
+    (out := tmp_path / "out.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    for read in frame_of, failures_of, read_results:
+        with pytest.raises(ValueError, match="out.jsonl must hold results of an evaluation, got .* in line 3"): read(out)
+    one_line(command("eval", "--show", out), "in line 3")
+
+
+def test_why_no_job_was_done_is_said(tiny, tmp_path, monkeypatch):
+    def breaks(self, job): raise MemoryError("no room")
+    monkeypatch.setattr(room.Worker, "work", breaks)
+    said = command("eval", "--model", tiny, "--lengths", 150, "--seeds", 1, "--out", tmp_path / "out.jsonl")
+    assert said.returncode == 2 and said.stdout == "" and "MemoryError: no room" in said.stderr.splitlines()[-1], said
+
+
+def test_a_model_with_windows_is_refused_before_the_first_job(tmp_path):
+    tokenizer = byte_tokenizer()
+    config = transformers.MistralConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32,
+                                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+                                        sliding_window=16, max_position_embeddings=4096)
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    asked = ["eval", "--model", tmp_path / "model", "--seeds", 1, "--out", tmp_path / "out.jsonl"]
+    one_line(command(*asked, "--lengths", 150), "--model must keep every key in every layer, got a sliding window in "
+             "mistral")
+    assert not (tmp_path / "out.jsonl").exists()
+    (tmp_path / "text").write_text("It rained all day. " * 30)
+    said = command(*asked, "--tasks", "text", "--text", tmp_path / "text", "--lengths", 100)
+    assert said.returncode == 0 and "text, 100 tokens" in said.stdout, said
+
+
 def test_the_table_is_that_of_the_rows(tiny, tmp_path):
     run(small(tiny, prompts=6), out := tmp_path / "out.jsonl")
     frame, found = frame_of(out), table(frame_of(out))
@@ -312,6 +398,16 @@ def test_eviction_answers_from_a_grid_and_from_the_command(tiny, tmp_path):
     assert said.returncode == 0 and all(x in said.stdout for x in ("h2o", "snapkv")) and "0 failed" in said.stderr, said
 
 
+@pytest.mark.budget(20)
+def test_the_command_asks_every_method_in_one_grid_as_on_a_gpu(tiny, tmp_path, monkeypatch):
+    words = [words_of(x) for name, x in methods_that("decode", 4, 16).items() if name != "Exact"]
+    play_on_a_cpu(monkeypatch)
+    said = command("eval", "--model", tiny, "--lengths", 100, "--seeds", 1, "--setup", "context", "--out",
+                   tmp_path / "x.jsonl", *[x for text in words for x in ("--decode", text)])
+    assert said.returncode == 0 and "1 jobs done, 0 failed" in said.stderr, said
+    assert {*frame_of(tmp_path / "x.jsonl").decode} == {"exact", *words}
+
+
 def test_dense_layers_attend_exactly_in_every_arm(tiny, tmp_path):
     model = room.load_named(tiny)[0]
     layers, sparse = model.config.num_hidden_layers, dict(decode={"topk": TopK(4)}, prefill={"window": Streaming(2, 8)})
@@ -343,23 +439,24 @@ def test_a_pooled_table_pairs_prompts_of_the_same_task_and_length(tiny, tmp_path
 BAD = [
     ([], ["--out must be given"]), (["--tasks", "haystack"], ["--tasks must be of", "haystack"]),
     (["--tasks", "needle,needle"], ["each once"]), (["--lengths", "many"], ["--lengths must be whole numbers"]),
-    (["--lengths", "100000"], ["--lengths must be at most 4096"]), (["--lengths", "30"], ["length", "facts"]),
+    (["--lengths", "1k"], ["sparse-nb: --lengths must be whole numbers separated by commas, got '1k'"]),
+    (["--lengths", "100000"], ["--lengths must be at most 4096"]), (["--lengths", "30"], ["--lengths must be enough for task 'needle', got 30 tokens", "the facts"]),
     (["--decode", "santal"], ["--decode must be one of", "santal"]),
     (["--decode", "topk:budget=-1"], ["--decode", "budget"]),
     (["--prefill", "nothing"], ["--prefill must be one of"]),
     (["--decode", "doublesparsity:channels=1000"], ["--decode: channels must be", "1000"]),
     (["--tasks", "multikey:doors=2"], ["multikey has no such setting"]),
     (["--seeds", "0"], ["--seeds must mean at least one"]),
-    (["--seeds", "a:b"], ["--seeds must be a number"]), (["--setup", "C"], ["setup must be one of prompt, context"]),
+    (["--seeds", "a:b"], ["--seeds must be a number"]), (["--setup", "C"], ["--setup must be one of prompt, context"]),
     (["--text", "speeches"], ["--text must be given for the task text"]),
     (["--tasks", "text", "--text", __file__, "--decode", "h2o"], ["--decode must need no queries of a prompt", "h2o"]),
-    (["--tasks", "text"], ["--text must be given"]), (["--batch", "0"], ["batch must be at least 1"]),
+    (["--tasks", "text"], ["--text must be given"]), (["--batch", "0"], ["--batch must be at least 1"]),
     (["--tasks", "text", "--text", "/no/such"], ["--text: cannot read"]),
     (["--tasks", "text", "--text", "speeches:soon"], ["--text: speeches: must be followed by a year"]),
-    (["--long", "0"], ["short must be at least 1"]), (["--long", "64"], ["short must be None without the task 'text'"]),
+    (["--long", "0"], ["--long must be at least 1"]), (["--long", "64"], ["--long must be given with the task 'text' alone"]),
     (["--dense-layers", "0,x"], ["--dense-layers must be whole numbers"]),
-    (["--dense-layers", "99"], ["dense_layers must lie in 0 to", "99"]),
-    (["--on", "slurm"], ["on must be 'ray'"]), (["--workers", "2"], ["--workers", "--on ray"]),
+    (["--dense-layers", "99"], ["--dense-layers must lie in 0 to", "99"]),
+    (["--on", "slurm"], ["--on must be 'ray'"]), (["--workers", "2"], ["--workers", "--on ray"]),
     (["--address", "here"], ["--address needs --on ray"]), (["--model", "/no/such"], ["there is no folder"]),
     (["--show", "/no/such.jsonl"], ["--show: cannot read"]),
     (["--show", __file__], ["must hold results of an evaluation"]),

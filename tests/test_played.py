@@ -47,14 +47,17 @@ some = pytest.mark.parametrize("method", FEW, ids=lambda m: type(m).__name__)
 def llama(): return build("llama")
 
 
-@pytest.fixture
-def played(monkeypatch):
+def play_on_a_cpu(monkeypatch):
     "Recorded parts run again, from and to the same places; a number for each. Rooms are of 64 keys."
     found = []
     monkeypatch.setattr(replay, "captured", taped(found))
     monkeypatch.setattr(cache_room, "SPARE", 0)
     for name in ("can_play", "on_a_gpu"): monkeypatch.setattr(hf, name, lambda x: True)
     return found
+
+
+@pytest.fixture
+def played(monkeypatch): return play_on_a_cpu(monkeypatch)
 
 
 @contextmanager
@@ -77,6 +80,17 @@ def test_what_is_played_is_what_is_written(llama, played, method, padded):
         assert torch.equal(ids_of(llama, max_new_tokens=TOKENS, **given), want)
     room = 64 - given["ids"].shape[1]
     assert len(played) == room - 2 + (TOKENS - 1 - room - 2) - hf.keeps_state(method)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_a_context_is_read_in_parts(llama, played, method):
+    "What an index decides at the end of a prompt waits for the last part, and for the question."
+    def write():
+        with sparsify(llama, decode=method, setup="context", seed=3):
+            cache = hf.prefill(llama, IDS[:, :-6], chunk=9)
+            return ids_of(llama, IDS, past_key_values=cache, max_new_tokens=10)
+    with unplayed(): want = write()
+    assert torch.equal(write(), want) and played
 
 
 @pytest.mark.gpu

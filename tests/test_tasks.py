@@ -105,15 +105,15 @@ def test_score(written, expected, exact, characters): assert score(written, expe
 
 
 @pytest.mark.parametrize("call, error, text", [
-    (lambda: make("needles", 1000), ValueError, "task: got 'needles', allowed are needle"),
-    (lambda: make("needle", 30), ValueError, "length"),
-    (lambda: make("needle", 0), ValueError, "length"),
-    (lambda: make("needle", -5), ValueError, "length"),
-    (lambda: make("needle", 1e4), TypeError, "length: got 10000.0"),
-    (lambda: make("needle", True), TypeError, "length: got True"),
-    (lambda: make("kv", 20), ValueError, "length"),
-    (lambda: make("frequent_words", 200), ValueError, "length: counting 25 words"),
-    (lambda: make("multikey", 300), ValueError, "length: the facts alone take"),
-    (lambda: score("1", ""), ValueError, "expected")])
+    (lambda: make("needles", 1000), ValueError, "task must be one of needle, multikey"),
+    (lambda: make("needle", 30), ValueError, "length must be enough for task 'needle', got 30 tokens: chars must hold"),
+    (lambda: make("needle", 0), ValueError, "got 0 tokens"),
+    (lambda: make("needle", -5), ValueError, "got -5 tokens"),
+    (lambda: make("needle", 1e4), TypeError, "length must be an int of tokens, got 10000.0"),
+    (lambda: make("needle", True), TypeError, "length must be an int of tokens, got True"),
+    (lambda: make("kv", 20), ValueError, "task 'kv', got 20 tokens: two pairs take 24 characters"),
+    (lambda: make("frequent_words", 200), ValueError, "task 'frequent_words', got 200 tokens: counting 25 words takes 348"),
+    (lambda: make("multikey", 300), ValueError, "got 300 tokens: chars must hold the facts, which take"),
+    (lambda: score("1", ""), ValueError, "expected must be a right answer, got an empty string")])
 def test_bad_requests(call, error, text):
     with pytest.raises(error, match=re.escape(text)): call()
