@@ -233,10 +233,10 @@ def _value_lengths(v, q, state):
     return _lengths(v, q) if kept is None else to_device_of(kept, q)
 
 def _longest(lengths, q, first, end):
-    "The largest of `lengths` [B, G, N] that some query of the sequence sees [B, H, 1], float64."
+    "The largest of `lengths` [B, G, N] that each query sees [B, H, Q], float64."
     i = torch.arange(lengths.shape[2], device=q.device)
-    unseen = (i < first[:, :, 0, None]) | (i >= end[:, :, -1, None])
-    longest = lengths.double().masked_fill(unseen, 0).amax(-1, keepdim=True)
+    unseen = (i < first[..., None]) | (i >= end[..., None])
+    longest = lengths.double()[:, :, None].masked_fill(unseen, 0).amax(-1)
     return longest.repeat_interleave(q.shape[1] // lengths.shape[1], 1)
 
 def _cauchy_schwarz(q, k, first, end, scale):
