@@ -230,6 +230,19 @@ def test_stash_of_sums(dtype, D, R, layout, sub):
 
 
 @kernel
+def test_a_sum_that_was_rounded_up_gives_its_last_key():
+    "The last draws lie behind the terms of its two keys; hidden neighbours, of any score, are none of them."
+    q, k, v = (torch.zeros(1, 1, n, 16, device=DEVICE, dtype=FP16) for n in (1, 20, 20))
+    q[..., 0], k[..., 0] = 1, 20
+    k[:, :, 0, 0], k[:, :, 1, 0], v[:, :, 1] = -20, -20 + math.log(1.2 * 2**-11), 1
+    stop = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    out, index = poisoned(lambda: kernels.launch(q, k, v, 4096, "systematic", 128, 3, 1.0, None, stop,
+                                                 return_index=True, sub=8, BS=128))
+    assert index.min() == 0 and index.max() == 1 and int(index.sum()) in (3, 4, 5)
+    assert_close(out, torch.full_like(out, float(index.double().mean())), rtol=1e-3)
+
+
+@kernel
 @pytest.mark.parametrize("scheme, dtype", [("systematic", BF16), ("iid", FP32)], ids=str)
 def test_many_heads(scheme, dtype):
     "Then one program makes up to 128 draws of a head."
@@ -1187,6 +1200,36 @@ def test_vattention_streams_and_device_seeds():
     rows, heads = torch.arange(2, device=DEVICE).view(-1, 1), torch.arange(4, device=DEVICE)
     assert torch.equal(run(fold_in(2**40 + 7, rows, heads)).out, one.out)
     assert torch.equal(order(run(fold_in(2**40 + 7, rows, heads), 4))[:, ::2], order(run(2**40 + 7, 4))[:, ::2])
+
+
+@kernel
+def test_vattention_lists_of_groups_draw_as_their_first_heads():
+    p, s = problem(2, 2, 2, 250, 16, FP32), vattention.VAttention(0.2, 0.1, sinks=0, window=0, topk=0, base=0.1)
+    codes, maps = random_codes(2, 2, 250), networks(4, 16, 32)
+    group, head = (steps.decode(p.q, p.k, p.v, settings_of(s), lists=lists, codes=codes, maps=maps, seed=7)
+                   for lists in (2, 4))
+    assert group.slots == 0 and torch.equal(group.rows[..., :20], head.rows[:, ::2, :20])
+    assert not torch.equal(group.rows[..., :20], head.rows[:, 1::2, :20])
+
+
+@kernel
+def test_vattention_finds_the_longest_value_wherever_it_stands():
+    "Among the first keys and the last ones, all of which are kept: the promise knows its length alone."
+    p, s = problem(2, 1, 2, 300, 16, FP32, ragged=True, spread=0.2), dataclasses.replace(STEP, guarantee="numerator")
+    p.v.add_(3)
+    codes, maps = random_codes(2, 1, 300), networks(2, 16, 32)
+    def run(at):
+        lengths = torch.full((2, 1, 300), 16.0, device=DEVICE)
+        for b in range(2): lengths[b, :, at[b]] = 40
+        return steps.decode(p.q, p.k, p.v, vattention.kernel_settings(s), lists=1, codes=codes, maps=maps, seed=5,
+                            lengths=lengths, **p.masks)
+    first, last = p.start.tolist(), p.stop.tolist()
+    wide, hidden = run(first), run([0, first[1] - 1])
+    assert (wide.norm < hidden.norm)[1].all() and (wide.norm > 0).any()
+    for at in ([x + 2 for x in first], [x - 7 for x in last], [x - 1 for x in last]):
+        found = run(at)
+        assert torch.equal(found.norm, wide.norm) and torch.equal(found.facts, wide.facts), at
+    assert torch.equal(run([0, last[1]]).norm[1], hidden.norm[1])
 
 
 @kernel
