@@ -301,7 +301,7 @@ def test_nearest_centroid(dtype, D, C, plain, layout):
 
 
 @kernel
-@pytest.mark.parametrize("C", [300, 256])  # tiles of 64 centroids: equal ones in the same place of theirs, and in another
+@pytest.mark.parametrize("C", [300, 256])  # tiles of 64: equal ones in the same place of theirs, or not
 def test_of_equal_centroids_the_first_wins(C):
     from sparse_nb.kernels.saap import assign
     p = problem(1, 1, 1, 50, 16, FP32)

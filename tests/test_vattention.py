@@ -260,7 +260,7 @@ def test_bernsteins_radius_is_solved():
 
 @pytest.mark.parametrize("vector", [False, True])
 def test_a_spread_is_the_variance_of_what_was_not_drawn(vector):
-    "Squares are shared among one fewer than there are: of three keys that are left, or of the sample where it is plain."
+    "Squares are shared among one fewer than there are: of three keys that are left, or of a plain sample."
     rows = torch.rand(2, 3, 1, 12, 3 if vector else 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     place = torch.arange(12).expand(rows.shape[:-1])
     parts, n_s, reach = (place < 2, (place >= 2) & (place < 5), place >= 5), torch.full((2, 3, 1), 13), rows.amax() * 2
