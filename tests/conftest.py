@@ -175,9 +175,6 @@ def pocket():
 if INTERPRETED: interpreter.patch()
 
 
-SWEEP = pytest.StashKey[list]()
-
-
 def pytest_addoption(parser):
     parser.addoption("--shard", default="0/1", metavar="I/N", help="every Nth test, from number I on")
     parser.addoption("--cases", default="all", choices=["all", "covering", "others"],
@@ -193,18 +190,11 @@ def pytest_collection_modifyitems(config, items):
             for item in asked: item.add_marker(lacking)
     budget = lambda item: mark.args[0] if (mark := item.get_closest_marker("budget")) else 0
     items.sort(key=budget, reverse=True)  # longest first
-    functions, parameters = {}, lambda item: item.callspec.params if hasattr(item, "callspec") else {}
-    for item in items:
-        if not item.get_closest_marker("gpu"): functions.setdefault(item.function, []).append(item)
-    chosen = {same[i] for same in functions.values() for i in covering([*map(parameters, same)])}
-    config.stash[SWEEP] = [[(parameters(item), item in chosen) for item in same] for same in functions.values()]
     if (cases := config.getoption("cases")) != "all":
+        functions, parameters = {}, lambda item: item.callspec.params if hasattr(item, "callspec") else {}
+        for item in items:
+            if not item.get_closest_marker("gpu"): functions.setdefault(item.function, []).append(item)
+        chosen = {same[i] for same in functions.values() for i in covering([*map(parameters, same)])}
         items[:] = [item for same in functions.values() for item in same if (item in chosen) == (cases == "covering")]
     first, step = map(int, config.getoption("shard").split("/"))
     items[:] = items[first::step]
-
-
-@pytest.fixture
-def sweep(pytestconfig):
-    "A list for each test function: its cases, and whether each of them is one of those that cover all pairs of values."
-    return pytestconfig.stash[SWEEP]

@@ -1,11 +1,23 @@
 """Which of many cases of a test to run so that each value meets each other one: a covering design of strength two."""
-from itertools import combinations
+from itertools import combinations, product
 
 
 def pairs(case):
     "Every value and every pair of values of `case`, a dict from a parameter's name to its value."
     values = sorted((name, repr(value)) for name, value in case.items())
     return {*combinations(values, 1), *combinations(values, 2)}
+
+
+def cases_of(function):
+    "The cases of a test function, by its marks `parametrize`."
+    axes = []
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name != "parametrize": continue
+        names, values = mark.args
+        names = [name.strip() for name in names.split(",")]
+        rows = [getattr(value, "values", value if len(names) > 1 else [value]) for value in values]
+        axes.append([dict(zip(names, row)) for row in rows])
+    return [{name: x for part in parts for name, x in part.items()} for parts in product(*axes)]
 
 
 def covering(cases):

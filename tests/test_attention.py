@@ -69,6 +69,19 @@ def test_masks(causal, start, length, int_type):
     for method in WHOLE: assert_close(method.decode(q, k, v, seed=0, **masks), want, 1e-13, repr(method))
 
 
+@pytest.mark.parametrize("places", [[30, 8, 44], [[0, 43, 9], [19, 40, 7]]])
+def test_places_among_the_keys_beside_masks(places):
+    "A query sees no key behind its place, and none behind the valid keys."
+    q, k, v = make()
+    places, start, stop = torch.tensor(places), torch.tensor([0, 7]), torch.tensor([42, 20])
+    out = attention(q, k, v, positions=places, kv_start=start, kv_len=stop)
+    scores = attention_scores(q, k, positions=places, kv_start=start, kv_len=stop)
+    for i, place in enumerate(places.expand(2, 3).T):
+        seen = torch.minimum(place + 1, stop)
+        assert_close(out[:, :, [i]], naive(q[:, :, [i]], k, v, kv_start=start, kv_len=seen), 1e-13)
+        assert torch.equal(scores[:, 0, i].isfinite().sum(-1), seen - start)
+
+
 def test_rows_outside_start_and_len_are_never_used():
     q, k, v = make()
     masks = dict(kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([45, 20]))
@@ -251,6 +264,13 @@ def test_topp_is_the_smallest_set_with_the_mass(seed, mass):
                            largest.gather(-1, (selection.budget - 2).clamp(min=0)[..., None])[..., 0], 0)
     assert (one_less < mass + 1e-12).all()
     assert (selection.dense(45)[weights == 0] == 0).all()
+
+
+@pytest.mark.parametrize("mass, count", [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.8, 4), (1.0, 4)])
+def test_a_mass_that_is_just_reached_asks_for_no_other_key(mass, count):
+    "Four keys of a quarter each"
+    q, k, _ = make(keys=4)
+    assert (select_topp(q, k * 0, mass=mass).budget == count).all()
 
 
 @pytest.mark.parametrize("method", METHODS[:4], ids=repr)

@@ -3,6 +3,7 @@
 Statistical checks use fixed seeds; each accepts what a correct audit gives in all but one of 1 / ALARM seeds.
 """
 import math
+from statistics import NormalDist
 
 import pytest
 import scipy.stats
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from sparse_nb.attention import (
     Selection, Streaming, TopK, assert_close, attention, attention_scores, weighted_attention)
+from sparse_nb import audit as room
 from sparse_nb.audit import Audit, audit, draw_by_weight, index_bytes, key_boxes, score_ceilings
 from sparse_nb.metrics import clopper_pearson, relative_error
 
@@ -174,6 +176,24 @@ def test_a_bound_that_is_too_short_is_seen():
                 **index)
     assert got.bound.isfinite().all() and (got.drawn == 1024).all() and (got.bound > many(wrong, times)).all()
     assert clopper_pearson(int((got.bound / 2 < many(wrong, times)).sum()), times, 1 - ALARM).low > delta
+
+
+@pytest.mark.parametrize("bound", ["boxes", "clt"])
+def test_all_bounds_together_fail_as_rarely_as_the_audit_says(bound, monkeypatch):
+    "A ledger of the chance that each of them is given; logarithms are shared among the draws of each head."
+    ledger, draws, delta = [], [], 0.3
+    kl, bernstein, quantile = room.kl_bound, room.bernstein_radius, room.gaussian_quantile
+    monkeypatch.setattr(room, "kl_bound", lambda mean, log, upper: ledger.append(log) or kl(mean, log, upper))
+    monkeypatch.setattr(room, "bernstein_radius", lambda variance, largest, m, chance:
+                        draws.append(m) or ledger.append(chance) or bernstein(variance, largest, m, chance))
+    monkeypatch.setattr(room, "gaussian_quantile", lambda chance: ledger.append(chance) or quantile(chance))
+    class Normal:
+        def inv_cdf(self, share): return ledger.append(1 - share) or NormalDist().inv_cdf(share)
+    monkeypatch.setattr(room, "NormalDist", Normal)
+    audited(samples=16, seed=1, bound=bound, delta=delta)
+    chances = [torch.exp(-x * draws[0]) if isinstance(x, torch.Tensor) else x for x in ledger]
+    assert len(chances) == {"boxes": 3, "clt": 2}[bound]
+    assert torch.allclose(torch.as_tensor(sum(chances)).double(), torch.tensor(delta).double(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("bound", ["boxes", "clt"])

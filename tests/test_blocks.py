@@ -415,6 +415,19 @@ def test_kernel_of_padding_alone(by):
 
 
 @kernel
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernel_of_blocks_that_begin_with_padding(causal):
+    "No query stands in them, so that nothing but their padding is to be hidden."
+    (q, k, v), _ = problem(3, 1, 1, 32, 128, 16, FP32)
+    start = torch.tensor([0, 9, 63], device=DEVICE)
+    for b, s in enumerate(start): k[b, :, :s] = v[b, :, :s] = math.nan
+    p = lists(1, 1, 32, 128, 32, 32, share=2.0)
+    got = poisoned(lambda: block_attention(q, k, v, p, causal=causal, kv_start=start, return_lse=True,
+                                           backend="triton"))
+    check(got, dense(q, k, v, pairs(p, 3, causal, kv_start=start)), TOLERANCE[FP32])
+
+
+@kernel
 def test_kernel_beside_a_gap():
     p, seen = gapped([31, 32, 33, 64, 65], 96)
     (q, k, v), _ = problem(len(seen), 1, 1, 32, 96, 16, FP32)

@@ -268,6 +268,7 @@ whole = hf.prefill
 def prefill(model, ids, progress):
     def interrupt(done, total):
         if done >= 64: os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     return whole(model, ids, chunk=32, progress=interrupt)
 hf.prefill = prefill
 from sparse_nb.cli import main

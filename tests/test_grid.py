@@ -433,6 +433,10 @@ def test_a_pooled_table_pairs_prompts_of_the_same_task_and_length(tiny, tmp_path
     assert pooled.prompts.loc[("tasks", "exact", "topk")] == len(frame) / 2
     mean = cells.xs("topk", level="decode").gain.mean()
     assert pooled.gain.loc[("tasks", "exact", "topk")] == pytest.approx(mean)
+    topk = frame[frame.decode == "topk"]
+    assert topk.dense_bytes.nunique() > 1  # a prompt's bytes are a share of its own
+    assert pooled.bytes.loc[("tasks", "exact", "topk")] == pytest.approx(
+        sum(row.bytes / row.dense_bytes for row in topk.itertuples()) / len(topk), rel=1e-9)
     assert "tasks, " in command("eval", "--show", out, "--pool").stdout
 
 

@@ -26,6 +26,7 @@ import pytest
 import scipy.stats
 import torch
 
+from covering import cases_of, covering
 from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, kernel, poisoned
 
 triton = pytest.importorskip("triton")
@@ -227,6 +228,19 @@ def test_stash_of_sums(dtype, D, R, layout, sub):
     out, index = poisoned(lambda: kernels.launch(p.q, p.k, p.v, samples, "systematic", 128, 3, None, p.start, p.stop,
                                                  return_index=True, sub=sub))
     audit(p, out, index, samples=samples, seed=3)
+
+
+@kernel
+def test_a_sum_that_was_rounded_up_gives_its_last_key():
+    "The last draws lie behind the terms of its two keys; hidden neighbours, of any score, are none of them."
+    q, k, v = (torch.zeros(1, 1, n, 16, device=DEVICE, dtype=FP16) for n in (1, 20, 20))
+    q[..., 0], k[..., 0] = 1, 20
+    k[:, :, 0, 0], k[:, :, 1, 0], v[:, :, 1] = -20, -20 + math.log(1.2 * 2**-11), 1
+    stop = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    out, index = poisoned(lambda: kernels.launch(q, k, v, 4096, "systematic", 128, 3, 1.0, None, stop,
+                                                 return_index=True, sub=8, BS=128))
+    assert index.min() == 0 and index.max() == 1 and int(index.sum()) in (3, 4, 5)
+    assert_close(out, torch.full_like(out, float(index.double().mean())), rtol=1e-3)
 
 
 @kernel
@@ -693,15 +707,20 @@ def test_estimate_is_not_for_flash():
 
 
 if INTERPRETED:
-    def test_the_chosen_cases_hold_every_pair_of_values(sweep):
+    def test_the_chosen_cases_hold_every_pair_of_values(request):
+        "Of every test of this file, whichever of them are run."
         values = lambda cases: {(a, repr(case[a]), b, repr(case[b])) for case in cases for a in case for b in case}
-        for cases in sweep:
-            every, chosen = values(case for case, _ in cases), [case for case, of_them in cases if of_them]
+        marks = lambda test: {mark.name for mark in getattr(test, "pytestmark", ())}
+        tests = [x for name, x in vars(request.module).items() if name.startswith("test_") and "gpu" not in marks(x)]
+        fewer = []
+        for cases in filter(None, map(cases_of, tests)):
+            every, chosen = values(cases), [cases[i] for i in covering(cases)]
             assert chosen and values(chosen) == every
             # each is needed
             if every: assert all(values(chosen[:i] + chosen[i + 1:]) < every for i in range(len(chosen)))
-        left_out = [len(cases) - sum(of_them for _, of_them in cases) for cases in sweep]
-        assert sum(left_out) > sum(map(len, sweep)) / 4 and left_out.count(0) > len(left_out) / 2
+            if len(chosen) < len(cases): fewer.append((len(chosen), len(cases)))
+        chosen, every = map(sum, zip(*fewer))
+        assert len(fewer) > 1 and chosen < every / 2
 
     # the others, which their notebooks run, are counted and held against the reference there
     @pytest.mark.parametrize("name, rows, most", [
@@ -1187,6 +1206,36 @@ def test_vattention_streams_and_device_seeds():
     rows, heads = torch.arange(2, device=DEVICE).view(-1, 1), torch.arange(4, device=DEVICE)
     assert torch.equal(run(fold_in(2**40 + 7, rows, heads)).out, one.out)
     assert torch.equal(order(run(fold_in(2**40 + 7, rows, heads), 4))[:, ::2], order(run(2**40 + 7, 4))[:, ::2])
+
+
+@kernel
+def test_vattention_lists_of_groups_draw_as_their_first_heads():
+    p, s = problem(2, 2, 2, 250, 16, FP32), vattention.VAttention(0.2, 0.1, sinks=0, window=0, topk=0, base=0.1)
+    codes, maps = random_codes(2, 2, 250), networks(4, 16, 32)
+    group, head = (steps.decode(p.q, p.k, p.v, settings_of(s), lists=lists, codes=codes, maps=maps, seed=7)
+                   for lists in (2, 4))
+    assert group.slots == 0 and torch.equal(group.rows[..., :20], head.rows[:, ::2, :20])
+    assert not torch.equal(group.rows[..., :20], head.rows[:, 1::2, :20])
+
+
+@kernel
+def test_vattention_finds_the_longest_value_wherever_it_stands():
+    "Among the first keys and the last ones, all of which are kept: the promise knows its length alone."
+    p, s = problem(2, 1, 2, 300, 16, FP32, ragged=True, spread=0.2), dataclasses.replace(STEP, guarantee="numerator")
+    p.v.add_(3)
+    codes, maps = random_codes(2, 1, 300), networks(2, 16, 32)
+    def run(at):
+        lengths = torch.full((2, 1, 300), 16.0, device=DEVICE)
+        for b in range(2): lengths[b, :, at[b]] = 40
+        return steps.decode(p.q, p.k, p.v, vattention.kernel_settings(s), lists=1, codes=codes, maps=maps, seed=5,
+                            lengths=lengths, **p.masks)
+    first, last = p.start.tolist(), p.stop.tolist()
+    wide, hidden = run(first), run([0, first[1] - 1])
+    assert (wide.norm < hidden.norm)[1].all() and (wide.norm > 0).any()
+    for at in ([x + 2 for x in first], [x - 7 for x in last], [x - 1 for x in last]):
+        found = run(at)
+        assert torch.equal(found.norm, wide.norm) and torch.equal(found.facts, wide.facts), at
+    assert torch.equal(run([0, last[1]]).norm[1], hidden.norm[1])
 
 
 @kernel

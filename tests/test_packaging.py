@@ -86,6 +86,14 @@ def test_constraints_pin_all_that_is_installed():
     assert {name for name, _ in seen} - {"sparse-nb"} <= pins
 
 
+def test_marks_are_known_without_plugins():
+    "pytest-xdist knows its own mark, and need not be there."
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    known = set(re.findall(r'^    "(\w+)', settings.partition("markers = [")[2].partition("]\n")[0], re.M))
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py"))
+    assert set(re.findall(r"pytest\.mark\.(\w+)", tests)) - known == {"parametrize", "skip", "skipif"}
+
+
 def test_workshop_holds_no_python():
     assert not list((ROOT / "kernels").rglob("*.py")), "Hugging Face's package `kernels` would be shadowed"
 

@@ -92,6 +92,18 @@ def test_a_pattern_knows_where_sequences_begin(method):
     if not method.random: assert torch.equal(found[1, :, rows:, keys:], alone[0])
 
 
+@pytest.mark.parametrize("query_block, key_block", [(32, 32), (64, 32), (32, 128)])
+def test_sequences_that_begin_inside_a_block(query_block, key_block):
+    "A block is read where some query of the block of queries sees some key of it."
+    q, k, _ = problem(B=5, G=1, R=1, Q=150, N=230, D=4)
+    start = torch.tensor([0, 1, 70, 95, 229])
+    found = OracleBlocks(1.0, query_block, key_block).pattern(q, k, kv_start=start).mask()
+    for b, s in enumerate(start.tolist()):
+        want = torch.zeros_like(found[b, 0])
+        for i in range(max(80, s), 230): want[(i - 80) // query_block, torch.arange(s, i + 1) // key_block] = True
+        assert torch.equal(found[b, 0], want), s
+
+
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_sequence_that_is_padding_alone(method):
     q, k, v = problem(B=3, Q=20, N=70)

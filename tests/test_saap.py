@@ -447,6 +447,19 @@ def test_append_crop_and_reorder_equal_a_fresh_index(s):
     state.reset()
     assert state.rows is None and state.fit is None and len(state) == 0
 
+@pytest.mark.parametrize("s", CASES[:1] + CASES[2:3], **NAMES)
+def test_a_new_prompt_inherits_nothing_from_the_last(s):
+    "Its far keys begin and end where those of the last prompt did."
+    q, *last = inputs(keys=300)
+    _, k, v = inputs(seed=1, keys=300)
+    state = s.build(last[0], v=last[1])
+    s.decode(q, *last, state=state)
+    assert state.marks
+    state.reset()
+    state.append(k, v)
+    s.decode(q, k, v, state=state)
+    same(s, state, q, k, v)
+
 def test_a_deep_cut_forgets_its_sums():
     "With no step between, and before the first step"
     q, k, v = inputs(keys=400)

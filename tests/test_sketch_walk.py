@@ -71,6 +71,27 @@ def test_hidden_keys_have_no_say(method):
         assert_close(steps[b:b + 1], method.decode(q_[:, :, -1:], k_, v_, state=heard(method, q_, k_),
                                                    seed=seeds(q)[b:b + 1]), 1e-12)
 
+@pytest.mark.parametrize("method", [SketchWalk(block=32, density=1.0),
+                                    SketchWalk(block=32, density=1.0, index="oracle")], ids=repr)
+def test_sequences_that_begin_inside_a_block(method):
+    "All that is visible is read: blocks that some query of the block of queries sees a key of."
+    q, k, _ = problem(B=5, G=1, R=1)
+    start = torch.tensor([0, 1, 70, 95, 229])
+    found = lists(method, q, k, kv_start=start)
+    for b, s in enumerate(start.tolist()):
+        want = torch.zeros_like(found[b, 0])
+        for i in range(max(80, s), 230): want[(i - 80) // 32, torch.arange(s, i + 1) // 32] = True
+        assert torch.equal(found[b, 0], want), s
+
+@pytest.mark.parametrize("heads, lists_of", [("group", slice(0, None, 2)), ("all", slice(0, 1))])
+def test_random_lists_are_drawn_from_the_streams_of_first_heads(heads, lists_of):
+    "Lists that heads share are those of the first of them, where each has its own."
+    q, k, v = problem(Q=230)
+    shared, own = (SketchWalk(**SMALL, index="random", heads=x) for x in (heads, "each"))
+    assert torch.equal(lists(shared, q, k, seed=4), lists(own, q, k, seed=4)[:, lists_of])
+    read = [s.select(q[:, :, -2:], k, causal=True, seed=4, state=heard(s, q, k)).dense(230) for s in (shared, own)]
+    assert torch.equal(read[0][:, lists_of], read[1][:, lists_of]) and not torch.equal(*read)
+
 def coded(index, seed=0):
     "Rows of an index of four bits"
     return heard(SketchWalk(index=index), *(x.float() for x in problem(B=1, N=640, Q=1, D=64, seed=seed)[:2])).rows

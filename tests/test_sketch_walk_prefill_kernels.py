@@ -254,6 +254,18 @@ def test_padding_and_scale():
 
 
 @kernel
+def test_sub_blocks_of_padding_have_no_share():
+    "A head gives all its scores below zero, and a sub-block that scores zero would take what it gives to others."
+    q, k = torch.zeros(1, 2, 32, 16, device=DEVICE), torch.zeros(1, 1, 192, 16, device=DEVICE)
+    q[:, 0, :, 0], q[:, 1, :, 1] = 8, 1
+    k[..., 0], k[:, :, 64:96, 0], k[:, :, 96:128, 1] = -8, -4, 4
+    k[:, :, :20] = math.nan
+    starts = torch.tensor([20], device=DEVICE)
+    got, want = compare(q, k, starts, block=32, density=0.5, index="fine16")
+    assert got[0, 0, 0].nonzero().flatten().tolist() == [0, 2, 5] and torch.equal(got, want)
+
+
+@kernel
 @pytest.mark.parametrize("seed", [1, 5])
 def test_the_rotation_has_the_reference_s_signs(seed):
     (q, k, _), _ = problem(1, 1, 2, 100, 200, 24, FP32, seed=seed)

@@ -24,13 +24,14 @@ from sparse_nb.attention import (
     weighted_attention)
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
-from sparse_nb.core.bounds import bernstein_radius, kl_bound, spread_bound
+from sparse_nb import vattention
+from sparse_nb.core.bounds import bernstein_radius, kl_bound, output_levels, spread_bound
 from sparse_nb.core.methods import Predictor
 from sparse_nb.saap import Saap
 from sparse_nb.tuning import search
 from sparse_nb.vattention import (
     BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Promise, VAttention, budget_denominator, budget_numerator, budget_output,
-    gaussian_quantile, select_and_promise, vattention_decode)
+    gaussian_quantile, kernel_settings, residual_facts, select_and_promise, vattention_decode)
 
 ALARM = 1e-8
 SMALL = dict(sinks=4, window=6, topk=10, base=24)
@@ -218,6 +219,16 @@ def test_bounds_on_a_mean_fail_at_most_as_promised(n, share, count, delta):
     assert (low <= hits / count + 1e-12).all() and (high >= hits / count - 1e-12).all()
 
 
+@pytest.mark.parametrize("upper", [False, True])
+def test_a_bound_on_a_mean_lies_outside(upper):
+    "Bisection ends with two numbers around the bound; the one that is given is not among those that are likely enough."
+    mean, log = (x.flatten() for x in torch.meshgrid(torch.linspace(0, 1, 41, dtype=torch.float64),
+                                                     torch.logspace(-6, 1, 40, dtype=torch.float64), indexing="ij"))
+    u = kl_bound(mean, log, upper)
+    far = torch.xlogy(mean, mean / u) + torch.xlogy(1 - mean, (1 - mean) / (1 - u))
+    assert ((far > log) | (u == float(upper))).all() and 0.5 < (u != float(upper)).double().mean() < 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(20, 200), share=st.floats(0.0, 1.0), count=st.integers(8, 40), delta=st.floats(0.001, 0.5))
 def test_a_bound_on_a_spread_fails_at_most_as_promised(n, share, count, delta):
@@ -245,6 +256,61 @@ def test_bernsteins_radius_is_solved():
     for variance, largest, draws, delta in itertools.product((0.1, 4.0), (0.5, 9.0), (1, 200), (0.01, 0.4)):
         t = bernstein_radius(variance, largest, draws, delta)
         assert 2 * math.exp(-draws * t**2 / (2 * (variance + largest * t / 3))) == pytest.approx(delta, rel=1e-9)
+
+
+@pytest.mark.parametrize("vector", [False, True])
+def test_a_spread_is_the_variance_of_what_was_not_drawn(vector):
+    "Squares are shared among one fewer than there are: of three keys that are left, or of a plain sample."
+    rows = torch.rand(2, 3, 1, 12, 3 if vector else 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    place = torch.arange(12).expand(rows.shape[:-1])
+    parts, n_s, reach = (place < 2, (place >= 2) & (place < 5), place >= 5), torch.full((2, 3, 1), 13), rows.amax() * 2
+    given = rows, *parts, n_s, reach.expand(2, 3, 1)
+    upper, plain = (residual_facts(*given, plugin, "bernstein", 0.3, vector).spread for plugin in ("upper", "plain"))
+    centre = rows[..., 2:5, :].mean(-2)
+    far = reach + centre.norm(dim=-1) if vector else torch.maximum(centre[..., 0], reach - centre[..., 0])
+    squares = spread_bound(rows, *parts[1:], n_s.double(), lambda _: far**2, math.log(1 / 0.3))[1]
+    assert_close(upper, squares / 2, 1e-12)
+    assert_close(plain, rows[..., 2:, :].var(-2).sum(-1), 1e-12)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+def test_all_bounds_of_a_promise_together_fail_as_rarely_as_it_says(guarantee, bound, monkeypatch):
+    "A ledger of the chance that each bound is given: from the base sample, and for the draws."
+    ledger, sample, s = [], 100, VAttention(0.9, 0.2, 2, 2, 2, 100, Guess(), guarantee, bound)
+    def book(name, chance):
+        inner = getattr(vattention, name)
+        monkeypatch.setattr(vattention, name, lambda *args, **kw: ledger.append(chance(args)) or inner(*args, **kw))
+    book("kl_bound", lambda args: math.exp(-float(args[1].max()) * sample))
+    book("spread_bound", lambda args: math.exp(-args[-1]))
+    for name in "bernstein_radius", "gaussian_quantile", *(f"budget_{x}" for x in GUARANTEES):
+        book(name, lambda args: args[-1])
+    facts, asked = vattention.residual_facts, {"denominator": (False,), "numerator": (True,), "output": (False, True)}
+    def of_use(*args):  # what is known of the denominator does not matter where the numerator's error is promised
+        before = len(ledger)
+        found = facts(*args)
+        if args[-1] not in asked[guarantee]: del ledger[before:]
+        return found
+    monkeypatch.setattr(vattention, "residual_facts", of_use)
+    found = s.decode(q / 4, k, v, seed=1, return_stats=True)[1].certificate
+    assert (found.base == sample).all() and len(ledger) == 2 * len(asked[guarantee]) + 1
+    assert 0.9 * s.delta < sum(ledger) <= s.delta * (1 + 1e-9), ledger
+
+
+def test_the_bounds_of_an_output_share_the_chance_of_its_draws():
+    "Of each split that is tried: both logarithms are those of 2 / chance, and the quantiles are of the same chances."
+    _, log, square, log_vector, square_vector = output_levels(0.3, torch.device("cpu"))
+    below, above = (2 * torch.exp(-x) for x in (log, log_vector))
+    assert (below + above <= 0.3 * (1 + 1e-12)).all()
+    assert_close(square, scipy.stats.norm.isf(below.numpy() / 2) ** 2, 1e-6)
+    assert_close(square_vector, [gaussian_quantile(float(x)) for x in above], 1e-6)
+
+
+def test_the_kernels_are_given_the_same_chances():
+    pytest.importorskip("triton")
+    for guarantee, facts in (("denominator", 2), ("numerator", 2), ("output", 4)):
+        given = kernel_settings(VAttention(0.1, 0.2, guarantee=guarantee))
+        assert 0.19 < facts * math.exp(-given.plug) + 2 * math.exp(-given.log) <= 0.2 * (1 + 1e-9)
 
 
 # the selection
@@ -319,6 +385,24 @@ def test_first_causal_query_is_a_decode_step():
                  1e-12)
 
 
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+def test_a_causal_query_is_promised_what_its_own_keys_say(guarantee):
+    "Each of the last three keys and values is longer than all before, and widens the bounds of those who see it alone."
+    keys, values, far = k / 4, v / 10 + 1, torch.tensor([2.0, 4, 6])[:, None]
+    keys[:, :, 297:] *= far
+    values[:, :, 297:] *= far
+    kw = dict(guarantee=guarantee, bound="bernstein", predictor=Guess(), eps=0.9, delta=0.9, window=0, topk=0, base=150,
+              return_stats=True)
+    found = decode(q / 9, keys, values, causal=True, **kw)[1].certificate
+    for i, n in enumerate((298, 299, 300)):  # the same query of a call in which all see so many keys
+        alone = decode(q / 9, keys, values, kv_len=torch.tensor([n, n]), **kw)[1].certificate
+        for name in ("sigma", "D", "norm", "asked"):
+            if getattr(found, name) is None: continue
+            got, want = (getattr(x, name)[:, :, i].double() for x in (found, alone))
+            assert torch.allclose(got, want, rtol=1e-9), (n, name)
+    assert (found.asked < found.rest).any() and (guarantee == "denominator" or (found.norm > 0).any(1).all())
+
+
 def test_streams_and_padding():
     assert torch.equal(decode(), decode()) and not torch.equal(decode(), decode(seed=4))
     # the streams, written out
@@ -350,6 +434,14 @@ def test_replacement_repeats_keys_and_is_unbiased():
     assert (rows_read(chosen, 300) < chosen.budget).any()
     share = attention_weights(many, k[:1])
     check_mean((share.gather(-1, chosen.index) * chosen.weight).sum(-1) - 1)
+
+
+def test_a_group_that_shares_its_keys_draws_them_once_with_replacement():
+    few = dict(eps=0.5, delta=0.5, plugin="plain", replacement=True)
+    shared, own = (VAttention(share=share, **SMALL, **few).select(q, k, seed=2) for share in (True, False))
+    heads = lambda x: x.index.unflatten(1, (2, 3))
+    assert torch.equal(heads(shared), heads(shared)[:, :, :1].expand(-1, -1, 3, -1, -1))
+    assert (rows_read(shared, 300) < shared.budget).any() and not torch.equal(heads(own)[:, :, 0], heads(own)[:, :, 1])
 
 
 def check_mean(errors):
