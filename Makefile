@@ -1,30 +1,38 @@
-# make demo, make test: each creates .venv, installs the tested set of packages and runs; nothing else is needed before.
-# make witness: the same, and brings a second model, once; `make test` then runs the tests that ask it, too.
-# PYTHON     the interpreter that a new .venv gets: make PYTHON=python3.12 test
-# PIP_FLAGS  options of pip install, such as torch's CPU packages on a machine without a GPU:
-#            make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" demo
-# ARGS       options of the demo or of pytest:    make ARGS="--task kv --context 4096" demo
-# WORKERS    processes that the tests run in:     make WORKERS=auto test (one for each core)
-# ARGS       of the bench:                       make ARGS="--quick" bench (needs a GPU)
-# FLAGS      test flags whose cells `make notebooks` runs too: slow, cuda, witness
+# make demo: creates .venv, installs what the demo needs of the tested set of packages, and runs it.
+# make test: installs the rest and runs the tests; nothing else is needed before either.
+# make witness: brings a second model, once; `make test` then runs the tests that ask it, too.
+# PYTHON       the interpreter that a new .venv gets: make PYTHON=python3.12 test
+# TORCH_FLAGS  options of pip by which torch is installed first, such as its CPU packages on a machine without a GPU:
+#              make TORCH_FLAGS="--index-url https://download.pytorch.org/whl/cpu" demo
+# PIP_FLAGS    options of pip for all other packages
+# ARGS         options of the demo, of pytest or of the bench: make ARGS="--task kv --context 4096" demo
+# WORKERS      processes that the tests run in: make WORKERS=auto test (one for each core)
+# FLAGS        test flags whose cells `make notebooks` runs too: slow, cuda, witness
 PYTHON = python3
+TORCH_FLAGS ?=
 PIP_FLAGS =
 ARGS =
 FLAGS =
 WORKERS ?= 2
 NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb kernels/records/*.ipynb)
+PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: setup demo test test-all newest house bench witness notebooks docs preview
 
 setup: .venv/installed
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/demo: pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	$(if $(TORCH_FLAGS),$(PIP) $(TORCH_FLAGS) --no-deps torch)
+	$(PIP) $(PIP_FLAGS) -e '.[cli]'
 	touch $@
 
-demo: setup
+.venv/installed: .venv/demo
+	$(PIP) $(PIP_FLAGS) -e '.[dev]'
+	touch $@
+
+demo: .venv/demo
 	.venv/bin/sparse-nb demo $(ARGS)
 
 # one thread a process; compiled kernels and Python's bytecode are kept from run to run

@@ -70,7 +70,7 @@ def save_networks(
 def _open(maps, layer, device):
     "The tensors of a layer by part, or, for layer None, the name of the weights that they were trained on."
     from safetensors import SafetensorError, safe_open
-    path = resources.files("sparse_nb") / "pocket_model" / "hash_attention.safetensors" if maps == "pocket" else maps
+    path = resources.files("sparse_nb") / "pocket_methods" / "hash_attention.safetensors" if maps == "pocket" else maps
     try:
         with safe_open(str(path), "pt") as file:
             if layer is None: return POCKET_WEIGHTS if maps == "pocket" else (file.metadata() or {}).get("model")

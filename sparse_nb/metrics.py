@@ -8,10 +8,9 @@ __all__ = ['relative_error', 'cosine', 'spearman', 'coverage', 'coverage_curve',
 
 # %% ../nbs/01_metrics.ipynb #34b2e4a8
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
-import numpy as np
-import scipy.stats
 import torch
 import torch.nn.functional as F
 
@@ -81,15 +80,16 @@ def spearman(
     Raises TypeError or ValueError for tensors that do not match or hold NaN or inf, for fewer than 2 keys, and for a
     row of equal values.
     """
+    import scipy.stats
     a, b = _pair("a", a, "b", b)
     ranks = []
     for name, x in (("a", a), ("b", b)):
         if x.shape[-1] < 2: raise ValueError(f"{name} must have at least 2 keys in a row, got {x.shape[-1]}")
-        x = x.detach().cpu().numpy()
-        if not np.isfinite(x).all(): raise ValueError(f"{name} must be finite, got NaN or inf")
-        if (np.ptp(x, axis=-1) == 0).any(): raise ValueError(f"{name} has a row of equal values, which has no order")
-        ranks.append(scipy.stats.rankdata(x, axis=-1))
-    return torch.as_tensor(np.asarray(scipy.stats.pearsonr(*ranks, axis=-1).statistic))
+        x = x.detach().cpu()
+        if not x.isfinite().all(): raise ValueError(f"{name} must be finite, got NaN or inf")
+        if (x.amax(-1) == x.amin(-1)).any(): raise ValueError(f"{name} has a row of equal values, which has no order")
+        ranks.append(scipy.stats.rankdata(x.numpy(), axis=-1))
+    return torch.as_tensor(scipy.stats.pearsonr(*ranks, axis=-1).statistic)
 
 # %% ../nbs/01_metrics.ipynb #5600c22d
 def _weights(weights):
@@ -262,8 +262,9 @@ def clopper_pearson(
 
     Raises TypeError for counts that are no ints, ValueError for counts that cannot be and a confidence outside (0, 1).
     """
+    import scipy.stats
     for name, x in (("successes", successes), ("trials", trials)):
-        if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        if isinstance(x, bool) or not isinstance(x, Integral):
             raise TypeError(f"{name} must be an int, got {type(x).__name__}")
     if trials < 1: raise ValueError(f"trials must be at least 1, got {trials}")
     if not 0 <= successes <= trials: raise ValueError(f"successes must lie in 0 to trials = {trials}, got {successes}")
@@ -275,7 +276,7 @@ def clopper_pearson(
 # %% ../nbs/01_metrics.ipynb #669bdde7
 def bootstrap_interval(
     x,                        # one number per independent unit [n], array or tensor
-    statistic=np.mean,        # what to estimate: a function of an array and an `axis`
+    statistic=None,           # what to estimate: a function of an array and an `axis`; None: the mean
     confidence: float = 0.95, # nominal confidence
     seed: int = 0,            # of the resampling
 ) -> Interval:
@@ -285,6 +286,8 @@ def bootstrap_interval(
     Raises ValueError for anything but a row of at least 2 finite numbers that differ, and for a confidence outside (0,
     1).
     """
+    import numpy as np
+    import scipy.stats
     x = np.asarray(x.detach().cpu().double() if isinstance(x, torch.Tensor) else x, dtype=float)
     if x.ndim != 1 or x.size < 2: raise ValueError(f"x must be a row of at least 2 numbers, got shape {list(x.shape)}")
     if not np.isfinite(x).all(): raise ValueError("x must be finite, got NaN or inf")
@@ -292,6 +295,7 @@ def bootstrap_interval(
         raise ValueError(f"x must vary, got {x.size} times {x[0]:.6g}: resampling cannot tell how sure that is "
                          f"(clopper_pearson can, for a share)")
     check_level("confidence", confidence)
+    statistic = statistic or np.mean
     ends = scipy.stats.bootstrap((x,), statistic, confidence_level=confidence, rng=np.random.default_rng(seed),
                                  batch=max(1, 2**22 // x.size)).confidence_interval
     return Interval(float(ends.low), float(statistic(x)), float(ends.high))

@@ -316,7 +316,7 @@ def check_file(
 def partition_file(partition):
     "Where the file of a partition lies. TypeError for what is no path."
     check_path("partition", partition)
-    if partition == "pocket": return resources.files("sparse_nb") / "pocket_model" / "saap.safetensors"
+    if partition == "pocket": return resources.files("sparse_nb") / "pocket_methods" / "saap.safetensors"
     return Path(partition).expanduser()
 
 @lru_cache(maxsize=1024)

@@ -620,7 +620,7 @@ def test_the_shipped_networks_find_more_than_hyperplanes(pocket_heads, tmp_path)
 
 def test_the_shipped_file_is_small_and_whole():
     from sparse_nb import pocket
-    path = pocket.path() / "hash_attention.safetensors"
+    path = pocket.path().parent / "pocket_methods" / "hash_attention.safetensors"
     held = load_file(path)
     assert path.stat().st_size < 2**20 and set(held) == {f"{layer}.{part}" for layer in range(6) for part in PARTS}
     assert all(x.dtype == torch.float16 and x.isfinite().all() for x in held.values())

@@ -16,8 +16,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-          "README.md",
-          "scores.json", "hash_attention.safetensors", "saap.safetensors"]
+          "README.md", "scores.json"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,8 @@ def member(wheel, name):
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(wheel.namelist())
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "sparse_nb").rglob("*.py")}
-    data = {f"sparse_nb/pocket_model/{name}" for name in POCKET}
+    data = {f"sparse_nb/pocket_model/{name}" for name in POCKET}  # one file of weights, as every loader wants it
+    data |= {f"sparse_nb/pocket_methods/{name}.safetensors" for name in ("hash_attention", "saap")}
     assert {n for n in names if ".dist-info/" not in n} == modules | data
     assert "Apache License" in member(wheel, "licenses/LICENSE")
 
@@ -64,6 +64,42 @@ def test_core_needs_torch_and_triton_on_linux_only(wheel):
         "extra": ""})}
     assert core("linux") == {"torch", "triton"}
     assert core("darwin") == {"torch"}
+
+
+ALONE = """
+import sys
+sys.modules.update(dict.fromkeys(["numpy", "scipy", "pandas", "safetensors", "transformers", "triton"]))  # not there
+import torch
+from sparse_nb.attention import METHODS, TopK
+from sparse_nb.core.methods import method_class
+from sparse_nb.santa import santa_decode
+
+q, k, v = torch.randn(2, 4, 200, 64), torch.randn(2, 2, 200, 64), torch.randn(2, 2, 200, 64)
+made = [santa_decode(q[:, :, -1:], k, v, samples=128), TopK(budget=0.1).decode(q[:, :, -1:], k, v)]
+for row in METHODS.values():
+    method = method_class(row.path.partition(":")[2])()
+    if type(method).__name__ == "HashAttention": continue  # its networks lie in a file of safetensors
+    made.append(method.prefill(q, k, v) if hasattr(method, "prefill") else method.decode(q[:, :, -1:], k, v))
+assert len(made) == len(METHODS) + 1 and all(x.isfinite().all() for x in made)
+print(*sys.modules)
+"""
+
+
+def test_methods_need_torch_alone():
+    said = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], text=True, capture_output=True)
+    assert said.returncode == 0, said.stderr
+    assert "torch._dynamo" not in said.stdout.split()
+
+
+@pytest.mark.parametrize("module, beyond", [
+    ("sparse_nb.santa", "torch"), ("sparse_nb.attention", "torch"), ("sparse_nb.vattention", "torch"),
+    ("sparse_nb.kernels.santa", "torch, triton"), pytest.param(
+        "sparse_nb.hf", "transformers.models.llama.modeling_llama", marks=pytest.mark.budget(16))])
+def test_an_import_brings_no_more_than_it_needs(module, beyond):
+    "No compiler, statistics or tables: `import sparse_nb.santa` takes about as long as `import torch`."
+    code = f"import sys, {beyond}; before = set(sys.modules); import {module}; print(*set(sys.modules) - before)"
+    more = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert module in more and {x.split(".")[0] for x in more} - set(sys.stdlib_module_names) <= {"sparse_nb"}
 
 
 def test_command_is_installed(wheel):

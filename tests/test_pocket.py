@@ -266,8 +266,6 @@ def test_files_agree():
         "tokenizer_config.json",
         "scores.json",
         "README.md",
-        "hash_attention.safetensors",
-        "saap.safetensors",
     }
     shape, stored = pocket.config().to_dict(), json.loads((pocket.path() / "config.json").read_text())
     assert all(

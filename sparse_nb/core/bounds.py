@@ -26,15 +26,23 @@ def gaussian_quantile(
 
     Székely and Bakirov (2003). Raises TypeError or ValueError for a bad `delta`.
     """
-    import numpy as np
-    import scipy.stats
     check_level("delta", delta)
-    m = np.unique(np.concatenate([np.arange(1, 33), np.geomspace(32, 1000, 24).round()]))
-    return float(max(1, (scipy.stats.chi2.isf(delta, m) / m).max()))
+    m = torch.tensor([*range(1, 32), *(round(10 ** (1.5 + i / 16)) for i in range(25))], dtype=torch.float64,
+                     device="cpu") / 2
+    low, high = 1, 1 + 2 * math.log(1 / delta) ** 0.5 + 2 * math.log(1 / delta)  # Laurent and Massart (2000), Lemma 1
+    while low < (x := (low + high) / 2) < high:
+        if (torch.special.gammaincc(m, m * x) > delta).any(): low = x
+        else: high = x
+    return high
 
 # %% ../../nbs/08_bounds.ipynb #d2ea0c70
+def _constant(function):
+    "`torch.compiler.assume_constant_result`, which would import the compiler: that takes as long as all else."
+    function._dynamo_marked_constant = True
+    return function
+
 @lru_cache
-@torch.compiler.assume_constant_result
+@_constant
 def tail_levels(
     delta: float, # chance of more, in (0, 1)
     vector: bool, # is it the error of a vector?
@@ -140,7 +148,7 @@ def budget_numerator(
 _SHARES = tuple([1 / (1 + math.exp(-x * end / 12)) for x in range(-12, 13)] for end in (4, 6))
 
 @cache
-@torch.compiler.assume_constant_result
+@_constant
 def output_levels(
     delta: float, # chance of a larger error of the output
     device,       # of the result

@@ -1141,5 +1141,5 @@ def weights_id(
         x = x.reshape(-1)[::-(-x.numel() // SAMPLE) or 1].float().cpu()
         x = torch.where(x.abs() < 2**-14, 0, x).bfloat16()  # below, float16 loses digits
         found.update(f"{name.removeprefix('_orig_mod.')} {list(x.shape)} ".encode())
-        found.update(x.view(torch.uint8).numpy().tobytes())
+        found.update(bytes(x.view(torch.uint8).tolist()))
     return found.hexdigest()

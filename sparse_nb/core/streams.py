@@ -6,20 +6,13 @@
 __all__ = ['TICKETS', 'philox_words', 'philox', 'fold_in', 'head_seeds', 'stream_seeds', 'tickets', 'new_seed']
 
 # %% ../../nbs/05_streams.ipynb #055dd68c
-import math
-
 import torch
 
-from .checks import check_integer, check_seed, on_cpu_eagerly
+from .checks import check_integer, check_seed
 
 # %% ../../nbs/05_streams.ipynb #6b067087
 # random numbers made at once on a CPU: they stay in its cache, and torch does not split such small work over threads
 TICKETS = 2**15
-
-def _numbers(x, few):
-    "A tensor as int64; with `few`, in NumPy or as an int, since small steps cost torch several times as much."
-    if not few: return x.long()
-    return x.long().numpy() if x.ndim else x.item()
 
 def philox_words(
     seed,            # int, or integer tensor: the 64-bit key
@@ -33,16 +26,15 @@ def philox_words(
     """
     check_integer("seed", seed)
     check_integer("offset", offset)
-    low, tensors = 0xFFFFFFFF, [x for x in (seed, offset) if isinstance(x, torch.Tensor)]
-    few = tensors and all(map(on_cpu_eagerly, tensors)) and math.prod(x.numel() for x in tensors) <= TICKETS
-    seed, offset = (_numbers(x, few) if isinstance(x, torch.Tensor) else x for x in (seed, offset))
+    seed, offset = (x.long() if isinstance(x, torch.Tensor) else x for x in (seed, offset))
+    low = 0xFFFFFFFF
     c0, c1, c2, c3 = offset & low, offset >> 32, stream, 0
     k0, k1 = seed & low, seed >> 32
     for _ in range(10):
         x, y = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # 64-bit products; int64 wraps round, which keeps every bit
-        c0, c1, c2, c3 = (y >> 32 & low) ^ c1 ^ k0, y & low, (x >> 32 & low) ^ c3 ^ k1, x & low
-        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    return tuple(map(torch.as_tensor, (c0, c1, c2, c3))) if few else (c0, c1, c2, c3)
+        c0, c1, c2, c3 = (y >> 32 ^ c1 ^ k0) & low, y & low, (x >> 32 ^ c3 ^ k1) & low, x & low
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
 
 # %% ../../nbs/05_streams.ipynb #e7b884fb
 def philox(

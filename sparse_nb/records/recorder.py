@@ -153,7 +153,7 @@ RECORDS |= {
                          "what predictors find in short and in long prompts of the pocket model", gpu=False),
     "eviction": Record(_HERE + "eviction:record", "{gpu}_eviction.json",
                        "the pocket model's answers with H2O and SnapKV", gpu=False),
-    "saap_partition": Record(_HERE + "saap_partition:record", "sparse_nb/pocket_model/saap.safetensors",
+    "saap_partition": Record(_HERE + "saap_partition:record", "sparse_nb/pocket_methods/saap.safetensors",
                              "the partition of the pocket model's keys, its router and its factors", gpu=False),
     "sketch_walk": Record(_HERE + "sketch_walk:record", "{gpu}_sketch_walk.json",
                           "ways to choose blocks on both models: answers and losses"),
@@ -165,7 +165,7 @@ RECORDS |= {
                                         gpu=False),
     "pocket_model": Record(_HERE + "pocket_model:record", "runs/pocket",
                            "the pocket model and its scores"),
-    "hash_networks": Record(_HERE + "hash_networks:record", "sparse_nb/pocket_model/hash_attention.safetensors",
+    "hash_networks": Record(_HERE + "hash_networks:record", "sparse_nb/pocket_methods/hash_attention.safetensors",
                             "the hash functions of the pocket model"),
 }
 
