@@ -15,7 +15,7 @@ WORKERS ?= 2
 NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb kernels/records/*.ipynb)
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: setup demo test test-all house bench witness notebooks docs preview
+.PHONY: setup demo lab test test-all house bench witness notebooks readme docs preview
 
 setup: .venv/installed
 
@@ -26,6 +26,10 @@ setup: .venv/installed
 
 demo: setup
 	.venv/bin/sparse-nb demo $(ARGS)
+
+# the book in Jupyter, opened on its first chapter
+lab: setup
+	.venv/bin/jupyter lab nbs/00_attention.ipynb
 
 # one thread a process; compiled kernels and Python's bytecode are kept from run to run
 test test-all: export OMP_NUM_THREADS = 1
@@ -54,6 +58,10 @@ notebooks: setup
 	.venv/bin/nbdev_export
 	for nb in $(NOTEBOOKS); do echo $$nb; .venv/bin/python tools/book.py execute $$nb --flags "$(FLAGS)" || exit 1; done
 	.venv/bin/nbdev_clean
+
+# README's tables, figure and shown output, made again from kernels/results
+readme: setup
+	.venv/bin/python tools/front.py
 
 docs: setup
 	$(if $(shell command -v quarto 2>/dev/null),PYTHONPATH=$(CURDIR) .venv/bin/nbdev_docs,$(error the site needs Quarto: get it from https://quarto.org/docs/get-started, or look at the pages with `make preview`))

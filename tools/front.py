@@ -4,6 +4,7 @@ A part of README between `<!-- name -->` and `<!-- /name -->` is what `PARTS[nam
 the sentences around them are written by hand."""
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import re
@@ -202,14 +203,20 @@ def paired(gaps):
     return mean - half, mean, mean + half
 
 
+def evaluations_of(name, model):
+    "Those of `evaluations` that are of a configuration, whose method has the settings that it is timed with."
+    _, _, settings, change = CONFIGURATIONS[name]
+    if change: return  # not one setting
+    for where, file, part, setup, method, called in evaluations():
+        method = LATER.get(method["method"], {}) | method
+        if where == model and has(settings, method): yield file, part, setup, method, called
+
+
 @functools.cache
 def lost(name, model):
     """How many points fewer answers are right than with exact attention on the same prompts: (low, mean, high), or None
     where that setting was not evaluated."""
-    _, _, settings, change = CONFIGURATIONS[name]
-    if change: return None  # not one setting
-    for where, file, part, setup, method, called in evaluations():
-        if where != model or not has(settings, LATER.get(method["method"], {}) | method): continue
+    for file, part, setup, _, called in evaluations_of(name, model):
         own, exact = (right_answers(file, part, setup, x) for x in (called, "exact"))
         cells = [cell for cell in own if cell in exact and len(own[cell]) == len(exact[cell])
                  and sum(exact[cell]) >= CAN * len(exact[cell])]
@@ -350,8 +357,9 @@ def plot_lost(ax):
         for i, name in enumerate(names):
             if (found := lost(name, model)) is None: continue
             low, mean, high = found
-            ax.errorbar(mean, i + 0.36 * (k - (len(models) - 1) / 2), xerr=[[mean - low], [high - mean]], fmt="os"[k % 2],
-                        color=SERIES[k], markersize=6, capsize=2, label=MODELS[model])
+            place = i + 0.36 * (k - (len(models) - 1) / 2)
+            ax.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="osD"[k], color=SERIES[k], markersize=6,
+                        capsize=2, label=MODELS[model])
     for i, name in enumerate(names):
         if not any(lost(name, m) for m in models): ax.text(1, i, MISSING, va="center", color="0.45", fontsize=9)
     handles = dict(zip(*reversed(ax.get_legend_handles_labels())))
@@ -362,25 +370,36 @@ def plot_lost(ax):
     ax.legend(handles.values(), handles.keys(), loc="lower right", frameon=True)
 
 
-def figure():
-    "The two panels of README, as a PNG."
-    import base64
+def drawn():
+    "What the figure is drawn from, as a short text."
+    return hashlib.sha256((speed() + answers()).encode()).hexdigest()[:16]
 
+
+def drawn_from(path):
+    "What the figure in a file was drawn from."
+    from PIL import Image
+    with Image.open(path) as image: return image.text.get("drawn")
+
+
+def figure():
+    "Make the two panels of README."
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
     from sparse_nb.plots import style
-    from tools.book import smaller
     style()
     fig, axes = plt.subplots(1, 2, figsize=(11.5, 4.4))
     plot_speed(axes[0])
     plot_lost(axes[1])
-    buffer = io.BytesIO()
-    fig.savefig(buffer, format="png", dpi=130)
+    fig.savefig(buffer := io.BytesIO(), format="png", dpi=130)
     plt.close(fig)
-    return base64.b64decode(smaller(base64.b64encode(buffer.getvalue()).decode()))
+    (about := PngInfo()).add_text("drawn", drawn())
+    image = Image.open(buffer).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image.save(FIGURE, "png", optimize=True, pnginfo=about)
 
 
 if __name__ == "__main__":
     README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
-    FIGURE.write_bytes(figure())
+    figure()
