@@ -108,7 +108,7 @@ PLACES = [*((n, 1) for n in LENGTHS), (32768, 8)]
 
 def speed():
     "Table A: the speedup of a token."
-    head = ["one token of an 8B-shaped model", *(f"{name} keys" for name in LENGTHS.values()), "8 sequences of 32k"]
+    head = ["8B-shaped model", *(f"{name} keys" for name in LENGTHS.values()), "8 × 32k"]
     own = ["exact attention, transformers'", *(f"{stock(n):.1f} ms" for n in LENGTHS), "–"]
     lines = [own, ["exact attention, ours", *(ms(whole_model("exact", *place)) for place in PLACES)]]
     for name in OURS:
@@ -156,17 +156,17 @@ def kernels():
     lengths = {32768: "32k keys", 131072: "131k", 524288: "524k", 1048576: "1M"}
     walk = dict(H=32, index="fine4", block=64, heads="group", asked=0.1)
     lines = {
-        "decoding: SANTA, 128 draws": santa_step,
-        "decoding: vAttention, 10 %": lambda n: steps("vattention", n, density=0.1),
-        "decoding: SAAP, 4.4 %": lambda n: steps("saap_launches", n, H=32),
-        "decoding: Sketch&Walk, 10 %": lambda n: steps("sketch_walk_launches", n, **walk),
-        "prompt: Delta, tangents": lambda n: prompt("tangent", n),
-        "prompt: Sketch&Walk, 10 %": lambda n: prompt("sketch_walk_10", n),
-        "first token of the model: Delta": lambda n: first_token("tangent", n),
-        "first token of the model: Sketch&Walk": lambda n: first_token("Sketch&Walk 10%", n),
+        "SANTA, 128 draws": santa_step,
+        "vAttention, 10 %": lambda n: steps("vattention", n, density=0.1),
+        "SAAP, 4.4 %": lambda n: steps("saap_launches", n, H=32),
+        "Sketch&Walk, 10 %": lambda n: steps("sketch_walk_launches", n, **walk),
+        "Delta, prompt": lambda n: prompt("tangent", n),
+        "Sketch&Walk, prompt": lambda n: prompt("sketch_walk_10", n),
+        "Delta, first token": lambda n: first_token("tangent", n),
+        "Sketch&Walk, first token": lambda n: first_token("Sketch&Walk 10%", n),
     }
     cells = {what: [call(n) for n in lengths] for what, call in lines.items()}
-    return table(["attention of one layer", *lengths.values()],
+    return table(["kernels", *lengths.values()],
                  *([what, *("–" if x is None else times(x) for x in found)] for what, found in cells.items()))
 
 
@@ -239,7 +239,7 @@ def said_of(found):
 def answers():
     "Table C: the speedup of a token and the answers that it costs, at one setting."
     models = evaluated()
-    head = ["setting", "speedup of a token at 131k keys", *(f"answers lost, {MODELS[model]}" for model in models)]
+    head = ["setting", "speedup, 131k keys", *(f"lost, {MODELS[model]}" for model in models)]
     lines = []
     for name, (_, label, *_) in CONFIGURATIONS.items():
         row = whole_model(name, 131072)
@@ -279,9 +279,9 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/00_attention.ipynb": "what a token reads",
     "nbs/04_exact.ipynb": "softmax in pieces",
     "nbs/06_selection.ipynb": "a few weighted keys for all",
-    "nbs/02_pocket.ipynb": "to try things on",
+    "nbs/02_pocket.ipynb": "a small one, to experiment",
     "nbs/10_santa.ipynb": "drawn values",
-    "nbs/08_bounds.ipynb": "for an error bound",
+    "nbs/08_bounds.ipynb": "error bounds",
     "nbs/20_vattention.ipynb": "an (eps, delta) guarantee",
     "nbs/60_baselines.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",
     "nbs/40_saap.ipynb": "clusters of keys",
@@ -290,7 +290,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/50_sketch_walk.ipynb": "blocks of keys",
     "nbs/62_patterns.ipynb": "MInference, FlexPrefill, HiP",
     "kernels/santa.ipynb": "a Triton kernel",
-    "nbs/80_bench.ipynb": "honestly",
+    "nbs/80_bench.ipynb": "honest comparisons",
     "nbs/70_hf.ipynb": "transformers",
     "nbs/86_two_models.ipynb": "the verdict so far",
 }
@@ -367,7 +367,7 @@ def plot_lost(ax):
     ax.set_yticks(range(len(names)), [CONFIGURATIONS[name][1] for name in names])
     ax.invert_yaxis()
     ax.set(xlabel="right answers lost against exact attention, points", title="What it costs in answers")
-    ax.legend(handles.values(), handles.keys(), loc="lower right", frameon=True)
+    ax.legend(handles.values(), handles.keys(), loc="upper right", frameon=True)
 
 
 def drawn():
