@@ -18,7 +18,7 @@ NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb kernels/records/*.ipynb)
 PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: setup demo test test-all newest house bench witness notebooks docs preview
+.PHONY: setup demo lab test test-all newest gpu-day house bench witness notebooks readme docs preview
 
 setup: .venv/installed
 
@@ -34,6 +34,10 @@ setup: .venv/installed
 
 demo: .venv/demo
 	.venv/bin/sparse-nb demo $(ARGS)
+
+# the book in Jupyter, opened on its first chapter
+lab: setup
+	.venv/bin/jupyter lab nbs/00_attention.ipynb
 
 # one thread a process; compiled kernels and Python's bytecode are kept from run to run
 test test-all newest: export OMP_NUM_THREADS = 1
@@ -56,6 +60,11 @@ newest: setup
 house: setup
 	.venv/bin/python tools/house.py
 
+# a person's day with the package on one CUDA GPU, with every method; in the interpreter that holds torch, not in .venv:
+#   make gpu-day        six minutes;  make gpu-day ARGS=--short   90 seconds
+gpu-day:
+	PYTHONPATH=$(CURDIR) $(PYTHON) tests/gpu/test_a_day.py $(ARGS)
+
 bench: setup
 	.venv/bin/sparse-nb bench decode $(ARGS)
 
@@ -67,6 +76,10 @@ notebooks: setup
 	.venv/bin/nbdev_export
 	for nb in $(NOTEBOOKS); do echo $$nb; .venv/bin/python tools/book.py execute $$nb --flags "$(FLAGS)" || exit 1; done
 	.venv/bin/nbdev_clean
+
+# README's tables, figure and shown output, made again from kernels/results
+readme: setup
+	.venv/bin/python tools/front.py
 
 docs: setup
 	$(if $(shell command -v quarto 2>/dev/null),PYTHONPATH=$(CURDIR) .venv/bin/nbdev_docs,$(error the site needs Quarto: get it from https://quarto.org/docs/get-started, or look at the pages with `make preview`))

@@ -233,7 +233,7 @@ def test_pictures_are_saved_once():
                 assert len(kinds) + ("<img" in page or "<svg" in page) <= 1, f"{path.name}: {cell.source[:80]}"
 
 
-KNOWN = {"nbdev.fast.ai", "quarto.org", "download.pytorch.org", "example.org"}
+KNOWN = {"nbdev.fast.ai", "quarto.org", "download.pytorch.org", "example.org", "arxiv.org"}
 TEXTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md", "pyproject.toml", "settings.ini",
          "Makefile", "_quarto.yml"]
 

@@ -1,0 +1,193 @@
+"""README: its tables are what the results say, its snippets run and print what it shows, and it stays short."""
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparse_nb.core.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from tools import front  # noqa: E402
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = front.blocks(TEXT)
+PAPERS = {"santa": "2605.01910", "vattention": "2510.05688", "delta": "2505.11254", "saap": "2502.08246",
+          "sketch_walk": "2602.07397"}
+
+
+def record(name): return json.loads((ROOT / f"kernels/results/nvidia_h200_{name}.json").read_text())["rows"]
+
+
+def cells(part):
+    "The table of a part of README: first cell of a line -> the others."
+    lines = TEXT.split(f"<!-- {part} -->\n")[1].split(f"\n<!-- /{part} -->")[0].splitlines()
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {line[0]: line[1:] for line in lines[2:]}
+
+
+def test_parts_are_what_the_script_makes():
+    assert front.filled(TEXT, front.PARTS.keys() - {"output"}) == TEXT, "run `make readme`"
+
+
+def test_the_figure_is_of_these_results():
+    assert front.drawn_from(front.FIGURE) == front.drawn(), "run `make readme`"
+
+
+def test_a_part_that_is_missing_is_named():
+    with pytest.raises(ValueError, match="README.md must have one part speed, got 0"):
+        front.filled(TEXT.replace("<!-- speed -->", ""), ["speed"])
+
+
+def test_speed_is_what_the_record_of_whole_models_says():
+    places = (32768, 1), (131072, 1), (524288, 1), (32768, 8)
+    static = {(row["way"], (row["n"], row["batch"])): row for row in record("generate")
+              if row["static"] and row.get("tuned") and row.get("gpus", 1) == 1}
+    shown = cells("speed")
+    exact = [static["exact kernel", place] for place in places]
+    assert shown["exact attention, ours"] == [f"{row['median_us'] / 1000:.1f} ms" for row in exact]
+    own = {"SANTA, 128 draws": "SANTA, 128 samples", "SANTA, 128 draws, int8 keys": "SANTA, 128 samples, int8 keys",
+           "vAttention, 10 % of keys": "vAttention, 10 %", "SAAP, 5 % of keys": "SAAP, 5 %",
+           "Sketch&Walk, 10 % of blocks": "Sketch&Walk, 10 %"}
+    for label, way in own.items():
+        found = [static[way, place] for place in places]
+        assert shown[label] == [f"{row['ratio']:.2f}×" for row in found]
+        assert all(row["rival"] == "exact kernel" and row["replay"] for row in found)
+        options = [{name: x for name, x in row["compiler"].items() if name != "clock"} for row in (*found, *exact)]
+        assert all(x == options[0] for x in options)  # all were compiled alike
+    strict = [static["vAttention, 10 %" if place[0] == 524288 else "vAttention, eps 0.1", place] for place in places]
+    assert all(json.loads(row["method"])["eps"] == 0.1 for row in strict)
+    assert shown["vAttention, eps 0.1"] == [f"{row['ratio']:.2f}×" for row in strict]
+    assert "with eps 0.1 it reads {:.0%}, {:.0%} and {:.0%}".format(
+        *(row["density"] for row in strict[:3])).replace("%", " %") in TEXT
+    eps = [json.loads(static["vAttention, 10 %", (n, 1)]["method"])["eps"] for n in front.LENGTHS]
+    assert "eps {}, {} and {} at the three lengths".format(*eps) in TEXT
+
+
+def test_kernels_are_what_their_records_say():
+    shown = cells("kernels")
+    decode = {row["n"]: row["ratio_to_fastest_dense"] for row in record("decode") if (
+        row["method"], row["mode"], row["H"], row["B"], row["samples"]) == ("santa_systematic", "graph", 32, 1, 128)}
+    assert shown["SANTA, 128 draws"] == [f"{decode[n]:.2f}×" for n in (32768, 131072, 524288, 1048576)]
+    at = {row["method"]: row["median_us"] for row in record("prefill") if row.get("method") and row["n"] == 131072}
+    dense = min(at[x] for x in ("sdpa_flash", "sdpa_cudnn", "fa4"))
+    assert shown["Delta, prompt"][1] == f"{dense / at['tangent']:.1f}×"
+    assert shown["Sketch&Walk, prompt"][1] == f"{dense / at['sketch_walk_10']:.2f}×"
+    first = {row["way"]: row["median_us"] for row in record("first_token") if row["n"] == 131072}
+    assert shown["Delta, first token"][1] == f"{first['cuDNN'] / first['tangent']:.2f}×"
+    walk = dict(asked=0.1, index="fine4", block=64, heads="group")
+    for what, name, like in (("vAttention, 10 %", "vattention", dict(density=0.1)),
+                             ("SAAP, 4.4 %", "saap_launches", {}), ("Sketch&Walk, 10 %", "sketch_walk_launches", walk)):
+        rows = [row for row in record(name) if row["n"] == 1048576 and row["memory"] == "device"
+                and row.get("H", 32) == 32]
+        [step] = [row["median_us"] for row in rows if row.get("launch") == "merge" and like.items() <= row.items()]
+        dense = min(row["median_us"] for row in rows if row["method"].startswith("sdpa"))
+        assert shown[what][3] == front.times(dense / step)
+
+
+def test_answers_are_the_difference_on_the_same_prompts():
+    exact, adamas = ({(row["task"], row["length"]): row["right"] for row in record("two_models")
+                      if (row["part"], row["method"]) == ("witness", name) and "right" in row}
+                     for name in ("exact", "adamas"))
+    gaps = [int(a) - int(b) for x in exact if exact[x].count("1") >= len(exact[x]) / 2
+            for a, b in zip(exact[x], adamas[x], strict=True)]
+    assert cells("answers")["Adamas, 10 %"][2].startswith(f"{100 * statistics.mean(gaps):.1f} [")
+
+
+def test_speed_and_answers_of_a_line_are_of_one_setting():
+    seen = set()
+    for name in front.CONFIGURATIONS:
+        timed = json.loads(front.whole_model(name, 131072)["method"])
+        for model in front.MODELS:
+            for *_, method, _ in front.evaluations_of(name, model):
+                seen.add((name, model))
+                assert {x: timed.get(x) for x in method} == method
+    assert {name for name, _ in seen} >= {"santa", "sketch_walk", "quest", "adamas", "double_sparsity", "magicpig"}
+
+
+def test_an_interval_is_that_of_the_mean_of_paired_differences():
+    low, mean, high = front.paired([0, 0, 100, 0, -100, 100, 0, 0])
+    assert mean == 12.5 and mean - low == pytest.approx(high - mean)
+    assert high - mean == pytest.approx(1.96 * 64.0869 / 8**0.5, rel=1e-4)
+
+
+def test_what_a_token_reads():
+    meta = front.result("generate")["meta"]
+    shape = meta["shape"]
+    head = shape["hidden_size"] // shape["num_attention_heads"]
+    cache = 131072 * 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
+    assert f"reads {meta['weights_read_bytes'] / 1e9:.0f} GB of weights and {cache / 1e9:.0f} GB" in TEXT
+
+
+# The snippets.
+
+def test_the_first_snippet_prints_what_is_shown_twice_in_a_row():
+    shown = TEXT.split("<!-- output -->\n```text\n")[1].split("```")[0]
+    names = {}
+    assert [front.printed(SNIPPETS[0], names) for _ in range(2)] == [shown, shown]
+    assert names["answer"]() == names["question"].answer.strip()
+    assert names["model"].config._attn_implementation == "sdpa"  # the session gave the model back
+
+
+@pytest.mark.parametrize("k", range(1, len(SNIPPETS)))
+def test_other_snippets_stand_alone(k):
+    names = {}
+    front.printed(SNIPPETS[k], names)
+    assert names["out"].shape == (1, 8, 1, 64)
+
+
+def test_shell_lines_name_what_there_is():
+    lines = [line.split("#")[0].strip() for block in re.findall(r"^```sh\n(.*?)^```", TEXT, flags=re.M | re.S)
+             for line in block.splitlines()]
+    targets = re.findall(r"^([\w-]+)(?: [\w-]+)*:", (ROOT / "Makefile").read_text(), flags=re.M)
+    asked = {word for line in [*lines, *re.findall(r"`(make [^`]+)`", TEXT)] if line.startswith("make ")
+             for word in re.sub(r'"[^"]*"', "", line).split()[1:] if "=" not in word}
+    assert asked >= {"demo", "test", "lab", "preview"} and asked <= {*targets}
+    folder = next(line for line in lines if line.startswith("pip wheel")).split("-w ")[1].split()[0]
+    assert f'pip install "$(ls {folder}/sparse_nb-*.whl)[cli]"' in lines
+
+
+# Its length, links and names.
+
+def plain(text):
+    "What a reader of the rendered page reads, but for code in blocks."
+    text = re.sub(r"^```[\s\S]*?^```$", "", text, flags=re.M)
+    text = re.sub(r"<!--[\s\S]*?-->|</?\w+>", "", text)
+    return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
+def words(text): return re.findall(r"\w[\w.,%×&'/-]*", text)
+
+
+def test_it_is_short():
+    assert len(words(plain(TEXT))) <= 900
+    paragraphs = [part for part in plain(TEXT).split("\n\n") if not re.match(r"\||\d+\. ", part.strip())]
+    assert not [part for part in paragraphs if len(words(part)) > 100]
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)]+)\)", TEXT)
+    away = {link for link in links if ":" in link}
+    assert away == {f"https://arxiv.org/abs/{number}" for number in PAPERS.values()}
+    assert not [link for link in {*links} - away if not (ROOT / link.split('#')[0]).is_file()]
+    assert set(re.findall(r"<(https?:[^>]+)>", TEXT)) == set()
+
+
+def test_every_method_is_named():
+    names = {row.path.split(":")[1] for row in METHODS.values()}
+    listed = TEXT.split("## Methods")[1].split("## Chapters")[0]
+    assert {name for name in re.findall(r"`(\w+)`", listed)} == names
+    more = listed.split("<summary>")[1]
+    assert len(re.findall(r"`\w+`", more)) == 22 and more.startswith("Twenty-two")
+    for name, number in PAPERS.items():
+        line = next(x for x in listed.splitlines() if f"abs/{number}" in x)
+        assert f"| `{METHODS[name].path.split(':')[1]}` |" in line and f"kernels/{name}.ipynb" in line
+
+
+def test_pages_are_called_by_their_titles():
+    named = re.findall(r"^\| (?:`\w+`(?:, )?)+ \| \[(.+?)\]\((.+?)\) \|$", TEXT, flags=re.M)
+    assert len(named) == 7
+    for name, page in named: assert front.title(page) == name
