@@ -147,7 +147,7 @@ class Session:
 def attention_layers(
     model, # a transformers decoder
 ) -> dict: # number -> layer
-    "The causal self-attention layers of a decoder. ValueError where there are none, or none with numbers of their own."
+    "The causal self-attention layers of a decoder. ValueError where there are none, or two of one number, or of none."
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"model must be a decoder alone, got {kind_of(model)}, an encoder with a decoder")
     found, names = {}, {}
@@ -157,8 +157,8 @@ def attention_layers(
         i = m.layer_idx
         if i in found:
             raise ValueError(f"model must have one attention layer of each number, got layer {i} of {kind_of(model)} "
-                             f"in {names[i]} and in {name}; where these are parts with a `generate` of their own, call "
-                             "sparsify with one of them")
+                             f"in {names[i]} and in {name}; if these are parts of which one is meant, call sparsify "
+                             "with that part")
         if i is None or i < 0:
             raise ValueError(f"model must have attention layers that know their number, got layer_idx={i} in {name}")
         found[i], names[i] = m, name

@@ -472,7 +472,7 @@ def change(cache, op, x, room):
     if op == "update" and length + n <= room: cache.update(*pair(n, rows, x), 0)
     if op == "reorder_cache": cache.reorder_cache(pick)
     if op == "crop" and (length or not OLD):
-        cache.crop(-min(x % (length + 2), length if isinstance(layer, StaticLayer) else 99))
+        (layer if OLD else cache).crop(-min(x % (length + 2), length if isinstance(layer, StaticLayer) else 99))
     if op == "batch_repeat_interleave" and rows * n <= 8: cache.batch_repeat_interleave(n)
     if op == "batch_select_indices": cache.batch_select_indices(pick[:n])
     if op == "reset": cache.reset()
