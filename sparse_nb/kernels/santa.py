@@ -132,8 +132,14 @@ def _find_tile(w, share, BS: tl.constexpr, BT: tl.constexpr):
     block = tl.minimum(tl.sum((ends[None, :] <= whole[:, None]).to(tl.int32), 1), BT // F - 1)
     o_f = tl.reshape(block[:, None] * F + tl.arange(0, F)[None, :], [BS * F])
     b_cum = tl.reshape(tl.gather(cum, o_f, 0), [BS, F])
-    t = tl.minimum(block * F + tl.sum((b_cum <= whole[:, None]).to(tl.int32), 1), BT - 1)
-    below, above = tl.where(t > 0, tl.gather(cum, tl.maximum(t - 1, 0), 0), 0), tl.gather(cum, t, 0)
+    under = b_cum <= whole[:, None]
+    t = tl.minimum(block * F + tl.sum(under.to(tl.int32), 1), BT - 1)
+    if BT <= 4 * F:
+        start = tl.max(tl.where(ends[None, :] <= whole[:, None], ends[None, :], 0), 1)
+        below, above = tl.max(tl.where(under, b_cum, 0), 1), tl.min(tl.where(under, total, b_cum), 1)
+        below = tl.maximum(below, start)
+    else:  # of many tiles fewer registers hold two gathers
+        below, above = tl.where(t > 0, tl.gather(cum, tl.maximum(t - 1, 0), 0), 0), tl.gather(cum, t, 0)
     return tl.where(total > 0, t, 0), _share_inside(below, above, whole, exact)
 
 @triton.jit
