@@ -1168,6 +1168,25 @@ def test_vattention_bounds_of_tiny_means_stay_below_them(draws):
     assert (lower >= 0).all() and (lower < 1e-3 * mean).all()
 
 
+@triton.jit
+def _places_kernel(asked_ptr, n, rest_ptr, out_ptr, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    tl.store(out_ptr + o, steps._places(tl.load(asked_ptr + o), n, tl.load(rest_ptr + o)))
+
+
+@kernel
+@pytest.mark.parametrize("n", [70, 4096, 131072])
+def test_vattention_asks_for_places_that_hold_the_draws(n):
+    "The exact chance that the places hold fewer new keys than were asked for: at most e^-15, whatever the counts."
+    pairs = [(a, r) for a in (1, 2, 5, 12, 32, 100, 1000, 10000) for r in range(2, n + 1, max(1, n // 60)) if a < r][:1024]
+    asked, rest = (torch.tensor([x[i] for x in pairs] + [1] * (1024 - len(pairs)), device=DEVICE) for i in (0, 1))
+    out = torch.empty(1024, dtype=torch.int32, device=DEVICE)
+    _places_kernel[1,](asked.float(), n, rest.int(), out, BLOCK=1024)
+    asked, rest, out = (x.cpu().numpy()[:len(pairs)] for x in (asked, rest, out))
+    assert (out <= n).all() and (out >= asked).all() and (out < n).mean() > 0.3
+    assert scipy.stats.hypergeom.cdf(asked - 1, n, rest, out).max() <= math.exp(-15)
+
+
 @kernel
 def test_vattention_draws_uniformly_and_keeps_its_promise():
     B, N = sizes((4096, 600), (30, 400))
