@@ -202,7 +202,10 @@ class Growing(HeldRows):
 
         ValueError for fewer keys than those that eviction was decided on: what it threw away cannot be judged anew.
         """
-        check_count("length", length, self.mark)
+        check_count("length", length, 0)
+        if length < self.mark:
+            raise ValueError(f"length must be at least {self.mark}, got {length}: the queries up to there have evicted "
+                             f"keys, which are gone ({self.rule!r})")
         super().crop(length)
         if self.asked is not None: self.asked = self.asked[:, :, :length - self.mark]
         if self.begun is not None and length < self.done: self.rewind(length)

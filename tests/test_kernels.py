@@ -432,6 +432,36 @@ def test_unbiased(scheme, sub, dtype):
     else: assert all(z <= allowed for z, allowed in found), found
 
 
+@kernel
+@pytest.mark.parametrize("scheme", ["systematic", "stratified"])
+@pytest.mark.parametrize("dtype, at, N", [(FP32, 64, 192), (FP32, 32, 49), (BF16, 64, 192)], ids=str)
+def test_a_share_of_a_billionth_is_drawn_where_its_threshold_says(scheme, dtype, at, N):
+    """Key `at` has a share of 1e-9 behind two thirds of the mass, in a tile without other mass or among heavy keys.
+
+    Equal keys on both sides, whose weights no kernel rounds; the seed is one whose threshold lies in the key's interval
+    by the reference's streams. Running sums in float32 lose it.
+    """
+    S, heavy = 4096, at + at // 2
+    scores = torch.full((N,), -90.0)  # of no mass
+    scores[:at] = scores[N - at // 2:] = 0
+    scores[at] = math.log(1e-9 * heavy)
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, N, 16), torch.zeros(1, 1, N, 16)
+    q[..., 0], k[0, 0, :, 0] = 4, scores
+    p = Problem(*(x.to(DEVICE, dtype) for x in (q, k, v)))
+    share = float(torch.exp(p.k[0, 0, at, 0].double())) / heavy
+    start = at / heavy / (1 + share)
+    slot = int(start * S)
+    for seeds in torch.arange(2**22).split(2**15):
+        x = philox(fold_in(fold_in(seeds, 0, 0), 0), slot * (scheme != "systematic"))
+        away = ((slot + x) / S - start) / share
+        if (hit := (away > 0.02) & (away < 0.98)).any(): break  # not at its very ends
+    seed = int(seeds[hit][0])
+    index = kernels.launch(*p[:3], S, scheme, 128, seed, None, None, None, return_index=True, BS=128)[1]
+    assert int(index[0, 0, 0, slot]) == at
+    doubles = [x.double() for x in p[:2]]
+    assert int(select_santa(*doubles, samples=S, scheme=scheme, seed=seed).index[0, 0, 0, slot]) == at
+
+
 # attention over chosen rows
 
 def lists(p, S, kind, seed=0):
@@ -1155,6 +1185,25 @@ def test_vattention_bounds_of_tiny_means_stay_below_them(draws):
     mean, lower = log / torch.linspace(80, 105, 64, device=DEVICE), torch.empty_like(log)
     _lower_bounds[1,](mean, log, lower, BN=64)
     assert (lower >= 0).all() and (lower < 1e-3 * mean).all()
+
+
+@triton.jit
+def _places_kernel(asked_ptr, n, rest_ptr, out_ptr, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    tl.store(out_ptr + o, steps._places(tl.load(asked_ptr + o), n, tl.load(rest_ptr + o)))
+
+
+@kernel
+@pytest.mark.parametrize("n", [70, 4096, 131072])
+def test_vattention_asks_for_places_that_hold_the_draws(n):
+    "The exact chance that the places hold fewer new keys than were asked for: at most e^-15, whatever the counts."
+    pairs = [(a, r) for a in (1, 2, 5, 12, 32, 100, 1000, 10000) for r in range(2, n + 1, max(1, n // 60)) if a < r][:1024]
+    asked, rest = (torch.tensor([x[i] for x in pairs] + [1] * (1024 - len(pairs)), device=DEVICE) for i in (0, 1))
+    out = torch.empty(1024, dtype=torch.int32, device=DEVICE)
+    _places_kernel[1,](asked.float(), n, rest.int(), out, BLOCK=1024)
+    asked, rest, out = (x.cpu().numpy()[:len(pairs)] for x in (asked, rest, out))
+    assert (out <= n).all() and (out >= asked).all() and (out < n).mean() > 0.3
+    assert scipy.stats.hypergeom.cdf(asked - 1, n, rest, out).max() <= math.exp(-15)
 
 
 @kernel

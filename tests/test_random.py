@@ -1,7 +1,7 @@
 """Randomness: the same bits as Triton, and statistics with a stated false-alarm rate.
 
 Every statistical check accepts between the quantiles ALARM / 2 and 1 - ALARM / 2 of the law that a correct sampler
-follows, so each fails a correct sampler once in 1 / ALARM seeds. There are about 230 checks: one run in a million would
+follows, so each fails a correct sampler once in 1 / ALARM seeds. There are about 280 checks: one run in a million would
 fail if seeds were not fixed.
 """
 import itertools
@@ -28,7 +28,10 @@ import triton.language as tl
 def rand_kernel(seed_ptr, offset_ptr, out_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.load(offset_ptr + i, mask=i < n)
-    tl.store(out_ptr + i, tl.rand(tl.load(seed_ptr), offset), mask=i < n)
+    low = offset.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), low, (offset.to(tl.int64) >> 32).to(tl.uint32), low * 0, low * 0)
+    bits = (w0.to(tl.int64) << 21) + (w1 >> 11).to(tl.int64)
+    tl.store(out_ptr + i, bits.to(tl.float64) / 9007199254740992, mask=i < n)
 
 @triton.jit
 def fold_kernel(seed_ptr, data_ptr, out_ptr, n, BLOCK: tl.constexpr):
@@ -42,7 +45,7 @@ cases = torch.load(sys.argv[1])
 results = []
 for kind, seed, data in cases:
     n = data.numel()
-    out = torch.empty(n, dtype=torch.float32 if kind == "rand" else torch.int64)
+    out = torch.empty(n, dtype=torch.float64 if kind == "rand" else torch.int64)
     kernel = rand_kernel if kind == "rand" else fold_kernel
     kernel[(triton.cdiv(n, 64),)](torch.tensor([seed]), data, out, n, BLOCK=64)
     results.append(out)
@@ -122,9 +125,12 @@ def test_no_seed_means_a_fresh_one_from_torch():
 
 def test_random_numbers_are_uniform():
     u = philox(11, torch.arange(10**6))
-    assert u.dtype == torch.float32 and 0 <= u.min() and u.max() < 1
-    counts = torch.histc(u, 1000, 0, 1).double()
+    assert u.dtype == torch.float64 and 0 <= u.min() and u.max() < 1
+    counts = torch.histc(u, 1000, 0, 1)
     accept(stats.chi2(999), float(((counts - 1000)**2 / 1000).sum()))
+    whole = u[:10**5] * 2**53
+    assert torch.equal(whole, whole.floor())
+    for bit in range(53): accept(stats.binom(10**5, 0.5), int((whole.long() >> bit & 1).sum()))  # above one half, too
     for word in philox_words(11, torch.arange(10**5)):
         for bit in range(32): accept(stats.binom(10**5, 0.5), int((word >> bit & 1).sum()))
 

@@ -19,7 +19,7 @@ def philox_words(
     offset,          # int, or integer tensor that broadcasts with seed: the low 64 bits of the counter
     stream: int = 0, # third 32-bit word of the counter
 ) -> tuple:          # four ints if both are ints, else four int64 tensors; in [0, 2**32)
-    """Four random 32-bit words for each counter: Philox-4x32-10 (Salmon et al. 2011), the words of Triton's
+    """Four random 32-bit words for each counter: Philox-4x32-10 (Salmon et al. 2011), bit for bit those of Triton's
     `tl.philox`.
 
     Raises as `check_integer`.
@@ -40,11 +40,11 @@ def philox_words(
 def philox(
     seed,          # int, or integer tensor
     offset,        # int, or integer tensor that broadcasts with seed
-) -> torch.Tensor: # float32 in [0, 1)
-    "Uniform random numbers, bit for bit those of Triton's `tl.rand(seed, offset)`. Raises as `check_integer`."
-    word = torch.as_tensor(philox_words(seed, offset)[0])
-    # tl.rand reads the word as a signed number and flips the negative ones, so 31 random bits remain
-    return torch.where(word >= 2**31, 2**32 - 1 - word, word).float() * 4.6566127342e-10
+) -> torch.Tensor: # float64 in [0, 1): a multiple of 2^-53
+    "Uniform random numbers: the upper 53 bits of the first two words. Raises as `check_integer`."
+    high, low, _, _ = philox_words(seed, offset)
+    bits = high << 21 | low >> 11
+    return (bits if isinstance(bits, torch.Tensor) else torch.tensor(bits, device="cpu")).double() * 2**-53
 
 # %% ../../nbs/05_streams.ipynb #63a3bd94
 def fold_in(

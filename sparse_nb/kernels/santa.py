@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
     LOG2E, Plans, cache_bytes, compiled_usage, contiguous, device_limits, dot, layout_of, refusal, relaunch,
-    starts_early, stream, visible)
+    starts_early, stream, uniform, visible)
 
 # %% ../../kernels/santa.ipynb #8033fc1e
 @triton.jit
@@ -104,33 +104,56 @@ def _tile_masses(m_ptr, l_ptr, tiles, BT: tl.constexpr):
     return tl.where(l == 0, 0., l * tl.exp2(m - M)), M
 
 @triton.jit
-def _find_tile(w, cum, thr, BS: tl.constexpr, BT: tl.constexpr):
-    "Tile of each threshold [BS] among the running sums cum [BT] of the masses w, and how far into it it lies"
-    F: tl.constexpr = 32
-    o_t = tl.arange(0, BT)
-    last = tl.max(tl.where(w > 0, o_t, 0), 0)
-    if BT <= F:
-        b_t = tl.broadcast_to(o_t[None, :], [BS, BT])
-        b_w, b_cum = tl.broadcast_to(w[None, :], [BS, BT]), tl.broadcast_to(cum[None, :], [BS, BT])
-    else:
-        ends = tl.max(tl.reshape(cum, [BT // F, F]), 1)
-        block = tl.minimum(tl.sum((ends[None, :] <= thr[:, None]).to(tl.int32), 1), BT // F - 1)
-        b_t = block[:, None] * F + tl.arange(0, F)[None, :]
-        flat = tl.reshape(b_t, [BS * F])
-        b_w, b_cum = tl.reshape(tl.gather(w, flat, 0), [BS, F]), tl.reshape(tl.gather(cum, flat, 0), [BS, F])
-    t = tl.min(tl.where((b_w > 0) & (b_cum > thr[:, None]), b_t, BT), 1)
-    near = tl.max(tl.where(b_w > 0, b_t, -1), 1)
-    t = tl.where(t < BT, t, tl.where(near >= 0, near, last))  # rounding left the threshold beyond the last mass
-    below = tl.sum(tl.where(b_t == t[:, None], b_cum - b_w, 0.), 1)
-    return t, tl.maximum(thr - below, 0.)
+def _in_units(x, UNITS: tl.constexpr, WIDE: tl.constexpr):
+    "Masses in whole units; what is no number counts nothing"
+    x = tl.where(x > 0, x, 0.) * UNITS
+    return x.to(tl.int64) if WIDE else x.to(tl.uint32)
 
 @triton.jit
-def _find_in_row(u, thr, BN: tl.constexpr):
-    "Place of each threshold [BS] among the running sums of its row of u [BS, BN], never one without mass, and the rest"
-    o_n, cum = tl.arange(0, BN)[None, :], tl.cumsum(u, 1)
-    i = tl.min(tl.where((u > 0) & (cum > thr[:, None]), o_n, BN), 1)
-    i = tl.where(i < BN, i, tl.max(tl.where(u > 0, o_n, 0), 1))
-    return i, tl.maximum(thr - tl.sum(tl.where(o_n == i[:, None], cum - u, 0.), 1), 0.)
+def _scaled(share, total):
+    "The shares [BS] as numbers below the total, whole and exact"
+    exact = share * total.to(tl.float64)
+    return tl.minimum(exact.to(total.dtype), tl.maximum(total, 1) - 1), exact
+
+@triton.jit
+def _share_inside(below, above, whole, exact):
+    "How far into its place each threshold [BS] lies, as a share"
+    rest = (whole - below).to(tl.float64) + (exact - whole.to(tl.float64))
+    return rest / tl.maximum(above - below, 1).to(tl.float64)
+
+@triton.jit
+def _find_tile(w, share, BS: tl.constexpr, BT: tl.constexpr):
+    "Tile that each share [BS] of the masses w [BT] falls into, never one without mass, and how far into it, as a share"
+    F: tl.constexpr = 32
+    cum = tl.cumsum(_in_units(w, 549755813888, True), 0)  # 2^39
+    total = tl.max(cum, 0)
+    whole, exact = _scaled(share, total)
+    ends = tl.max(tl.reshape(cum, [BT // F, F]), 1)
+    block = tl.minimum(tl.sum((ends[None, :] <= whole[:, None]).to(tl.int32), 1), BT // F - 1)
+    o_f = tl.reshape(block[:, None] * F + tl.arange(0, F)[None, :], [BS * F])
+    b_cum = tl.reshape(tl.gather(cum, o_f, 0), [BS, F])
+    under = b_cum <= whole[:, None]
+    t = tl.minimum(block * F + tl.sum(under.to(tl.int32), 1), BT - 1)
+    if BT <= 4 * F:
+        start = tl.max(tl.where(ends[None, :] <= whole[:, None], ends[None, :], 0), 1)
+        below, above = tl.max(tl.where(under, b_cum, 0), 1), tl.min(tl.where(under, total, b_cum), 1)
+        below = tl.maximum(below, start)
+    else:  # of many tiles fewer registers hold two gathers
+        below, above = tl.where(t > 0, tl.gather(cum, tl.maximum(t - 1, 0), 0), 0), tl.gather(cum, t, 0)
+    return tl.where(total > 0, t, 0), _share_inside(below, above, whole, exact)
+
+@triton.jit
+def _find_in_row(u, share, MOST: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr):
+    """Place that each share [BS] of its row of u [BS, BN] falls into, never one without mass, and how far into it.
+
+    A row sums to MOST at most; with WIDE its sums have 64 bits.
+    """
+    cum = tl.cumsum(_in_units(u, 549755813888 if WIDE else 2147483648 // MOST, WIDE), 1)
+    total = tl.max(cum, 1)
+    whole, exact = _scaled(share, total)
+    under = cum <= whole[:, None]
+    below, above = tl.max(tl.where(under, cum, 0), 1), tl.min(tl.where(under, total[:, None], cum), 1)
+    return tl.minimum(tl.sum(under.to(tl.int32), 1), BN - 1), _share_inside(below, above, whole, exact)
 
 # %% ../../kernels/santa.ipynb #e491b387
 @triton.jit
@@ -139,9 +162,9 @@ def _at(u, i, BN: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, BN)[None, :] == i[:, None], u, 0.), 1)
 
 @triton.jit
-def _in_sum(b_q, p_k, k_n, k_d, unit_ptr, unit_at, unit_n, row, thr, m, first, n, scale,
+def _in_sum(b_q, p_k, k_n, k_d, unit_ptr, unit_at, unit_n, row, share, m, first, n, scale,
             D: tl.constexpr, SUB: tl.constexpr, BD: tl.constexpr):
-    "Key of each threshold among SUB keys from number row on, which are scored again, and its mass e^(s - m)"
+    "Key of each share among SUB keys from number row on, which are scored again, and its mass e^(s - m)"
     o_i, o_d = row[:, None] + tl.arange(0, SUB)[None, :], tl.arange(0, BD)
     at, m_k = (first + o_i).to(tl.int64), o_i < n
     p_k = p_k + at[:, :, None] * k_n + o_d[None, None, :] * k_d
@@ -149,7 +172,7 @@ def _in_sum(b_q, p_k, k_n, k_d, unit_ptr, unit_at, unit_n, row, thr, m, first, n
     b_s = tl.sum(b_k.to(tl.float32) * b_q[None, None, :], 2) * scale                         # [BS, SUB]
     if unit_ptr is not None: b_s *= tl.load(unit_ptr + unit_at + at * unit_n, mask=m_k, other=0.)
     u = tl.where(m_k, tl.exp2(b_s - m[:, None]), 0.)
-    i, thr = _find_in_row(u, thr, SUB)
+    i, share = _find_in_row(u, share, SUB, SUB, True)
     return row + i, _at(u, i, SUB)
 
 @triton.jit
@@ -176,7 +199,7 @@ def _joined(part_ptr, mass_ptr, begin, P, BP: tl.constexpr, BD: tl.constexpr, MA
 
 # %% ../../kernels/santa.ipynb #e491b388
 @triton.jit(do_not_specialize=["seed"])
-def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, tile_ptr, thr_ptr, arrived_ptr,
+def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, slot_ptr, arrived_ptr,
                    part_ptr, mass_ptr, out_ptr, index_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
                    q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, code_b, code_g, code_n, code_d,
                    unit_b, unit_g, unit_n, out_b, out_h, out_d, N, T, S, P, SCHEME: tl.constexpr, G: tl.constexpr,
@@ -187,23 +210,21 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
     i_b, i_h, i_bh = bh // (G * R), bh % (G * R), bh.to(tl.int64)
     if seed_ptr is not None: seed = tl.load(seed_ptr).to(tl.int64)
     o_s, o_d = i_p * BS + tl.arange(0, BS), tl.arange(0, BD)
-    x = tl.rand(stream(seed_ptr, seed, i_b, i_h, G * R, SEEDS), o_s * 0 if SCHEME == "systematic" else o_s)
+    own = stream(seed_ptr, seed, i_b, i_h, G * R, SEEDS)
+    if SCHEME != "proportional": x = uniform(own, o_s * 0 if SCHEME == "systematic" else o_s)
     first, n = visible(start_ptr, len_ptr, i_b, N)
     tiles, m_s = tl.cdiv(n, BN), o_s < S
     if PDL: gdc_wait()
     w, M = _tile_masses(m_ptr + i_bh * T, l_ptr + i_bh * T, tiles, BT)
     Z = tl.sum(w, 0)
     if SCHEME == "proportional":
-        t = tl.load(tile_ptr + i_bh * S + o_s, mask=m_s, other=0)
-        thr = tl.load(thr_ptr + i_bh * S + o_s, mask=m_s, other=0.)
-    else:
-        cum = tl.cumsum(w, 0)
-        thr = (x if SCHEME == "iid" else (o_s.to(tl.float32) + x) / S) * Z
-        t, thr = _find_tile(w, cum, thr, BS, BT)
-        thr = thr * tl.exp2(M - tl.load(m_ptr + i_bh * T + t))                # from units of e^M to those of the tile
+        p_slot = slot_ptr + i_bh * 3 * S + o_s
+        t, count = tl.load(p_slot, mask=m_s, other=0), tl.load(p_slot + 2 * S, mask=m_s, other=1)
+        share = (tl.load(p_slot + S, mask=m_s, other=0) + uniform(own, t)) / count
+    else: t, share = _find_tile(w, x if SCHEME == "iid" else (o_s.to(tl.float64) + x) / S, BS, BT)
     p_u = u_ptr + i_bh * (T * (BN // SUB)) + t[:, None] * (BN // SUB) + tl.arange(0, BN // SUB)[None, :]
     u = tl.load(p_u).to(tl.float32)                                           # [BS, BN / SUB]
-    i, thr = _find_in_row(u, thr, BN // SUB)
+    i, share = _find_in_row(u, share, BN, BN // SUB, u_ptr.dtype.element_ty == tl.float32)
     row = t * BN + i * SUB
     i_b, i_g = i_b.to(tl.int64), (i_h // R).to(tl.int64)
     p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
@@ -211,22 +232,23 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
         b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d * q_d, mask=o_d < D, other=0.).to(tl.float32)
         m = tl.load(m_ptr + i_bh * T + t)
     if SUB == 1: mass = _at(u, i, BN)
-    elif code_ptr is None: row, mass = _in_sum(b_q, p_k, k_n, k_d, None, 0, 0, row, thr, m, first, n, scale, D, SUB, BD)
+    elif code_ptr is None:
+        row, mass = _in_sum(b_q, p_k, k_n, k_d, None, 0, 0, row, share, m, first, n, scale, D, SUB, BD)
     else: row, mass = _in_sum(b_q, code_ptr + i_b * code_b + i_g * code_g, code_n, code_d, unit_ptr,
-                              i_b * unit_b + i_g * unit_g, unit_n, row, thr, m, first, n, scale, D, SUB, BD)
+                              i_b * unit_b + i_g * unit_g, unit_n, row, share, m, first, n, scale, D, SUB, BD)
     row = tl.minimum(row + first, N - 1)
     if index_ptr is not None: tl.store(index_ptr + i_bh * S + o_s, row, mask=m_s)
     row, m_v = row.to(tl.int64)[:, None], m_s[:, None] & (o_d < D)[None, :]
     b_v = tl.load(p_v + row * v_n + o_d[None, :] * v_d, mask=m_v, other=0.).to(tl.float32)   # [BS, BD]
-    share = tl.where(Z > 0, 1. / S, float("nan"))
+    factor = tl.where(Z > 0, 1. / S, float("nan"))
     if MASS:                                                                  # w = e^s over the mass of the draw
         b_k = tl.load(p_k + row * k_n + o_d[None, :] * k_d, mask=m_v, other=0.).to(tl.float32)
         top, w = _from_logarithms(tl.sum(b_k * b_q[None, :], 1) * scale - m - tl.log2(mass), m_s)
-        acc, total, share = tl.sum(w[:, None] * b_v, 0), tl.sum(w, 0), share * S
-        if BP == 1: share /= total
+        acc, total, factor = tl.sum(w[:, None] * b_v, 0), tl.sum(w, 0), factor * S
+        if BP == 1: factor /= total
     else: acc = tl.sum(b_v, 0)                                                # sum of the rows: no multiplication
     p_out = out_ptr + i_b * out_b + i_h * out_h + o_d * out_d
-    if BP == 1: tl.store(p_out, (acc * share).to(out_ptr.dtype.element_ty), mask=o_d < D)
+    if BP == 1: tl.store(p_out, (acc * factor).to(out_ptr.dtype.element_ty), mask=o_d < D)
     else:
         tl.store(part_ptr + (i_bh * P + i_p) * BD + o_d, acc)
         if MASS: tl.store(mass_ptr + (i_bh * P + i_p) * 2, top)
@@ -234,16 +256,14 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + bh, 1, sem="acq_rel") == P - 1:        # the last one adds the parts, in order
             acc = _joined(part_ptr, mass_ptr, i_bh * P, P, BP, BD, MASS)
-            tl.store(p_out, (acc * share).to(out_ptr.dtype.element_ty), mask=o_d < D)
+            tl.store(p_out, (acc * factor).to(out_ptr.dtype.element_ty), mask=o_d < D)
 
 # %% ../../kernels/santa.ipynb #f0062103
-@triton.jit(do_not_specialize=["seed"])
-def _budget_kernel(m_ptr, l_ptr, tile_ptr, thr_ptr, start_ptr, len_ptr, seed_ptr, seed, N, T, S,
-                   G: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, SEEDS: tl.constexpr):
+@triton.jit
+def _budget_kernel(m_ptr, l_ptr, slot_ptr, start_ptr, len_ptr, N, T, S,
+                   G: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
     bh = tl.program_id(0)
-    i_b, i_h, i_bh = bh // (G * R), bh % (G * R), bh.to(tl.int64)
-    if seed_ptr is not None: seed = tl.load(seed_ptr).to(tl.int64)
-    own = stream(seed_ptr, seed, i_b, i_h, G * R, SEEDS)
+    i_b, i_bh = bh // (G * R), bh.to(tl.int64)
     first, n = visible(start_ptr, len_ptr, i_b, N)
     tiles = tl.cdiv(n, BN)
     w, M = _tile_masses(m_ptr + i_bh * T, l_ptr + i_bh * T, tiles, BT)
@@ -261,12 +281,12 @@ def _budget_kernel(m_ptr, l_ptr, tile_ptr, thr_ptr, start_ptr, len_ptr, seed_ptr
     rank = tl.cumsum(equal.to(tl.int32), 0)
     budget = whole + ((left > 0) & (more | (equal & (rank <= left - tl.sum(more.to(tl.int32), 0))))).to(tl.int32)
     slot = tl.cumsum(budget, 0) - budget
-    x = tl.rand(own, o_t)                                                    # one offset a tile
-    l = tl.load(l_ptr + i_bh * T + o_t, mask=o_t < tiles, other=0.)
+    p_slot = slot_ptr + i_bh * 3 * S + slot
     for i in range(0, tl.max(budget, 0)):
         mine = (i < budget) & (slot + i < S)
-        tl.store(tile_ptr + i_bh * S + slot + i, o_t, mask=mine)
-        tl.store(thr_ptr + i_bh * S + slot + i, (i + x) / tl.maximum(budget, 1) * l, mask=mine)
+        tl.store(p_slot + i, o_t, mask=mine)
+        tl.store(p_slot + S + i, o_t * 0 + i, mask=mine)
+        tl.store(p_slot + 2 * S + i, budget, mask=mine)
 
 # %% ../../kernels/santa.ipynb #0e58aa7c
 @triton.jit(do_not_specialize=["seed"])
@@ -298,18 +318,16 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, m_ptr, l_ptr, part_ptr, index_ptr, start_
         tl.store(l_ptr + i_h * T + t, l, mask=m_r)
         for r in range(R):
             bh = i_b * (G * R) + i_g * R + r
-            x = tl.rand(stream(seed_ptr, seed, i_b, (i_g * R + r).to(tl.int32), G * R, SEEDS), t)
+            x = uniform(stream(seed_ptr, seed, i_b, (i_g * R + r).to(tl.int32), G * R, SEEDS), t)
             b_u = tl.sum(tl.where(o_r[:, None] == r, u, 0.), 0)              # [BN], the row of head r
             total = tl.sum(tl.where(o_r == r, l, 0.), 0)
-            some, cum = (b_u > 0)[None, :], tl.cumsum(b_u, 0)[None, :]
-            last = tl.max(tl.where(b_u > 0, o_n, 0), 0)
             acc = tl.zeros([BD], tl.float32)
             for begin in range(0, each, BS):
                 o_j = begin + o_s
                 m_s = o_j < each
-                thr = (o_j.to(tl.float32) + x) / each * total
-                i = tl.min(tl.where(some & (cum > thr[:, None]), o_n[None, :], BN), 1)
-                drawn = first + t * BN + tl.where(i < BN, i, last)
+                share = (o_j.to(tl.float64) + x) / each
+                i, share = _find_in_row(b_u[None, :], share, BN, BN, DTYPE == tl.float32)
+                drawn = first + t * BN + tl.where(total > 0, i, 0)
                 if index_ptr is not None:
                     tl.store(index_ptr + bh * slots + t * each + o_j, drawn, mask=o_j < tl.where(total > 0, each, 0))
                 p_v = v_ptr + i_b * v_b + i_g * v_g + drawn.to(tl.int64)[:, None] * v_n + o_d[None, :] * v_d
@@ -502,26 +520,25 @@ def launch(
     new = functools.partial(torch.empty, device=q.device)
     seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
     SEEDS, scale = seed_ptr is not None and seed_ptr.ndim == 2, (D**-0.5 if scale is None else scale) * LOG2E
-    slots = max(T, samples + T // 2) if scheme == "flash" else samples
-    index = torch.full((B, H, 1, slots), -1, dtype=torch.int32, device=q.device) if return_index else None
+    most = max(T, samples + T // 2) if scheme == "flash" else samples
+    index = torch.full((B, H, 1, most), -1, dtype=torch.int32, device=q.device) if return_index else None
     out, m, l = new(B, H, 1, D, dtype=q.dtype), *(new(B * H, T, dtype=torch.float32) for _ in range(2))
     if scheme == "flash":
-        _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_len, m, l, out, index, slots, SEEDS)
+        _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_len, m, l, out, index, most, SEEDS)
         return out, index
     u = new(B * H, T * BN // SUB, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
     arrived = new(B * H, dtype=torch.int32)
     _stash_scores(q, k if codes is None else codes, units, estimate, s, made, u, m, l, arrived, kv_start, kv_len, scale)
-    tiles = starts = None
+    slots = None
     if scheme == "proportional":
-        tiles, starts = new(B * H, samples, dtype=torch.int32), new(B * H, samples, dtype=torch.float32)
+        slots = new(B * H, 3, samples, dtype=torch.int32)  # tile, number there, and how many are there
         _budget_kernel[B * H,](
-            m, l, tiles, starts, kv_start, kv_len, seed_ptr, seed, N, T, samples, G, R,
-            BT=s["BT"], BN=BN, SEEDS=SEEDS, num_warps=max(4, 2 * wide))
+            m, l, slots, kv_start, kv_len, N, T, samples, G, R, BT=s["BT"], BN=BN, num_warps=max(4, 2 * wide))
     part = new(B * H, P, s["BD"], dtype=torch.float32) if P > 1 else None
     mass = new(B * H, P, 2, dtype=torch.float32) if P > 1 and rescore else None
     PDL = s["overlap"] and scheme != "proportional"
     relaunch(made, "draws" if seed < 2**31 else "draws, long seed", _gather_kernel, (B * H, P, 1),
-             q, k, v, codes, units, u, m, l, tiles, starts, arrived, part, mass, out, index, kv_start, kv_len, seed_ptr,
+             q, k, v, codes, units, u, m, l, slots, arrived, part, mass, out, index, kv_start, kv_len, seed_ptr,
              seed, scale, q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
              *((0,) * 7 if codes is None else (*codes.stride(), *units.stride())), H * D, D, 1,
              N, T, samples, P, scheme, G, R, D, SUB, s["BS"], s["BT"], BN, s["BD"], s["BP"], SEEDS, rescore, PDL,
@@ -613,7 +630,7 @@ def put_codes(
 
 # %% ../../kernels/santa.ipynb #817ee3dc
 _TYPES = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16") | dict(u_ptr="fp16") \
-    | dict.fromkeys(("arrived_ptr", "feature_ptr", "count_ptr", "tile_ptr", "index_ptr"), "i32") | dict(code_ptr="i8") \
+    | dict.fromkeys(("arrived_ptr", "feature_ptr", "count_ptr", "slot_ptr", "index_ptr"), "i32") | dict(code_ptr="i8") \
     | dict.fromkeys(("start_ptr", "len_ptr", "seed_ptr", "at_ptr"), "i64")
 
 def _variants(n, capability):
@@ -621,7 +638,7 @@ def _variants(n, capability):
     q, k = (torch.empty(1, h, m, 128, dtype=torch.bfloat16, device="meta") for h, m in ((32, 1), (8, n)))
     s = launch_settings(q, k, 128)
     tiles = lambda size: max(32, triton.next_power_of_2(triton.cdiv(n, size)))
-    wide, slots = max(1, tiles(s["BN"]) // 1024), {"tile_ptr", "thr_ptr"}
+    wide, slots = max(1, tiles(s["BN"]) // 1024), {"slot_ptr"}
     exact = {"code_ptr", "unit_ptr", "mass_ptr"}
     slots, gather_warps = slots | exact, max(s["gather_warps"], wide)
     optional = slots | {"start_ptr", "len_ptr", "seed_ptr", "index_ptr"}
@@ -639,7 +656,7 @@ def _variants(n, capability):
         ("gather, int8, rescored", _gather_kernel, base | dict(MASS=True), optional - exact, gather_warps),
         ("gather, eight sequences", _gather_kernel, alone, optional, max(wider["gather_warps"], wide)),
         ("gather, ragged batch, device seed, index", _gather_kernel, base, slots, gather_warps),
-        ("gather, proportional", _gather_kernel, proportional, optional - {"tile_ptr", "thr_ptr"}, gather_warps),
+        ("gather, proportional", _gather_kernel, proportional, optional - {"slot_ptr"}, gather_warps),
         ("budgets, proportional", _budget_kernel, tiled, (), max(4, 2 * wide)),
         ("flash", _flash_kernel, tiled | dict(DTYPE=tl.float16, BS=16), (), 2),
         ("merge, flash", _merge_kernel, tiled | dict(BP=64, BW=32), (), max(4, wide)),

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
     INTERPRETED, LOG2E, by_engine, contiguous, device_limits, dot, in_keys, load_queries, load_tile, refusal,
-    running_softmax, share_in_units, visible)
+    running_softmax, share_in_units, uniform, visible)
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #9c665ea7
 FINE = {"mean": None, "fine16": 16, "fine4": 4} # index: keys of a sub-block; None: of a block
@@ -57,7 +57,7 @@ def _rotated(b_x, seed, W: tl.constexpr, BD: tl.constexpr):
     b_h = b_h ^ (b_h >> 4)
     b_h = b_h ^ (b_h >> 2)
     b_h = tl.where((b_h ^ (b_h >> 1)) & 1 > 0, -1., 1.).to(tl.bfloat16)  # parity of the bits that both numbers have
-    b_x = b_x * tl.where(tl.rand(seed, o_d) < 0.5, -1., 1.)[None, :]
+    b_x = b_x * tl.where(uniform(seed, o_d) < 0.5, -1., 1.)[None, :]
     b_a, b_x = _halves(b_x)
     b_b, b_x = _halves(b_x)
     b_y = dot(b_a, b_h, dot(b_b, b_h, dot(_halves(b_x)[0], b_h))) * W**-0.5

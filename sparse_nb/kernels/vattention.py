@@ -204,9 +204,12 @@ def _draw(row_ptr, mask_ptr, i, word, begin, count, step, first, n, own, BC: tl.
 # %% ../../kernels/vattention.ipynb #358a77b0
 @triton.jit
 def _places(asked, n, rest):
-    "So many places of the order of n keys that `asked` of its `rest` are among them, with four standard deviations"
+    "So many places of the order of n keys that `asked` of its `rest` are among them, but for a chance of e^-15"
     chance = rest.to(tl.float32) / tl.maximum(n, 1)
-    places = tl.ceil((asked + 4 * tl.sqrt(asked * (1 - chance))) / tl.maximum(chance, 1e-9))
+    away = 1 - chance
+    b = 15 * (1 + 2 * away) / 3                                  # Bernstein: p places hold asked or fewer with e^-15 if
+    hold = asked + b + tl.sqrt(b * b + 30 * away * asked)        # p chance = asked + b + sqrt(b^2 + 30 away asked)
+    places = tl.minimum(tl.ceil(hold / tl.maximum(chance, 1e-9)), asked + (n - rest))  # no more than all are skipped
     return tl.where(asked >= rest, n, tl.minimum(places, n.to(tl.float32)).to(tl.int32))
 
 @triton.jit

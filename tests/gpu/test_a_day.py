@@ -38,7 +38,8 @@ from sparse_nb.models import replay
 from sparse_nb.tasks import make
 
 ROOT = Path(__file__).parents[2]
-NEW, SEED = 10, 5   # tokens of an answer; of the sessions
+NEW, SEED = 10, 5          # tokens of an answer; of the sessions
+EVICTS = "h2o", "snapkv"   # what they evicted is gone where tokens are taken back
 SETTINGS = {        # of methods whose defaults read all of so short a prompt, or that need an argument
     "streaming": dict(sinks=4, window=128), "topk": dict(budget=0.1), "topp": dict(mass=0.9),
     "uniform": dict(samples=0.5), "quest": dict(budget=0.25), "double_sparsity": dict(budget=0.25),
@@ -107,9 +108,9 @@ class Day:
         "Tokens of an answer."
         model, ids = model or self.model, self.prompts[0] if ids is None else ids
         ids = ids.to(model.device)
-        given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=pocket.PAD)
-        if "past_key_values" in more and more["past_key_values"] is None: del more["past_key_values"]
-        out = model.generate(ids, **given | more).cpu()
+        given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        given = given | more
+        out = model.generate(ids, **given, min_new_tokens=given["max_new_tokens"]).cpu()
         return out[:, ids.shape[1]:].tolist() if cut else out
 
     def want(self, what, name):
@@ -141,6 +142,9 @@ def scene(title):
 
 
 def can(what): return lambda method: callable(getattr(method, what, None))
+
+
+def can_go_back(method): return can("decode")(method) and type(method).__name__.lower() not in EVICTS
 
 
 def answers_of(day, model, method, count=3, **more):
@@ -175,11 +179,11 @@ def chat(day, model, method):
     return told
 
 
-WANTED = {"prompts": (can("decode"), answers_of), "chat": (can("decode"), chat),
+WANTED = {"prompts": (can("decode"), answers_of), "chat": (can_go_back, chat),
           "read": (can("prefill"), read_with(False)), "read, then SANTA": (can("prefill"), read_with(True)),
           "beams": (can("decode"), searched(num_beams=2)),
-          "prompt lookup": (can("decode"), searched(prompt_lookup_num_tokens=3)),
-          "assistant": (can("decode"), searched(assistant_early_exit=1))}
+          "prompt lookup": (can_go_back, searched(prompt_lookup_num_tokens=3)),
+          "assistant": (can_go_back, searched(assistant_early_exit=1))}
 
 
 @scene("three prompts in one session, in a second one, and once more after empty_cache")
@@ -200,24 +204,25 @@ def prefills(day):
 
 @scene("growing, static, static with replay and offloaded caches")
 def caches(day):
+    model = copy.deepcopy(day.model)  # of two layers, for to compile takes long
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    model.config.layer_types = (model.config.layer_types or [])[:2] or None
     for name, method in day.methods("decode"):
-        for how in ("static", "replay", "offload"):
-            if how == "static" and not day.small and name not in SHORT: continue  # its replay is compiled, too
-            if how == "offload":
-                if name != "exact": day.like(answers_of(day, day.model, method, offload=True), "prompts", name)
-                continue
-            if hf.no_graph(method): continue
-            cache, found = StaticCache(config=day.model.config, max_cache_len=day.prompts[1].shape[1] + 64), []
+        want = answers_of(day, model, method)
+        if name != "exact": day.same(answers_of(day, model, method, offload=True), want, "offload", name)
+        for how in () if hf.no_graph(method) else ("static", "replay"):
+            if how == "static" and not day.small and name not in SHORT: continue  # with replay it is compiled, too
+            cache, found = StaticCache(config=model.config, max_cache_len=day.prompts[1].shape[1] + 64), []
             try:
-                with day.session(method, replay=how == "replay"):
+                with day.session(method, model, replay=how == "replay"):
                     for ids in day.prompts:
-                        found.append(day.write(ids, past_key_values=cache, compile_config=eagerly()))
+                        found.append(day.write(ids, model, past_key_values=cache, compile_config=eagerly()))
                         cache.reset()
-                day.like(found, "prompts", name)
+                day.same(found, want, how, name)
             except ValueError as error:
                 if "its index can only grow" not in str(error): raise
             torch.compiler.reset()
-            day.model.__dict__.pop("_compiled_call", None)
+            model.__dict__.pop("_compiled_call", None)
 
 
 def eagerly():
@@ -251,12 +256,18 @@ def with_seed(day, method, ids, seed):
 def searches(day):
     for name, method in day.methods("decode"):
         for what in ("beams", "prompt lookup", "assistant"):
-            day.like(WANTED[what][1](day, day.model, method), what, name)
+            if WANTED[what][0](method): day.like(WANTED[what][1](day, day.model, method), what, name)
 
 
 @scene("a chat of three turns, with a crop")
 def chats(day):
-    for name, method in day.methods("decode"): day.like(chat(day, day.model, method), "chat", name)
+    for name, method in day.methods("decode"):
+        if name not in EVICTS:
+            day.like(chat(day, day.model, method), "chat", name)
+            continue
+        try: chat(day, day.model, method)
+        except ValueError as error: day.same("evicted" in str(error), True, "chat", name, error)
+        else: day.same("nothing", "a ValueError that says what was evicted", "chat", name)
 
 
 @scene("two models and their sessions in turn, and a thread for each")
@@ -308,12 +319,11 @@ def memory(day):
     if day.device.type != "cuda": return
     held = {}
     for name in [x for x in ("santa", "saap") if x in day.names]:
-        with day.session(method_of(name)) as session:
+        with day.session(method_of(name)):
             for i in range(200 if name == "santa" else 60):
                 day.write(day.prompts[i % 3], max_new_tokens=5)
-                if i in (20, 59, 199): held[name, i] = torch.cuda.memory_reserved() / 2**20
                 if i == 20: gc.collect()
-        assert session is not None
+                if i in (20, 59, 199): held[name, i] = torch.cuda.memory_reserved() / 2**20
         first, last = held[name, 20], max(x for (other, i), x in held.items() if other == name)
         day.same(last <= first + 8, True, "memory in MiB", held)
     print("     ", {f"{name}, answer {i}": f"{x:.0f} MiB reserved" for (name, i), x in held.items()})
