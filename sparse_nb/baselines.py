@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from .core.checks import check_budget, check_count, check_inputs
+from .core.checks import check_budget, check_count, check_flag, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
-from .core.methods import BlockState, Fitted, Predictor, State, slots_used
+from .core.methods import BlockState, Fitted, Predictor, State, check_visible, slots_used
 from .core.selection import Selection, has_kernels, listed_by_kernels, make_selection, take_rows
 from .core.streams import fold_in, philox
 from .hash_attention import (  # noqa: F401
@@ -432,7 +432,9 @@ class MagicPIG(Predictor):
         if type(self).priorities is MagicPIG.priorities:  # no other rule has these kernels
             found = collided(q, k, state, sinks=sinks, window=window, kv_start=kv_start, kv_len=kv_len)
             if found is not None: return found
-        first, end = (x[..., None] for x in visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len))
+        bounds = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
+        check_visible(q, k, *bounds)
+        first, end = (x[..., None] for x in bounds)
         i, hits = torch.arange(k.shape[2], device=q.device), self.priorities(q, state)
         taken = (i >= first) & (i < end) & ((hits >= 2) | (i < first + sinks) | (i >= end - window))
         count = taken.sum(-1)
@@ -450,12 +452,21 @@ class MagicPIG(Predictor):
         "All signs of a key: what a scan reads, where hash tables would read buckets."
         return self.bits * self.tables / 8
 
-# %% ../nbs/60_baselines.ipynb #60a11576
+# %% ../nbs/60_baselines.ipynb #60a11575
 def _summed(each, groups):
     "Sums over the heads of a group [B, H, Q, N], for each of them."
     each = each.unflatten(1, (groups, -1))
     return each.sum(2, keepdim=True).expand_as(each).flatten(1, 2)
 
+def _by_lists(s, q, k, v, state, scale, masks):
+    "Attention over lists that the heads of a group share, read once by kernels; None where they do not serve."
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)): return None
+    if (found := s.listed(q, k, state, scale, shared=True, **masks)) is None: return None
+    from sparse_nb.kernels.gather import attend
+    index, _, count = found                               # as many used slots in all lists of a sequence
+    return attend(q, k, v, index, None, count[:, :1].expand(-1, q.shape[1], -1), scale=scale)
+
+# %% ../nbs/60_baselines.ipynb #60a11576
 @dataclass(frozen=True)
 class OneList(Predictor):
     """The keys with the largest sums of the guesses of a group's heads, for all of them.
@@ -508,14 +519,11 @@ class OneList(Predictor):
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
                state=None):
         "As `Method.decode`. Kernels read the list of a group once, for all of its heads."
-        masks, found = dict(kv_start=kv_start, kv_len=kv_len), None
+        masks = dict(kv_start=kv_start, kv_len=kv_len)
         check_inputs(q, k, v, causal=causal, scale=scale, seed=seed, **masks)
+        check_flag("return_stats", return_stats)
         state = self.state_for(q, k, state, causal=causal, **masks)
-        if not (return_stats or torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
-            found = self.listed(q, k, state, scale, shared=True, **masks)
-        if found is None:
-            more = dict(causal=causal, return_stats=return_stats, state=state)
-            return super().decode(q, k, v, seed=seed, scale=scale, **more, **masks)
-        from .kernels.gather import attend
-        index, _, count = found                               # as many used slots in all lists of a sequence
-        return attend(q, k, v, index, None, count[:, :1].expand(-1, q.shape[1], -1), scale=scale)
+        out = None if return_stats else _by_lists(self, q, k, v, state, scale, masks)
+        if out is not None: return out
+        more = dict(causal=causal, return_stats=return_stats, state=state)
+        return super().decode(q, k, v, seed=seed, scale=scale, **more, **masks)

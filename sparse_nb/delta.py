@@ -19,7 +19,7 @@ from .core.checks import (
     check_bounds, check_choice, check_count, check_flag, check_inputs, check_scores, on_cpu_eagerly)
 from .core.exact import (
     SoftmaxState, exponentials, grouped, merge_states, no_autocast, promote, to_device_of)
-from .core.methods import Method
+from .core.methods import Lacks, Method
 from .core.selection import HAS_TRITON, weighted_state
 
 # %% ../nbs/30_delta.ipynb #438865dd
@@ -58,7 +58,7 @@ class Delta(Method):
     base: object = None          # a method whose keys are read in place of sinks and window
     parts: int = 1               # tangent: summaries of an anchor, one for each cluster of keys
 
-    decode = None
+    decode = Lacks("reads prompts")
 
     def __post_init__(self):
         for name, low in dict(window=1, sinks=0, gamma=1, anchors=1, tail=0, parts=1).items():

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .core.checks import (
-    check_bounds, check_budget, check_choice, check_count, check_inputs, on_cpu_eagerly)
+    check_bounds, check_budget, check_choice, check_count, check_flag, check_inputs, on_cpu_eagerly)
 from .core.exact import attention, masked_scores, to_device_of, visible_range
 from .core.methods import (
     QUERIES_AT_ONCE, Method, State, first_shown, slots_used, starts_of, with_room)
@@ -384,7 +384,7 @@ class SelectsHeld(Method):
     def check_state(self, state, k):
         "ValueError unless `state` is this method's and has heard of these keys."
         if not isinstance(state, Held):
-            raise ValueError(f"state must be a Held, told of the prompt's queries (`State.append`, or a session of "
+            raise ValueError("state must have heard the prompt's queries (in a session of "
                              f"`sparsify`), got {'None' if state is None else type(state).__name__}")
         if state.rule != self: raise ValueError(f"state must be that of {self!r}, got one of {state.rule!r}")
         if len(state) < k.shape[2] or state.rows.shape[:2] != k.shape[:2]:
@@ -424,9 +424,10 @@ class Evicts(SelectsHeld):
         There kv_start and kv_len are not looked at: no key is listed that the query of the newest key may not see.
         """
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        check_flag("return_stats", return_stats)
+        check_inputs(q, k, v, seed=seed, scale=scale, **masks)
         if return_stats or not reads_lists(q, k, v, state):
             return super().decode(q, k, v, seed=seed, scale=scale, return_stats=return_stats, state=state, **masks)
-        check_inputs(q, k, v, seed=seed, scale=scale, **masks)
         self.check_state(state, k)
         from .kernels.gather import attend
         return attend(q, k, v, *state.lists.given(q.shape[1]), scale=scale)
@@ -503,6 +504,7 @@ class H2O(Evicts):
 
     def decode(self, q, k, v, *, return_stats=False, **settings):
         "As `Method.decode`; the index is a sum of 32 bits for each key held."
+        check_flag("return_stats", return_stats)
         if not return_stats: return super().decode(q, k, v, **settings)
         out, stats = super().decode(q, k, v, return_stats=True, **settings)
         return out, replace(stats, index_bytes=4 * stats.budget)

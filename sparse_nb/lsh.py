@@ -13,7 +13,7 @@ import torch
 
 from .core.checks import check_count, check_flag, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
-from .core.methods import Predictor, State, slots_used
+from .core.methods import Predictor, State, check_visible, slots_used
 from .core.selection import Selection, make_selection
 from .core.streams import fold_in, philox
 
@@ -141,6 +141,7 @@ class Binned(Predictor):
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         first, end = visible_range(q, k, **masks)
+        check_visible(q, k, first, end)
         state = self.state_for(q, k, state, kv_start, kv_len, causal)
         kept = self.in_bin(q, state, first, end)
         i, (low, high) = torch.arange(k.shape[2], device=q.device), (first[..., None], end[..., None])

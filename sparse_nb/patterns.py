@@ -26,7 +26,7 @@ from .core.blocks import BlockPattern, block_attention, check_block, check_fit
 from .core.checks import (
     check_bounds, check_choice, check_count, check_inputs, check_level, check_number, check_scores)
 from .core.exact import attention_scores, grouped, masked_scores, no_autocast, promote, visible_range
-from .core.methods import Method, PrefillByPattern, weights_id
+from .core.methods import Method, PrefillByPattern, replaced, stamp_of, weights_id
 from .core.selection import take_rows
 from .core.streams import fold_in, head_seeds, new_seed, philox
 
@@ -281,8 +281,8 @@ def pooled_blocks(
 SIZES_OF_A_HEAD = "vertical", "slash", "sinks", "window"
 
 @lru_cache(maxsize=64)
-def _open_choices(path):
-    "The model and the layers of a file of choices."
+def _open_choices(path, stamp):
+    "The model and the layers of a file of choices, which its `stamp` tells from another in its place."
     try:
         held = json.loads(Path(path).read_text(encoding="utf-8"))
         model, layers = held["model"], {int(layer): rows for layer, rows in held["layers"].items()}
@@ -300,8 +300,8 @@ def save_choices(
 ):
     "Write a file for `VerticalSlash(choices=path)`, which says on which weights the search was made."
     layers = {str(layer): [list(row) for row in rows] for layer, rows in choices.items()}
-    Path(path).write_text(json.dumps({"model": weights_id(model), "layers": layers}) + "\n", encoding="utf-8")
-    _open_choices.cache_clear()
+    with replaced(path) as whole:
+        whole.write_text(json.dumps({"model": weights_id(model), "layers": layers}) + "\n", encoding="utf-8")
 
 def choices_of(
     path: str,         # of the file
@@ -309,9 +309,10 @@ def choices_of(
     heads: int,        # that there are
 ) -> list:             # a row (vertical, slash, sinks, window) for each head
     "The choices of a layer. ValueError for a layer that the file does not hold, and another number of heads."
-    if layer is None: raise ValueError("layer must be a number outside of a model, got None")
-    layers = _open_choices(path)[1]
-    if layer not in layers: raise ValueError(f"layer must be one of those in {path!r}, {[*layers]}, got {layer}")
+    layers = _open_choices(path, stamp_of(path))[1]
+    if layer not in layers:
+        outside = ", outside of a session" if layer is None else ""
+        raise ValueError(f"layer must be one of those in {path!r}, {[*layers]}{outside}, got {layer}")
     if len(layers[layer]) != heads:
         raise ValueError(f"choices must be of {heads} heads, got {len(layers[layer])} in {path!r}")
     return layers[layer]
@@ -368,7 +369,9 @@ class VerticalSlash(BlockChooser):
 
     def check_model(self, model):
         "ValueError where the choices were searched on other weights than `model` has."
-        if self.choices is None or (known := _open_choices(self.choices)[0]) == (got := weights_id(model)): return
+        if self.choices is None: return
+        known, got = _open_choices(self.choices, stamp_of(self.choices))[0], weights_id(model)
+        if known == got: return
         raise ValueError(f"model must have the weights that {self.choices!r} was searched on, {str(known)[:12]}, got "
                          f"{got[:12]}: search again for this model (`search_choices`)")
 

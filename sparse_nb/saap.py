@@ -30,9 +30,9 @@ from sparse_nb.core.checks import (
     on_cpu_eagerly)
 from .core.exact import (
     SoftmaxState, exponentials, grouped, merge_states, no_autocast, promote, to_device_of, visible_range)
-from sparse_nb.core.methods import (
-    EVERY, Predictor, State, check_heard, check_state, first_shown, slots_used, stats_of, visible_keys, weights_id,
-    with_room)
+from .core.methods import (
+    EVERY, Predictor, State, check_heard, check_state, first_shown, replaced, slots_used, stamp_of,
+    stats_of, visible_keys, weights_id, with_room)
 from .core.selection import (
     Selection, budget_counts, has_kernels, make_selection, take_rows, weighted_attention, weighted_state)
 from .core.streams import fold_in, tickets
@@ -258,11 +258,8 @@ def save_partition(
     check_path("path", path)
     check_module(model)
     about = dict(model=weights_id(model), kmeans=kmeans, before_rope=str(before_rope))
-    whole = Path(path).with_name(f".{Path(path).name}.{os.urandom(4).hex()}")  # readers see the old file or the new one
-    try:
+    with replaced(path) as whole:
         save_file({name: x.contiguous() for name, x in parts.items()}, str(whole), metadata=about)
-        whole.replace(path)
-    finally: whole.unlink(missing_ok=True)
 
 class AboutPartition(NamedTuple):
     "What a file says of itself."
@@ -282,15 +279,13 @@ class Source(NamedTuple):
 
 def source_of(partition, layer=None):
     "The `Source` of a layer as the file is at the moment."
-    try: found = os.stat(partition_file(partition))
-    except OSError: return Source(str(partition), layer, None)
-    return Source(str(partition), layer, (found.st_ino, found.st_mtime_ns, found.st_size))
+    return Source(str(partition), layer, stamp_of(partition_file(partition)))
 
 def check_file(
     parts: dict, # of one layer, as in `save_partition`
     where: str,  # what errors call it
 ):
-    "ValueError for parts of a layer that do not fit each other, and for NaN and inf."
+    "ValueError for parts of a layer that do not fit each other, are not floating, or hold NaN or inf."
     centroids = parts["centroids"]
     if centroids.ndim != 3 or not 1 <= centroids.shape[1] < 2**15:
         raise ValueError(f"{where} must have centroids [G, C, D] with 1 to {2**15 - 1} clusters, got "
@@ -307,6 +302,8 @@ def check_file(
         sizes |= {f"{router}_{name}": shape for name, shape in zip(names, shapes)}
     for name, shape in sizes.items():
         if name not in parts: continue
+        if parts[name].dtype not in FLOATS:
+            raise ValueError(f"{where} must have {name} in a floating dtype, got {parts[name].dtype}")
         if (got := tuple(parts[name].shape)) != shape or shape[0] % groups:
             raise ValueError(f"{where} must have {name} of shape {list(shape)}, for a multiple of {groups} heads, got "
                              f"{list(got)}")
@@ -335,9 +332,9 @@ def _open(source, device):
             if "centroids" not in held.get(layer, ()):
                 raise ValueError(f"layer must be one of those in the partition {partition!r}, {sorted(held)}, got "
                                  f"{layer}")
-            parts = {part: file.get_tensor(f"{layer}.{part}").float() for part in held[layer]}
+            parts = {part: file.get_tensor(f"{layer}.{part}") for part in held[layer]}
             check_file(parts, f"layer {layer} of the partition {partition!r}")
-            return {part: x.to(device) for part, x in parts.items()}
+            return {part: x.float().to(device) for part, x in parts.items()}
     except (OSError, SafetensorError, KeyError) as e:
         raise ValueError(f"partition must be 'context', 'pocket' or a file of `save_partition`, got {partition!r}: {e}"
                          ) from None
@@ -1081,7 +1078,9 @@ class Partitioned(Predictor):
             asks = self.before_rope is not False and self.router != "moments"
             return Partition(self.clusters, self.kmeans, self.iterations, self.seed, self.before_rope, asks=asks,
                              ends=(self.sinks, self.window))
-        if self.layer is None: raise ValueError("layer must be a number outside of a model, got None")
+        if self.layer is None:
+            raise ValueError(f"layer must be one of those in the partition {self.partition!r}, "
+                             f"{sorted(about_partition(self.partition).parts)}, outside of a session, got None")
         source = source_of(self.partition, self.layer)
         about, fit = _open(source._replace(layer=None), None), _open(source, torch.device("cpu"))["centroids"]
         self.check_parts(about)
@@ -1174,6 +1173,7 @@ class Routed(Partitioned):
         "`saap_decode` with these settings."
         masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
         check_call(q, k, v, q_before, scale=scale, seed=seed, **masks)
+        check_flag("return_stats", return_stats)
         return run(self, q, k, v, indexed(self, q, k, v, state), masks, scale, return_stats, q_before,
                    backend)
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from .core.blocks import BlockPattern, block_attention, check_block
 from .core.checks import (
-    check_bounds, check_choice, check_count, check_inputs, check_number, check_scores, on_cpu_eagerly)
+    check_bounds, check_choice, check_count, check_flag, check_inputs, check_number, check_scores, on_cpu_eagerly)
 from .core.exact import grouped, masked_scores, no_autocast, promote, to_device_of, visible_range
 from .core.methods import (
     BlockState, Exact, Method, block_keys, check_state, own_arguments, starts_of, stats_of, visible_keys)
@@ -865,6 +865,7 @@ def decoded(s, q, k, v, masks, seed, scale, return_stats, state, step, backend="
     "What `SketchWalk.decode` gives."
     check_step(step)
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
+    check_flag("return_stats", return_stats)
     if served(s, q, k, v, backend):
         state = state_of(s, q, k, state, masks)
         out = by_kernels(s, q, k, v, state, masks, scale)

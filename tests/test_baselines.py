@@ -686,7 +686,7 @@ POCKET = inputs(dtype=torch.float32, size=64)
     (lambda: Adamas(-3), ValueError, "budget must be at least 1 key, got -3"),
     (lambda: HashAttention(0), ValueError, "budget must be at least 1 key, got 0"),
     (lambda: HashAttention(maps=None), TypeError, "maps must be a str, got NoneType"),
-    (lambda: HashAttention().build(K), ValueError, "layer must be a number outside of a model, got None"),
+    (lambda: HashAttention().build(K), ValueError, "outside of a session, got None"),
     (lambda: HashAttention(layer=-1), ValueError, "layer must be at least 0, got -1"),
     (lambda: HashAttention(layer=1.0), TypeError, "layer must be an int, got float"),
     (lambda: HashAttention(layer=6).new_state().append(*POCKET[1:]), ValueError,

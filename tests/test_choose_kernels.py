@@ -608,6 +608,22 @@ def served_by(kernels, q, k):
         yield patch
 
 
+@kernel
+@pytest.mark.parametrize("method", [Quest(0.2), OneList(Quest(20, page=8))], ids=repr)
+def test_a_page_that_a_query_sees_in_part(method):
+    "An index that holds later keys lists what one without them does."
+    q, k, _ = problem(2, 2, 2, 130, 64, FP32)
+    v = k.flip(2)
+    for b, end in enumerate((122, 115)): k[b, :, end:] *= 10
+    state, stop = method.build(k), torch.tensor([122, 115], device=DEVICE)
+    with served_by(True, q, k):
+        got, out = method.select(q, k, state=state, kv_len=stop), method.decode(q, k, v, state=state, kv_len=stop)
+        for b, end in enumerate(stop.tolist()):
+            alone = [x[b:b + 1] for x in (q, k[:, :, :end], v[:, :, :end])]
+            assert torch.equal(got.dense(130)[b, ..., :end], method.select(*alone[:2]).dense(end)[0])
+            assert_close(out[b:b + 1], method.decode(*alone), 1e-6)
+
+
 def fixed_state(method, k, shown, known):
     "The index of the first `known` keys, some of them hidden, with room for all."
     state = method.new_state()

@@ -110,6 +110,86 @@ def test_later_tokens_have_no_say_in_a_prompt(method):
     assert all(same) == (type(method).__name__ not in LATER)
 
 
+# bad input
+
+Q, K, V = problem()
+
+
+def spoilt(x, value):
+    "A copy with one bad number"
+    x = x.clone()
+    x[1, 0, 20, 3] = value
+    return x
+
+
+CALLS = [
+    (dict(q=None), "q must be a torch.Tensor, got NoneType"), (dict(k=None), "k must be a torch.Tensor, got NoneType"),
+    (dict(v=None), "v must be a torch.Tensor, got NoneType"), (dict(q=[1.0]), "q must be a torch.Tensor, got list"),
+    (dict(v=V.long()), "v must be float16"), (dict(k=K.float()), "k must have the dtype of q"),
+    (dict(k=K[0]), "k must have 4 axes"), (dict(v=V[:, :, :9]), "v must have the shape of k"),
+    (dict(q=Q[:, :3]), "q must have a multiple of the heads of k"), (dict(scale=-1.0), "scale must be positive"),
+    (dict(scale="1"), "scale must be a number, got str"), (dict(kv_start=[0, 0]), "kv_start must be an integer tensor"),
+    (dict(kv_start=torch.tensor([0, -1])), "kv_start"), (dict(seed=1.5), "seed must be an int or an integer tensor"),
+    (dict(seed=-1), "seed must lie in"), (dict(q=Q * math.nan), "must be finite, got NaN")]
+DECODE_CALLS = [(dict(causal=1), "causal must be a bool, got int"), (dict(kv_len=torch.tensor([45, 44])), "kv_len = 45"),
+                (dict(return_stats="yes"), "return_stats must be a bool, got str"), (dict(state=[1]), "state")]
+UNSEEN = Streaming, Uniform  # read some keys, and look at no other
+
+
+def refused(call, settings, wrong, message):
+    "Is the call refused by name?"
+    given = dict(q=Q, k=K, v=V) | settings | wrong
+    with pytest.raises((TypeError, ValueError), match=message) as error: call(**given)
+    assert not isinstance(error.value, AttributeError)
+
+
+@pytest.mark.parametrize("method", DECODES, **NAMES)
+def test_bad_calls_of_decode_are_refused_by_name(method):
+    for wrong, message in CALLS + DECODE_CALLS: refused(method.decode, drawn(method), wrong, message)
+    for x in math.nan, math.inf:
+        if not isinstance(method, UNSEEN): refused(method.decode, drawn(method), dict(k=spoilt(K, x)), "finite")
+        # but where nobody sees it
+        hidden = dict(kv_start=torch.tensor([0, 21]))
+        assert method.decode(Q, spoilt(K, x), V, **hidden, **drawn(method)).isfinite().all()
+
+
+@pytest.mark.parametrize("method", READS, **NAMES)
+def test_bad_calls_of_prefill_are_refused_by_name(method):
+    for wrong, message in CALLS: refused(method.prefill, drawn(method), wrong, message)
+    for x in math.nan, math.inf:
+        if not isinstance(method, (Streaming, RandomBlocks)):
+            refused(method.prefill, drawn(method), dict(k=spoilt(K, x)), "finite")
+
+
+@pytest.mark.parametrize("method", EVICT, **NAMES)
+def test_bad_calls_of_methods_that_evict_are_refused_by_name(method):
+    for wrong, message in CALLS[:-1] + DECODE_CALLS: refused(method.decode, {}, wrong, message)
+    refused(method.decode, {}, {}, "state must have heard the prompt's queries .in a session of `sparsify`., got None")
+
+
+@pytest.mark.parametrize("method", [*DECODES, *EVICT, *READS], **NAMES)
+def test_what_a_method_cannot_do_it_says(method):
+    "In a TypeError; to `hasattr`, and so to sessions, it is not there"
+    for what in "decode", "prefill":
+        if hasattr(method, what): assert callable(getattr(method, what))
+        else:
+            assert getattr(method, what, None) is None
+            with pytest.raises(TypeError, match=f"has no {what}"): getattr(method, what)(Q, K, V)
+    assert hasattr(method, "decode") or hasattr(method, "prefill")
+
+
+def test_files_are_named_before_layers():
+    for method, where in ((HashAttention(maps="/no/file"), "maps .* '/no/file'"), (Saap(partition="/no/file"),
+                                                                                 "partition .* '/no/file'")):
+        with pytest.raises(ValueError, match=where): method.decode(Q, K, V)
+    with pytest.raises(ValueError, match=r"layer must be one of .*, \[0, 1\], outside of a session, got None"):
+        HashAttention(maps=networks()).decode(Q, K, V)
+    with pytest.raises(ValueError, match="samples must be at least 1 and at most 1048576, got 1000000000"):
+        Santa(samples=10**9)
+    for guess in Saap(probes=2), MagicPIG():
+        with pytest.raises(TypeError, match="guess.budget must be an int"): OneList(guess)
+
+
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 

@@ -543,7 +543,7 @@ def test_choices_are_of_a_model(tmp_path):
         assert torch.equal(method.at_layer(1).rows(q, k)[0, h], alone)
     with pytest.raises(ValueError, match="model must have the weights that .* was searched on"):
         sparsify(llama(1), prefill=method)
-    with pytest.raises(ValueError, match="layer must be a number outside of a model, got None"): method.prefill(q, k, v)
+    with pytest.raises(ValueError, match="outside of a session, got None"): method.prefill(q, k, v)
     with pytest.raises(ValueError, match=r"layer must be one of those in .*, \[0, 1\], got 7"):
         method.at_layer(7).prefill(q, k, v)
     with pytest.raises(ValueError, match="choices must be of 2 heads, got 4"):

@@ -1192,7 +1192,7 @@ def test_wrong_files_are_refused_by_name(llama, file, tmp_path):
         (Saap(partition="pocket"), "model must have the weights that the partition 'pocket' was made from"),
     ):
         with pytest.raises(ValueError, match=message), sparsify(llama, decode=method): pass
-    with pytest.raises(ValueError, match="layer must be a number outside of a model, got None"):
+    with pytest.raises(ValueError, match="outside of a session, got None"):
         saap_decode(Q, K, V, file)
     with pytest.raises(ValueError, match=r"layer must be one of those in the partition .*, \[0, 1\], got 7"):
         saap_decode(Q, K, V, file, layer=7)

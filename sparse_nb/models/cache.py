@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from ..core.methods import EVERY
 
-# %% ../../nbs/73_cache.ipynb #b803b38f
+# %% ../../nbs/73_cache.ipynb #e0e3c6bb
 def _copied(layer, memo, **changed):
     "A deep copy of a cache layer with some attributes changed"
     new = memo[id(layer)] = object.__new__(type(layer))
@@ -28,6 +28,7 @@ def _taken(name, x, part):
     if not isinstance(x, torch.Tensor): return x
     return x[:, part] if name == "shown" else x[:, :, part]
 
+# %% ../../nbs/73_cache.ipynb #b803b38f
 class StatefulLayer:
     "A cache layer with the `state` of a `method`. It follows what happens to the keys; `hear` tells it of new ones."
     def hear(
