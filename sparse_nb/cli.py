@@ -16,8 +16,9 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
-import tempfile
+import textwrap
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -50,13 +51,13 @@ def write_whole(
     option: str,   # that said so, for messages
 ) -> None:
     "Write a file, whole or not at all. Raises ValueError where that fails."
-    handle, beside = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+    beside = out.with_name(f".{out.name}.{os.urandom(4).hex()}")
     try:
-        with os.fdopen(handle, "wb") as file: file.write(data)
-        os.replace(beside, out)
+        beside.write_bytes(data)
+        beside.replace(out)
     except OSError as error:
-        os.unlink(beside)
         raise ValueError(f"{option}: cannot write {str(out)!r}: {error.strerror}") from error
+    finally: beside.unlink(missing_ok=True)
     print(f"saved {out}", file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #2885f705
@@ -190,7 +191,7 @@ def demo(
         progress("loading the model", 1, 1)
         try: example = tasks.make(task, context, seed=seed, tokenizer=tokenizer)
         except ValueError as error:
-            raise ValueError(f"--context: {context} tokens are too few for task {task!r} ({error})") from error
+            raise ValueError(str(error).replace("length must", "--context must", 1)) from error
         rows, draw = room.compare(decoder, tokenizer, example, density=density, samples=samples, eps=eps, seed=seed,
                                   progress=progress)
     heading = f"{task}, {context} tokens, seed {seed}, {model}"
@@ -261,6 +262,8 @@ def _value(text, kinds):
     return text
 
 # %% ../nbs/95_cli.ipynb #569e2106
+def _width(): return shutil.get_terminal_size().columns
+
 def words_of(
     method, # a `Method`
 ) -> str:
@@ -302,18 +305,17 @@ def rehearse(
 def list_methods():
     "List the methods, what each reads in a step, and their settings with defaults."
     from dataclasses import MISSING, fields
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
     from sparse_nb.core.methods import METHODS, method_class
-    table = Table()
-    for name in ("method", "reads", "settings"): table.add_column(name, overflow="fold")
+    def say(text, before=""):
+        print(textwrap.fill(text, _width(), initial_indent=before.ljust(16), subsequent_indent=" " * 16,
+                            break_long_words=False, break_on_hyphens=False))
+    say("reads; settings with their defaults", "method")
     for row in METHODS.values():
         kind = row.path.partition(":")[2]
         settings = [f.name if f.default is MISSING else f"{f.name}={f.default}" for f in fields(method_class(kind))]
-        table.add_row(Text(kind.lower()), Text(row.reads), Text(", ".join(settings)))
-    Console().print(table)
-    Console().print("sparse-nb tune finds settings of vattention that read a given share of a prompt's keys.")
+        say(row.reads, kind.lower())
+        if settings: say(", ".join(settings))
+    print("sparse-nb tune finds settings of vattention that read a given share of a prompt's\nkeys.")
 
 # %% ../nbs/95_cli.ipynb #30b58c3b
 def read_prompt(
@@ -623,27 +625,25 @@ def show_results(
 
 def _print_results(found):
     "A table for each task and length of a grid, a line for each pair of methods."
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from sparse_nb.demo import number_table
     for where, cell in found.groupby(level=list(range(found.index.nlevels - 2)), sort=False):
         of_text = where[0] == "text"
         names = ["bits", "gap", "perplexity", "long_perplexity"] if of_text else ["right", "gain", "same"]
         bits, names = {*names} if of_text else set(), [x for x in names if x in cell]
         names += [x for x in ("density", "error", "bytes") if cell.get(x) is not None and cell[x].notna().any()]
         place = where[0] if len(where) == 1 else f"{where[0]}, {where[1]} tokens"
-        table = Table(title=f"{place}, {cell.prompts.max():.0f} prompts", title_justify="left")
-        for name in ("prefill | decode", *names): table.add_column(name, overflow="fold")
-        for keys, row in zip(cell.index, cell.to_dict("records")):
-            value = lambda x: "" if x != x else f"{x:.4f}" if name in bits else f"{100 * x:.0f}"
-            cells = [keys[-1] if keys[-2] == "exact" else f"{keys[-2]} | {keys[-1]}"]
-            for name in names:
-                low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
-                cells.append(value(row[name]) + (f" [{value(low)}, {value(high)}]" if low == low else ""))
-            table.add_row(*map(Text, cells))
-        Console().print(table)
-    print("right answers, their gain on exact attention for the same prompts, answers the same as its, density, error "
-          "and bytes (of its) in %; bits and gap per byte, perplexity per token; intervals of 95 %", file=sys.stderr)
+        print(f"{place}, {cell.prompts.max():.0f} prompts\n")
+        labels = [keys[-1] if keys[-2] == "exact" else f"{keys[-2]} | {keys[-1]}" for keys in cell.index]
+        def value(name, row):
+            say = lambda x: "" if x != x else f"{x:.4f}" if name in bits else f"{100 * x:.0f}"
+            low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
+            return say(row[name]) + (f" [{say(low)}, {say(high)}]" if low == low else "")
+        cells = [[value(name, row) for name in names] for row in cell.to_dict("records")]
+        print("\n".join(number_table(labels, names, cells, _width())), end="\n\n")
+    note = ("prefill | decode, or decode alone where exact attention reads; right answers, their gain on exact attention "
+            "for the same prompts, answers the same as its, density, error and bytes (of its) in %; bits and gap per "
+            "byte, perplexity per token; intervals of 95 %")
+    print(textwrap.fill(note, _width()), file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #817cd61b
 # of the command, for arguments of `Grid` and `run`
@@ -938,7 +938,7 @@ def record(
 def main(
     args: list = None, # None takes the process's own
 ) -> None:
-    "Entry point of `sparse-nb`: raises SystemExit with 0, or with 2 after one line on standard error."
+    "Entry point of `sparse-nb`: SystemExit with 0, or after one line on standard error 2; Ctrl-C ends with 130."
     args = sys.argv[1:] if args is None else args
     try: code = app(args or ["--help"], standalone_mode=False, prog_name="sparse-nb")
     except (KeyboardInterrupt, typer.Abort): code = 130
@@ -950,7 +950,7 @@ def main(
         _fail(error.format_message()) # a usage error of typer's
     if code == 130:
         _complain("stopped by Ctrl-C")
-        os._exit(2) # an interrupt inside an import would else turn exit code 2 into death by signal
+        os._exit(130) # an interrupt inside an import would else turn the exit code into death by signal
     raise SystemExit(0)
 
 def _complain(message): print("sparse-nb:", " ".join(str(message).split()), file=sys.stderr, flush=True)

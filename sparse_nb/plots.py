@@ -204,8 +204,8 @@ def _plot_mass(ax, weights, edges, answer):
                 va="center", ha="left" if left else "right", fontsize=9.5, color="0.25",
                 bbox={"fc": "white", "ec": "none", "pad": 1.5, "alpha": 0.85})
 
-def _plot_strip(ax, method, kept, weights, edges):
-    "Which share of each bin one method kept, and in words how much of the keys and of the mass."
+def _plot_strip(ax, method, kept, weights, edges, said):
+    "Which share of each bin one method kept, and in words how much of the keys and of the mass, or what is `said`."
     share = np.ma.masked_equal(np.add.reduceat(kept, edges[:-1]) / np.diff(edges), 0)
     shades = sns.blend_palette(["white", METHOD_COLOURS[method]], 6)[1:]
     ax.pcolormesh(edges, [0, 1], share[None], cmap=LinearSegmentedColormap.from_list(method, shades),
@@ -214,7 +214,7 @@ def _plot_strip(ax, method, kept, weights, edges):
     ax.grid(False)
     ax.set_yticks([0.5], [METHOD_LABELS[method]])
     ax.tick_params(length=0)
-    said = f"{100 * kept.mean():.1f} % of keys, {100 * (weights * kept).sum():.1f} % of mass"
+    said = said or f"{100 * kept.mean():.1f} % of keys, {100 * (weights * kept).sum():.1f} % of mass"
     ax.text(1.01, 0.5, said, transform=ax.transAxes, va="center", fontsize=9.5)
     sns.despine(ax=ax, left=True, bottom=True)
 
@@ -226,6 +226,7 @@ def plot_kept(
     bins: int = 256,      # stretches of the context that are drawn, at most N
     answer: tuple = None, # (start, stop) key numbers of the passage that matters
     title: str = None,    # what to see
+    reads: Mapping = None, # method name -> words beside its strip; else the shares of keys and of mass that it kept
 ) -> Figure:
     "Attention mass against position, and under it a strip per method of what it kept."
     weights, selections = _checked(weights, selections, bins, answer)
@@ -233,7 +234,8 @@ def plot_kept(
     fig, axes = plt.subplots(1 + len(selections), 1, sharex=True, figsize=(9, 2.9 + 0.36 * len(selections)),
                              gridspec_kw={"height_ratios": [6] + [1] * len(selections), "hspace": 0.02})
     _plot_mass(axes[0], weights, edges, answer)
-    for ax, (method, kept) in zip(axes[1:], selections.items()): _plot_strip(ax, method, kept, weights, edges)
+    for ax, (method, kept) in zip(axes[1:], selections.items()):
+        _plot_strip(ax, method, kept, weights, edges, (reads or {}).get(method))
     axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     width = len(weights) // (len(edges) - 1)
     axes[-1].set_xlabel(f"position of the key (tokens, bins of {width}; darker: more of the bin was kept)")

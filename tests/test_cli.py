@@ -136,6 +136,55 @@ def test_the_table_and_the_default_picture(tiny, tmp_path, monkeypatch):
     assert (tmp_path / "sparse-nb-demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize("columns", ("80", "200"))
+def test_the_demo_keeps_to_80_columns_and_breaks_no_word(tiny, tmp_path, monkeypatch, columns):
+    from sparse_nb import demo
+    written, compare = ["1234", "the number of needle", "1234 stands", "12", "x" * 9, "1234"], demo.compare
+    def other_answers(*args, **more):
+        rows, draw = compare(*args, **more)
+        return [row | dict(answer=text) for row, text in zip(rows, written)], draw
+    monkeypatch.setattr(demo, "compare", other_answers)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", columns)
+    said = run("demo", "--model", tiny, "--context", 256).stdout
+    assert max(map(len, said.splitlines())) <= 80 and "answer" in said
+    for text in written: assert any(f" {text} " in line for line in said.splitlines()), said
+
+
+def test_the_picture_says_what_is_read(tiny):
+    from sparse_nb import demo, tasks
+    from sparse_nb.cli import load_model
+    model, tokenizer = load_model(tiny)
+    _, draw = demo.compare(model, tokenizer, tasks.make("needle", 600, tokenizer=tokenizer), samples=1, density=0.05)
+    said = [text.get_text() for ax in draw().axes[1:] for text in ax.texts]
+    assert [x.partition(",")[0] for x in (said[1], *said[3:])] == ["all keys scored"] * 3
+    assert said[3] == "all keys scored, 0.2 % of values" and said[2] == "5.1 % of keys and values", said
+
+
+@pytest.mark.parametrize("share, want", [(0, "0.0 %"), (1, "100.0 %"), (0.01, "1.0 %"), (0.00994, "1 %"),
+                                         (0.0021, "0.2 %"), (1.3e-4, "0.01 %"), (0.12345, "12.3 %")])
+def test_no_share_is_shown_as_nothing(share, want):
+    from sparse_nb.demo import percent
+    assert percent(share) == want
+
+
+@pytest.mark.parametrize("width", (30, 60, 80, 120))
+def test_names_of_methods_are_not_broken_letter_by_letter(width):
+    from sparse_nb.demo import number_table
+    names = ["exact", "topk:budget=8", "vattention:sinks=4,window=16,predictor=(doublesparsity:channels=8),eps=0.2"]
+    cells = [["95 [83, 99]", "3", "100"], ["5 [1, 9]", "", "0"], ["0 [-1, 2]", "12", "77"]]
+    heads = ["right", "density", "bytes"]
+    lines = number_table(names, heads, cells, width)
+    longest = "  predictor=(doublesparsity:channels=8),"
+    assert max(map(len, lines)) <= max(width, len(longest))
+    joined = "".join(line.strip() if "," in line else f" {line.strip()} " for line in lines)
+    for name in names: assert name in joined, lines
+    for row in cells:
+        if width == 30: assert all(f"  {head}: {x}" in lines for head, x in zip(heads, row))
+        else: assert any(line.split()[-3:] == " ".join(row).split()[-3:] for line in lines), (row, lines)
+    assert len(lines) == {30: 4 * 3 + 3, 60: 6, 80: 5, 120: 4}[width], lines
+
+
 def test_a_narrow_terminal_loses_nothing(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "40")
@@ -156,7 +205,7 @@ def test_a_narrow_terminal_loses_nothing(tiny, tmp_path, monkeypatch):
     (["--seed", "-1"], ["--seed must lie in [0, 2**63), got -1"]),
     (["--context", "many"], ["--context"]),
     (["--context", "4097"], ["--context must be at most 4096", "got 4097"]),
-    (["--context", "20"], ["--context: ", "20 tokens are too few"]),
+    (["--context", "20"], ["--context must be enough for task 'needle', got 20 tokens: "]),
     (["--context", "0"], ["--context must be at least 1, got 0"]),
     (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"]),
     (["--out", "report.docx"], ["--out must end in one of .html", "got 'report.docx'"]),
@@ -197,11 +246,18 @@ def test_a_folder_without_permission(tiny, tmp_path):
     one_line(run("demo", "--model", tiny, "--out", tmp_path / "report.html"), "--out must be a place to write to")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no such modes there")
+def test_a_file_has_the_mode_of_any_other(tmp_path):
+    before = os.umask(0o027)
+    try: write_whole(tmp_path / "s.csv", b"new", "--stats-out")
+    finally: os.umask(before)
+    assert (tmp_path / "s.csv").stat().st_mode & 0o777 == 0o640 and len([*tmp_path.iterdir()]) == 1
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    opened = os.fdopen
-    monkeypatch.setattr(os, "fdopen", lambda handle, mode: (os.close(handle),
-                                                            opened(os.open("/dev/full", os.O_WRONLY), mode))[1])
+    monkeypatch.setattr(os, "urandom", lambda n: bytes(n))
+    (tmp_path / f".s.csv.{bytes(4).hex()}").symlink_to("/dev/full")
     (tmp_path / "s.csv").write_text("old")
     with pytest.raises(ValueError, match="--stats-out: cannot write .*No space left"):
         write_whole(tmp_path / "s.csv", b"new", "--stats-out")
@@ -274,7 +330,8 @@ hf.prefill = prefill
 from sparse_nb.cli import main
 main()
 """
-    one_line(child("demo", "--model", tiny, "--context", "4096", code=code, cwd=tmp_path), "stopped by Ctrl-C")
+    stopped = child("demo", "--model", tiny, "--context", "4096", code=code, cwd=tmp_path)
+    assert (stopped.returncode, stopped.stdout, stopped.stderr) == (130, "", "sparse-nb: stopped by Ctrl-C\n")
     assert list(tmp_path.iterdir()) == []
 
 
