@@ -20,7 +20,7 @@ from sparse_nb.hf import sparsify
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
-from test_hf import IDS, SMALL, build
+from test_hf import IDS, OLD, SMALL, build
 
 class Operations(TorchDispatchMode):
     "Counts what torch is asked to do."
@@ -86,7 +86,8 @@ def launched(monkeypatch):
 def test_what_a_layer_adds_beside_its_kernels(launched, method, own, most):
     "The way of a GPU: its launches, and at most so many operations more, workspaces and views included."
     operations, launches = a_layer(dict(decode=method), launched)
-    assert launches == own and operations - a_layer(None, launched)[0] <= most
+    own_way = a_layer(None, launched)[0] + OLD  # transformers does one less there
+    assert launches == own and operations - own_way <= most
 
 @pytest.mark.parametrize("method, each", [(TopK(), 0), (Santa(samples=4), 0), (Quest(), 0), (Saap(), 1),
                                           (Saap(before_rope=False), 0)], ids=lambda x: repr(x)[:20])
