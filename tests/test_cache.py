@@ -25,7 +25,7 @@ from sparse_nb.models.override import cache_of
 from sparse_nb.models.rotation import (Rotation, as_complex, candidate_rotations, no_rotation, random_rotation,
                                        rotation_of, stored_keys, unrotate)
 from sparse_nb.santa import Santa
-from test_hf import IDS, SMALL, Letters, rope, whole_layers
+from test_hf import IDS, OLD, SMALL, Letters, rope, whole_layers
 
 MLA = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
            v_head_dim=16, first_k_dense_replace=9)
@@ -452,8 +452,6 @@ CACHES = {"dynamic": (lambda: DynamicCache(config=CONFIG), ["update", "reorder_c
           "static": (lambda: StaticCache(config=CONFIG, max_cache_len=12),
                      ["update", "reorder_cache", "reset", *["crop"] * StaticLayer.is_croppable], 12)}
 
-OLD = Version(transformers.__version__) < Version("5.20")  # where an empty layer cannot be cropped, a reset one is long
-
 def pair(n, rows=2, seed=0):
     return torch.randn(2, rows, 2, n, 4, generator=torch.Generator().manual_seed(seed)).unbind(0)
 
@@ -471,7 +469,7 @@ def change(cache, op, x, room):
     pick = torch.randint(rows, (rows,), generator=torch.Generator().manual_seed(x))
     if op == "update" and length + n <= room: cache.update(*pair(n, rows, x), 0)
     if op == "reorder_cache": cache.reorder_cache(pick)
-    if op == "crop" and (length or not OLD):
+    if op == "crop" and (length or not OLD):  # there an empty layer cannot be cropped
         (layer if OLD else cache).crop(-min(x % (length + 2), length if isinstance(layer, StaticLayer) else 99))
     if op == "batch_repeat_interleave" and rows * n <= 8: cache.batch_repeat_interleave(n)
     if op == "batch_select_indices": cache.batch_select_indices(pick[:n])

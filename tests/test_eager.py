@@ -19,7 +19,7 @@ from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
-from test_hf import IDS, SMALL
+from test_hf import IDS, OLD, SMALL
 
 class Operations(TorchDispatchMode):
     "Counts what torch is asked to do."
@@ -85,7 +85,8 @@ def launched(monkeypatch):
 def test_what_a_layer_adds_beside_its_kernels(launched, method, own, most):
     "The way of a GPU: its launches, and at most so many operations more, workspaces and views included."
     operations, launches = a_layer(dict(decode=method), launched)
-    assert launches == own and operations - a_layer(None, launched)[0] <= most
+    own_way = a_layer(None, launched)[0] + OLD  # transformers does one less there
+    assert launches == own and operations - own_way <= most
 
 
 def test_a_step_checks_once_what_is_not_looked_at(monkeypatch):

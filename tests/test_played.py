@@ -27,7 +27,7 @@ from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
-from test_hf import build
+from test_hf import OLD, build
 from test_replay import taped
 from test_sparsify import IDS, MASK, PADDED, ids_of
 
@@ -261,7 +261,9 @@ def test_a_step_that_breaks_off_leaves_no_key_unwritten(llama, played, where, af
     gets_a_key(cache.layers[1])
     x = torch.ones(1, 2, 1, 16)
     cache.reset()
-    assert torch.equal(cache.layers[1].update(x, x)[0], x)
+    n = cache.layers[1].get_seq_length()
+    assert n == 0 or OLD  # where a layer that is reset keeps its length
+    assert torch.equal(cache.layers[1].update(x, x)[0][:, :, n:], x)
 
 
 def test_a_key_of_another_batch_is_refused_and_changes_nothing():
@@ -458,8 +460,9 @@ def test_a_layer_with_room_is_a_growing_layer():
     caches[0].update(grown, grown, 0)
     caches[0].layers[0].keys.sum().backward()
     assert torch.equal(grown.grad, torch.ones_like(grown)) and not caches[0].layers[0].roomy()
-    for cache in caches: cache.reset()
-    both(add(4))
+    if not OLD:
+        for cache in caches: cache.reset()
+        both(add(4))
     static = transformers.StaticCache(config=build("llama").config, max_cache_len=8)
     for kind in (DynamicCache(offloading=True), static):
         cache_room.give_room(kind, 0)
