@@ -1178,7 +1178,8 @@ def _places_kernel(asked_ptr, n, rest_ptr, out_ptr, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("n", [70, 4096, 131072])
 def test_vattention_asks_for_places_that_hold_the_draws(n):
     "The exact chance that the places hold fewer new keys than were asked for: at most e^-15, whatever the counts."
-    pairs = [(a, r) for a in (1, 2, 5, 12, 32, 100, 1000, 10000) for r in range(2, n + 1, max(1, n // 60)) if a < r][:1024]
+    counts, shares = (1, 2, 5, 12, 32, 100, 1000, 10000), range(2, n + 1, max(1, n // 60))
+    pairs = [(a, r) for a in counts for r in shares if a < r][:1024]
     asked, rest = (torch.tensor([x[i] for x in pairs] + [1] * (1024 - len(pairs)), device=DEVICE) for i in (0, 1))
     out = torch.empty(1024, dtype=torch.int32, device=DEVICE)
     _places_kernel[1,](asked.float(), n, rest.int(), out, BLOCK=1024)
