@@ -264,6 +264,17 @@ def test_layouts(layout, scheme):
 
 
 @kernel
+@pytest.mark.parametrize("scheme", ["systematic", "flash"])
+def test_features_that_lie_far_apart(scheme):
+    "Offsets of features beyond 2**31."
+    p, far = problem(1, 1, 2, 40, 16, BF16), 2**31 // 15 + 64
+    room = torch.empty(15 * far + 200, dtype=BF16, device=DEVICE)  # of which few pages are touched
+    k, v = (room[at:].as_strided((1, 1, 40, 16), (40, 40, 1, far)).copy_(x) for at, x in ((0, p.k), (100, p.v)))
+    want, got = (decode(p.q, *kv, samples=16, scheme=scheme, tile=16, seed=1) for kv in (p[1:3], (k, v)))
+    assert torch.equal(want, got)
+
+
+@kernel
 def test_strides_of_q():
     p = problem(2, 1, 3, sizes(1000, 60), 16, FP32)
     wide = torch.randn(2, 1, 3, 33, device=DEVICE)
