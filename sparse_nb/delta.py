@@ -339,12 +339,12 @@ def _stats(q, parts):
     "`DeltaStats` for queries [B, H, Q, D] from those of parts of the batch: rows, counts, anchors and their finds."
     most = max((len(at) for _, _, at, _ in parts), default=0)
     keys, visible = (torch.zeros(q.shape[:3], dtype=torch.int64, device=q.device) for _ in range(2))
-    anchors = torch.full((q.shape[0], most), -1)
+    anchors = torch.full((q.shape[0], most), -1, device="cpu")
     missing, error = (torch.full((*q.shape[:2], most), math.nan, dtype=torch.float64, device=q.device)
                       for _ in range(2))
     for row, counts, at, found in parts:
         for x, count in zip((keys, visible), counts): x[row, :, q.shape[2] - count.shape[2]:] = count
-        anchors[row, :len(at)] = torch.tensor(at, dtype=torch.int64)
+        anchors[row, :len(at)] = torch.tensor(at, dtype=torch.int64, device="cpu")
         for x, y in zip((missing, error), found): x[row, :, :len(at)] = y.detach().double()
     return DeltaStats(keys, visible, anchors.to(q.device), missing, error)
 

@@ -501,8 +501,8 @@ class Streams:
         if isinstance(self.seed, list) and len(self.seed) != rows:
             raise ValueError(f"seed must be one for each of {rows} sequences, got {len(self.seed)}")
         compiling = torch.compiler.is_compiling()
-        own = torch.arange(max(key[0], rows, heads), device=device if compiling else None)
-        row = torch.tensor(self.seed) if isinstance(self.seed, list) else fold_in(self.seed, own[:rows])
+        own = torch.arange(max(key[0], rows, heads), device=device if compiling else "cpu")
+        row = torch.tensor(self.seed, device="cpu") if isinstance(self.seed, list) else fold_in(self.seed, own[:rows])
         made = fold_in(row[:, None].to(own.device), own[:key[0], None, None], key[3] + own[:heads]).to(device)
         return made if compiling else self.made.setdefault(key, made)  # what a CUDA graph makes is overwritten
 
@@ -910,7 +910,8 @@ def bounds_of(
     with torch.inference_mode(False):
         new = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         numbers, kept = dispatch.thread.bounds.setdefault((L, B, H, device), (new(2 * B + 1), new(L, B, H)))
-    numbers.copy_(torch.tensor([0] * B + [view.end] * B + [call.key.shape[2] - 1]), non_blocking=True)
+    ends = [0] * B + [view.end] * B + [call.key.shape[2] - 1]
+    numbers.copy_(torch.tensor(ends, device="cpu"), non_blocking=True)
     found = Bounds(*numbers.split([B, B, 1]), kept)
     for x, y in zip(found, (view.start, view.stop, None, streams)):
         if y is not None: x.copy_(y)

@@ -89,7 +89,7 @@ def spearman(
         if not x.isfinite().all(): raise ValueError(f"{name} must be finite, got NaN or inf")
         if (x.amax(-1) == x.amin(-1)).any(): raise ValueError(f"{name} has a row of equal values, which has no order")
         ranks.append(scipy.stats.rankdata(x.numpy(), axis=-1))
-    return torch.as_tensor(scipy.stats.pearsonr(*ranks, axis=-1).statistic)
+    return torch.as_tensor(scipy.stats.pearsonr(*ranks, axis=-1).statistic, device="cpu")
 
 # %% ../nbs/01_metrics.ipynb #5600c22d
 def _weights(weights):

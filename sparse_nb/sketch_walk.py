@@ -46,13 +46,13 @@ def signed_hadamard(
     whole = 1 << (size - 1).bit_length()
     if kept is not None and kept > whole:
         raise ValueError(f"sketch must be at most the head size up to a power of two, {whole}, got {kept}")
-    i, rotation = torch.arange(whole), torch.ones(1, 1, dtype=torch.float64)
-    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    i, rotation = torch.arange(whole, device="cpu"), torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu")
     while len(rotation) < whole: rotation = torch.kron(rotation, pair)
     sign = 1 - 2 * (philox(seed, i) < 0.5).double()
     found = sign[:size, None] * rotation[:size] * whole**-0.5
     if kept is None: return found
-    column = tickets(torch.tensor(fold_in(seed, 1)), whole).argsort()[:kept].sort().values
+    column = tickets(torch.tensor(fold_in(seed, 1), device="cpu"), whole).argsort()[:kept].sort().values
     return found[:, column] * (whole / kept)**0.5
 
 @lru_cache(64)

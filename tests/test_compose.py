@@ -9,11 +9,16 @@ import torch
 from scipy import stats
 
 from sparse_nb.attention import (
-    Exact, Method, Streaming, TopK, Uniform, assert_close, attention, fold_in, weighted_attention)
-from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
+    Exact, Method, Streaming, TopK, TopP, Uniform, assert_close, attention, fold_in, weighted_attention)
+from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, OneList, Quest
 from sparse_nb.compose import Then
+from sparse_nb.core.methods import method_class
+from sparse_nb.delta import Delta
+from sparse_nb.lsh import KDEformer, Reformer
 from sparse_nb.metrics import relative_error, rows_read
+from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa, unique_keys
+from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
 
 ALARM = 1e-8
@@ -250,3 +255,35 @@ def test_generation_under_sparsify():
         assert torch.equal(got, step_by_step(model, method, IDS, 6))
         if keys == TopK(12): assert (found.keys_scored > 12).all()
         else: assert (found.keys_scored == 12).all()
+
+
+# the default device of PyTorch
+
+PROMPT = torch.randn(1, 2, 130, 16, generator=torch.Generator().manual_seed(3))
+BY_QUERY = [*SELECTING, TopP(0.8), *(Santa(samples=32, scheme=x) for x in ("iid", "proportional", "flash")),
+            *(Santa(samples=32, keys=x) for x in ("int8", "rescored")), Santa(samples=32, eps=0.5, delta=0.2),
+            VAttention(sinks=2, window=4, topk=4, base=4, replacement=True, guarantee="output"),
+            VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)), OneList(Quest(budget=12, page=4)),
+            SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0),
+            Saap(sinks=2, window=8, clusters=4), KDEformer(), Reformer()]
+BY_PROMPT = [Exact(), Streaming(2, 8), Delta(window=16, sinks=2, gamma=8), SketchWalk(32, 0.4, dense_layers=0),
+             *map(method_class, ("VerticalSlash", "FlexPrefill", "XAttention", "HiP", "OracleBlocks", "RandomBlocks"))]
+
+
+def outputs_elsewhere(device):
+    "What methods give on CPU tensors, or how they fail, where new tensors go to another device by default."
+    torch.set_default_device(device)
+    ready = lambda x: x() if isinstance(x, type) else x
+    calls = {f"decode {m}": lambda m=m: m.decode(q[:, :, :1], k, v, seed=1, **MASKS) for m in BY_QUERY}
+    calls |= {f"causal {m}": lambda m=m: m.decode(q, k, v, causal=True, return_stats=True)[0] for m in BY_QUERY}
+    calls |= {f"prefill {m}": lambda m=m: ready(m).prefill(PROMPT, PROMPT, PROMPT) for m in BY_PROMPT}
+    found = {}
+    for name, call in calls.items():
+        try: found[name] = call().device.type
+        except Exception as error: found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_tensors_stay_on_the_cpu_whatever_the_default_device(forked):
+    found = forked(outputs_elsewhere, "meta")
+    assert len(found) > 50 and not {name: x for name, x in found.items() if x != "cpu"}

@@ -278,6 +278,17 @@ def test_layouts(layout, scheme):
 
 
 @kernel
+@pytest.mark.parametrize("scheme", ["systematic", "flash"])
+def test_features_that_lie_far_apart(scheme):
+    "Offsets of features beyond 2**31."
+    p, far = problem(1, 1, 2, 40, 16, BF16), 2**31 // 15 + 64
+    room = torch.empty(15 * far + 200, dtype=BF16, device=DEVICE)  # of which few pages are touched
+    k, v = (room[at:].as_strided((1, 1, 40, 16), (40, 40, 1, far)).copy_(x) for at, x in ((0, p.k), (100, p.v)))
+    want, got = (decode(p.q, *kv, samples=16, scheme=scheme, tile=16, seed=1) for kv in (p[1:3], (k, v)))
+    assert torch.equal(want, got)
+
+
+@kernel
 def test_strides_of_q():
     p = problem(2, 1, 3, sizes(1000, 60), 16, FP32)
     wide = torch.randn(2, 1, 3, 33, device=DEVICE)
@@ -1197,7 +1208,8 @@ def _places_kernel(asked_ptr, n, rest_ptr, out_ptr, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("n", [70, 4096, 131072])
 def test_vattention_asks_for_places_that_hold_the_draws(n):
     "The exact chance that the places hold fewer new keys than were asked for: at most e^-15, whatever the counts."
-    pairs = [(a, r) for a in (1, 2, 5, 12, 32, 100, 1000, 10000) for r in range(2, n + 1, max(1, n // 60)) if a < r][:1024]
+    counts, shares = (1, 2, 5, 12, 32, 100, 1000, 10000), range(2, n + 1, max(1, n // 60))
+    pairs = [(a, r) for a in counts for r in shares if a < r][:1024]
     asked, rest = (torch.tensor([x[i] for x in pairs] + [1] * (1024 - len(pairs)), device=DEVICE) for i in (0, 1))
     out = torch.empty(1024, dtype=torch.int32, device=DEVICE)
     _places_kernel[1,](asked.float(), n, rest.int(), out, BLOCK=1024)

@@ -98,5 +98,5 @@ def tickets(
 def new_seed(
     seed, # a seed, or None
 ):
-    "`seed`, or one drawn from torch's default generator."
-    return int(torch.randint(2**63 - 1, ())) if seed is None else seed
+    "`seed`, or one drawn from torch's default generator of the CPU."
+    return int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed

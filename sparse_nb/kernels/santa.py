@@ -39,7 +39,7 @@ def _digits(q_ptr, q_h, q_d, R, D: tl.constexpr, BR: tl.constexpr, BD: tl.conste
     "Queries [BR, BD] as whole numbers up to 64 in rows [4 BR, BD], and what a sum over a row counts [4 BR]"
     o_r, o_d = tl.arange(0, 4 * BR), tl.arange(0, BD)
     i_r, digit = o_r % BR, o_r // BR
-    p_q = q_ptr + i_r[:, None] * q_h + o_d[None, :] * q_d
+    p_q = q_ptr + i_r.to(tl.int64)[:, None] * q_h + o_d.to(tl.int64)[None, :] * q_d
     x = tl.load(p_q, mask=(i_r < R)[:, None] & (o_d < D)[None, :], other=0.).to(tl.float32)
     unit = (tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7f800000).to(tl.float32, bitcast=True)  # 2^e <= max
     rest = tl.div_rn(x, tl.where(unit > 0, unit, float("inf"))[:, None] + tl.zeros_like(x)) * 32
@@ -72,9 +72,9 @@ def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, star
     p_q = q_ptr + i_b * q_b + i_g * R * q_h
     if unit_ptr is not None: b_q, counts = _digits(p_q, q_h, q_d, R, D, BR, BD)
     else:
-        p_q += o_r[:, None] * q_h + o_d[None, :] * q_d
+        p_q += o_r.to(tl.int64)[:, None] * q_h + o_d.to(tl.int64)[None, :] * q_d
         b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                               # [BR, BD]
-    p_k = k_ptr + i_b * k_b + i_g * k_g + first.to(tl.int64) * k_n + o_d[None, :] * k_d
+    p_k = k_ptr + i_b * k_b + i_g * k_g + first.to(tl.int64) * k_n + o_d.to(tl.int64)[None, :] * k_d
     for t in tl.range(begin, stop, num_stages=STAGES):
         o_i = t * BN + o_n
         m_n = o_i < n
@@ -167,7 +167,7 @@ def _in_sum(b_q, p_k, k_n, k_d, unit_ptr, unit_at, unit_n, row, share, m, first,
     "Key of each share among SUB keys from number row on, which are scored again, and its mass e^(s - m)"
     o_i, o_d = row[:, None] + tl.arange(0, SUB)[None, :], tl.arange(0, BD)
     at, m_k = (first + o_i).to(tl.int64), o_i < n
-    p_k = p_k + at[:, :, None] * k_n + o_d[None, None, :] * k_d
+    p_k = p_k + at[:, :, None] * k_n + o_d.to(tl.int64)[None, None, :] * k_d
     b_k = tl.load(p_k, mask=m_k[:, :, None] & (o_d < D)[None, None, :], other=0.)            # [BS, SUB, BD]
     b_s = tl.sum(b_k.to(tl.float32) * b_q[None, None, :], 2) * scale                         # [BS, SUB]
     if unit_ptr is not None: b_s *= tl.load(unit_ptr + unit_at + at * unit_n, mask=m_k, other=0.)
@@ -229,7 +229,8 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
     i_b, i_g = i_b.to(tl.int64), (i_h // R).to(tl.int64)
     p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
     if MASS or SUB > 1:
-        b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d * q_d, mask=o_d < D, other=0.).to(tl.float32)
+        b_q = tl.load(q_ptr + i_b * q_b + i_h.to(tl.int64) * q_h + o_d.to(tl.int64) * q_d, mask=o_d < D, other=0.)
+        b_q = b_q.to(tl.float32)
         m = tl.load(m_ptr + i_bh * T + t)
     if SUB == 1: mass = _at(u, i, BN)
     elif code_ptr is None:
@@ -239,15 +240,15 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
     row = tl.minimum(row + first, N - 1)
     if index_ptr is not None: tl.store(index_ptr + i_bh * S + o_s, row, mask=m_s)
     row, m_v = row.to(tl.int64)[:, None], m_s[:, None] & (o_d < D)[None, :]
-    b_v = tl.load(p_v + row * v_n + o_d[None, :] * v_d, mask=m_v, other=0.).to(tl.float32)   # [BS, BD]
+    b_v = tl.load(p_v + row * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_v, other=0.).to(tl.float32)   # [BS, BD]
     factor = tl.where(Z > 0, 1. / S, float("nan"))
     if MASS:                                                                  # w = e^s over the mass of the draw
-        b_k = tl.load(p_k + row * k_n + o_d[None, :] * k_d, mask=m_v, other=0.).to(tl.float32)
+        b_k = tl.load(p_k + row * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_v, other=0.).to(tl.float32)
         top, w = _from_logarithms(tl.sum(b_k * b_q[None, :], 1) * scale - m - tl.log2(mass), m_s)
         acc, total, factor = tl.sum(w[:, None] * b_v, 0), tl.sum(w, 0), factor * S
         if BP == 1: factor /= total
     else: acc = tl.sum(b_v, 0)                                                # sum of the rows: no multiplication
-    p_out = out_ptr + i_b * out_b + i_h * out_h + o_d * out_d
+    p_out = out_ptr + i_b * out_b + i_h * out_h + o_d.to(tl.int64) * out_d
     if BP == 1: tl.store(p_out, (acc * factor).to(out_ptr.dtype.element_ty), mask=o_d < D)
     else:
         tl.store(part_ptr + (i_bh * P + i_p) * BD + o_d, acc)
@@ -304,12 +305,12 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, m_ptr, l_ptr, part_ptr, index_ptr, start_
         o_r, o_n, o_d, o_s = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BS)
         m_r, m_d = o_r < R, o_d < D
         i_h = i_b * (G * R) + i_g * R + o_r
-        p_q = q_ptr + i_b * q_b + (i_g * R + o_r)[:, None] * q_h + o_d[None, :] * q_d
+        p_q = q_ptr + i_b * q_b + (i_g * R + o_r)[:, None] * q_h + o_d.to(tl.int64)[None, :] * q_d
         b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)
         o_i = t * BN + o_n
         m_n = o_i < n
         row = (first + o_i).to(tl.int64)
-        p_k = k_ptr + i_b * k_b + i_g * k_g + row[:, None] * k_n + o_d[None, :] * k_d
+        p_k = k_ptr + i_b * k_b + i_g * k_g + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d
         b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.)
         b_s = _scores(b_q, b_k, scale)
         m, u, l = _exponentials(tl.where(m_n[None, :], b_s, -float("inf")), DTYPE, 1)
@@ -330,7 +331,8 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, m_ptr, l_ptr, part_ptr, index_ptr, start_
                 drawn = first + t * BN + tl.where(total > 0, i, 0)
                 if index_ptr is not None:
                     tl.store(index_ptr + bh * slots + t * each + o_j, drawn, mask=o_j < tl.where(total > 0, each, 0))
-                p_v = v_ptr + i_b * v_b + i_g * v_g + drawn.to(tl.int64)[:, None] * v_n + o_d[None, :] * v_d
+                p_v = v_ptr + i_b * v_b + i_g * v_g + drawn.to(tl.int64)[:, None] * v_n
+                p_v += o_d.to(tl.int64)[None, :] * v_d
                 acc += tl.sum(tl.load(p_v, mask=m_s[:, None] & m_d[None, :], other=0.).to(tl.float32), 0)
             tl.store(part_ptr + (bh * T + t) * BD + o_d, acc / each)
 
@@ -355,7 +357,7 @@ def _merge_kernel(m_ptr, l_ptr, part_ptr, out_ptr, start_ptr, len_ptr, out_b, ou
         b_o = tl.load(p_part, mask=m_t[:, None] & (o_d < D)[None, :], other=0.)
         acc += tl.sum(tl.where(b_w[:, None] == 0, 0., b_w[:, None] * b_o), 0)    # sum W_t O_t / S_tile
     acc = tl.where(Z > 0, acc / Z, float("nan"))
-    p_out = out_ptr + i_b.to(tl.int64) * out_b + i_h * out_h + o_d * out_d
+    p_out = out_ptr + i_b.to(tl.int64) * out_b + i_h * out_h + o_d.to(tl.int64) * out_d
     tl.store(p_out, acc.to(out_ptr.dtype.element_ty), mask=o_d < D)
 
 # %% ../../kernels/santa.ipynb #d124f0fa
@@ -606,7 +608,7 @@ def _put_kernel(k_ptr, at_ptr, code_ptr, unit_ptr, k_b, k_g, k_n, k_d, c_b, c_g,
     bg, at, o_d = tl.program_id(0).to(tl.int64), tl.load(at_ptr), tl.arange(0, BD)
     b, g, there = bg // G, bg % G, (at >= 0) & (at < N)
     at, m_d = tl.where(there, at, 0), (o_d < D) & there
-    x = tl.load(k_ptr + b * k_b + g * k_g + at * k_n + o_d * k_d, mask=m_d, other=0.).to(tl.float32)
+    x = tl.load(k_ptr + b * k_b + g * k_g + at * k_n + o_d.to(tl.int64) * k_d, mask=m_d, other=0.).to(tl.float32)
     odd = tl.max((x != x).to(tl.int32), 0) > 0
     unit = tl.where(odd, float("nan"), tl.max(tl.abs(tl.where(x == x, x, 0.)), 0) * (1 / 127))
     y = tl.div_rn(x, tl.where(unit > 0, unit, float("inf")) + tl.zeros_like(x))

@@ -70,8 +70,8 @@ def check_ids(
 
 def _positions(positions, length):
     "Query positions as int64 numbers from 0 to length - 1"
-    if positions is None: return torch.arange(length)
-    positions = torch.as_tensor(positions)
+    if positions is None: return torch.arange(length, device="cpu")
+    positions = torch.as_tensor(positions, device="cpu")
     if positions.is_floating_point() or positions.dtype == torch.bool:
         raise TypeError(f"positions must be integers, got {positions.dtype}")
     if positions.ndim != 1 or len(positions) == 0:

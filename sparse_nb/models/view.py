@@ -67,7 +67,7 @@ def view_of(
     rows, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if mask is None:
         n = (keys if queries == 1 or aligned else queries) - queries + j + 1
-        return View(n, torch.full((rows,), n))
+        return View(n, torch.full((rows,), n, device="cpu"))
     shown = shown_keys(mask, j, queries, keys).expand(rows, -1)
     places = torch.arange(keys, device=shown.device)
     n, start = shown.sum(-1), torch.where(shown, places, keys).amin(-1)
