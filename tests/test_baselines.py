@@ -4,6 +4,7 @@ generation
 import copy
 import dataclasses
 import math
+import os
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -531,6 +532,49 @@ def test_networks_are_refused_by_other_weights(tmp_path):
     with torch.no_grad(): other.model.layers[3].mlp.up_proj.weight += 0.01
     with pytest.raises(ValueError, match="model must have the weights"): HashAttention(maps=path).check_model(other)
     for method in (Quest(), MagicPIG(), TopK(), VAttention()): method.check_model(other)
+
+WRONG = [
+    ("k_w1", lambda x: x.index_fill(1, torch.tensor(3), math.nan), "must be finite, got NaN or inf in k_w1"),
+    ("q_b2", lambda x: x / 0, "must be finite, got NaN or inf in q_b2"),
+    *(("q_w2", lambda x, kind=kind: x.to(kind), f"must have q_w2 in float16, .* got {kind}")
+      for kind in (torch.int32, torch.bool, torch.complex64)),
+    ("k_b1", lambda x: x[:, :5], r"must have k_b1 of shape \[2, 64\], got \[2, 5\]"),
+    ("q_w2", lambda x: x[..., :31], r"must have q_w2 of shape \[6, 64, 32\], got \[6, 64, 31\]"),
+    ("q_w1", lambda x: x[:, :8], r"must have q_w1 for a multiple of 2 heads of size 16, got \[6, 8, 64\]"),
+    ("q_w1", lambda x: x[:5], r"must have q_w1 for a multiple of 2 heads of size 16, got \[5, 16, 64\]"),
+    ("k_w1", lambda x: x[0], r"must have k_w1 of shape \[heads, D, M\] .* got \[16, 64\]"),
+    ("k_b2", None, "must have k_b2, got k_"), ("q_w1", None, "must have q_w1 .* got nothing")]
+
+@pytest.mark.parametrize("part, change, message", WRONG, ids=[f"{x[0]} {x[2][10:40]}" for x in WRONG])
+def test_wrong_networks_are_refused_by_file_layer_and_part(tmp_path, part, change, message):
+    path, networks, k = str(tmp_path / "networks.safetensors"), load_file(random_maps()), inputs()[1]
+    if change is None: del networks[f"1.{part}"]
+    else: networks[f"1.{part}"] = change(networks[f"1.{part}"].float()).contiguous()
+    save_file(networks, path)
+    HashAttention(maps=path, layer=0).build(k)
+    with pytest.raises(ValueError, match=f"layer 1 of the networks '{path}' {message}"):
+        HashAttention(maps=path, layer=1).build(k)
+    with pytest.raises(ValueError, match=f"networks of layer 1 {message}"):
+        save_networks(networks, tmp_path / "other", torch.nn.Linear(1, 1))
+    assert os.listdir(tmp_path) == ["networks.safetensors"]
+
+def test_a_file_of_networks_is_written_whole_and_read_anew(tmp_path, monkeypatch):
+    path, networks, model = tmp_path / "networks.safetensors", load_file(random_maps()), torch.nn.Linear(1, 1)
+    save_networks(networks, path, model)
+    known = hash_maps(str(path), 0)["k_w1"]
+    assert hash_maps(str(path), 0)["k_w1"] is known
+    def stop(parts, name, **more):
+        Path(name).write_bytes(b"half of it")
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("safetensors.torch.save_file", stop)
+        save_networks(networks, path, model)
+    assert os.listdir(tmp_path) == [path.name] and hash_maps(str(path), 0)["k_w1"] is known
+    networks["0.k_w1"] = -networks["0.k_w1"]
+    save_networks(networks, path, model)
+    assert torch.equal(hash_maps(str(path), 0)["k_w1"], -known)
+    with pytest.raises(ValueError, match="networks must be named by layer and one of k_w1, .* got 'k_w1'"):
+        save_networks({"k_w1": known}, path, model)
 
 def problem(seed, keys=400, queries=40):
     "Keys with a pattern of six signs among loud channels, and queries that look for a pattern"

@@ -494,6 +494,26 @@ def true_output(p, index, weight):
 
 
 @kernel
+def test_features_that_lie_billions_apart():
+    "Of queries, keys and values: the offset of the last feature is one that 32 bits do not hold."
+    from sparse_nb.kernels.choose import choose
+    (N, D), places = (40, 16), torch.empty(2**31 + 1200, dtype=torch.float16, device=DEVICE)
+    def spread(x, begin):
+        "A copy, whose features are 2^31 / 15 numbers apart"
+        B, H, n, _ = x.shape
+        far = places[begin:].as_strided(x.shape, (0, n, 1, 2**31 // (D - 1) + 1))
+        return far.copy_(x)
+    g = torch.Generator(DEVICE).manual_seed(0)
+    q, k, v = (torch.randn(1, h, n, D, generator=g, device=DEVICE).half() for h, n in ((4, 1), (2, N), (2, N)))
+    index = torch.randint(N, (1, 4, 1, 9), generator=g, device=DEVICE)
+    weight = torch.rand(1, 4, 1, 9, generator=g, device=DEVICE)
+    far = spread(q, 0), spread(k, 100), spread(v, 500)
+    assert all(torch.equal(x, y) for x, y in zip(far, (q, k, v)))
+    assert torch.equal(gather.attend(*far, index, weight), gather.attend(q, k, v, index, weight))
+    for x, y in zip(choose("keys", *far[:2], 7, N), choose("keys", q, k, 7, N)): assert torch.equal(x, y)
+
+
+@kernel
 @pytest.mark.parametrize("kind", ["head", "group", "all"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype, rtol", [(BF16, 6e-3), (FP16, 1e-3), (FP32, 2e-6)], ids=str)

@@ -1214,6 +1214,8 @@ def test_wrong_files_are_refused_by_name(llama, file, tmp_path):
     ("moments", "drop", dict(centroids=torch.zeros(1, 2**15, 1)), r"1 to 32767 clusters, got \[1, 32768, 1\]"),
     ("moments", "drop", dict(centroids=torch.zeros(5, 16)), r"centroids \[G, C, D\] .* got \[5, 16\]"),
     ("moments", "fitted", dict(factor=torch.full((4,), math.inf)), "must be finite, got NaN or inf in factor"),
+    *(("moments", "fitted", dict(factor=torch.ones(4, dtype=kind)), f"layer 1 .* must have factor in .*, got {kind}")
+      for kind in (torch.int32, torch.bool, torch.complex64)),
     ("moments", "fitted", dict(factor=torch.ones(5)), r"factor of shape \[5\], for a multiple of 2 heads"),
     ("moments", "fitted", dict(factor=torch.ones(2)), "partition must have factors of 4 heads, got 2"),
     ("mlp", "drop", dict(mlp_b1=None), "partition must hold mlp_b1 for router='mlp' .* in layer 1"),

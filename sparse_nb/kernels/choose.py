@@ -453,7 +453,7 @@ def _box_kernel(q_ptr, row_ptr, score_ptr, begin_ptr, start_ptr, len_ptr, scale,
     both = there[:, None] & m_d[None, :]
     b_low, b_high = tl.load(p_row, mask=both, other=0.), tl.load(p_row + x_s, mask=both, other=0.)  # [BN, BD]
     up, down = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
-    p_q = q_ptr + i_b * q_b + i_g * LR * q_h + o_d * q_d
+    p_q = q_ptr + i_b * q_b + i_g * LR * q_h + o_d.to(tl.int64) * q_d
     if SUM:
         for r in tl.static_range(LR):
             b_q = tl.load(p_q + r * q_h, mask=m_d, other=0.).to(tl.float32) * scale
@@ -587,7 +587,7 @@ def _ask_kernel(q_ptr, ask_ptr, q_b, q_h, q_d, L, cut, R: tl.constexpr, RP: tl.c
         gdc_wait()
         gdc_launch_dependents()
     bl, o_r, o_d = tl.program_id(0), tl.arange(0, RP)[:, None], tl.arange(0, W)[None, :]
-    p_q = q_ptr + (bl // L).to(tl.int64) * q_b + (bl % L * R + o_r).to(tl.int64) * q_h + o_d * q_d
+    p_q = q_ptr + (bl // L).to(tl.int64) * q_b + (bl % L * R + o_r).to(tl.int64) * q_h + o_d.to(tl.int64) * q_d
     x, edge = _rotated(p_q, (o_r < R) & (o_d < D), cut, W, STEPS)
     p_ask, least = ask_ptr + bl * ((4 + 3 * PLANES) * WORDS), tl.zeros([1, W], tl.int32)
     o_w = tl.arange(0, WORDS)
@@ -669,8 +669,8 @@ def _key_kernel(q_ptr, k_ptr, score_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_
     first, end, begin, low, items = _items(start_ptr, len_ptr, None, i_b, N, 1)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     there, key = o_n < items, (low + o_n).to(tl.int64)
-    p_q = q_ptr + i_b * q_b + (i_g * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
-    p_k = k_ptr + i_b * k_b + i_g * k_g + key[:, None] * k_n + o_d[None, :] * k_d
+    p_q = q_ptr + i_b * q_b + (i_g * LR + o_r)[:, None] * q_h + o_d.to(tl.int64)[None, :] * q_d
+    p_k = k_ptr + i_b * k_b + i_g * k_g + key[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d
     b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                           # [BR, BD]
     b_k = tl.load(p_k, mask=there[:, None] & m_d[None, :], other=0.)                         # [BN, BD]
     p_score, b_s = score_ptr + (bg * LR + o_r)[:, None] * N + key[None, :], dot(b_q, tl.trans(b_k)) * scale
@@ -874,7 +874,7 @@ def _box_row_kernel(k_ptr, at_ptr, row_ptr, begin_ptr, k_b, k_g, k_n, k_d, x_b, 
     odd = tl.zeros([BD], tl.int32)
     for j in range(0, last + 1, BN):
         m_n = j + o_n <= last
-        p_x = p_k - (last - j - o_n)[:, None] * k_n + o_d[None, :] * k_d
+        p_x = p_k - (last - j - o_n)[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d
         x = tl.load(p_x, mask=m_n[:, None] & m_d[None, :], other=0.).to(tl.float32)          # [BN, BD]
         low = tl.minimum(low, tl.min(tl.where(m_n[:, None], x, float("inf")), 0))
         high = tl.maximum(high, tl.max(tl.where(m_n[:, None], x, -float("inf")), 0))
@@ -918,7 +918,7 @@ def _code_row_kernel(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, 
     at, there, p_k, p_row = _row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, x_n, N, G)
     WORDS: tl.constexpr = (W + 31) // 32
     o_d, o_w = tl.arange(0, W)[None, :], tl.arange(0, WORDS)
-    x, edge = _rotated(p_k + o_d * k_d, o_d < D, cut, W, STEPS)
+    x, edge = _rotated(p_k + o_d.to(tl.int64) * k_d, o_d < D, cut, W, STEPS)
     code = (x > -edge).to(tl.int32) + (x > 0).to(tl.int32) + (x > edge).to(tl.int32)
     tl.store(p_row + o_w * x_d, _words(code & 1, W), mask=(o_w >= 0) & there)
     tl.store(p_row + (WORDS + o_w) * x_d, _words(code >> 1, W), mask=(o_w >= 0) & there)
@@ -980,7 +980,8 @@ def _table_kernel(x_ptr, at_ptr, code_ptr, fit_ptr, plane_ptr, x_b, x_h, x_n, x_
     at = tl.load(at_ptr) if at_ptr is not None else bh * 0
     there = (at >= 0) & (at < N)
     at = tl.where(there, at, 0)
-    x = tl.load(x_ptr + i_b * x_b + i_h * x_h + at * x_n + o_d * x_d, mask=o_d < D, other=0.).to(tl.float32)
+    p_x = x_ptr + i_b * x_b + i_h * x_h + at * x_n + o_d.to(tl.int64) * x_d
+    x = tl.load(p_x, mask=o_d < D, other=0.).to(tl.float32)
     if fit_ptr is not None: x -= tl.load(fit_ptr + i_b * f_b + i_h * f_h + o_d * f_d, mask=o_d < D, other=0.)
     o_c = o_t[None, :, None] * K + o_k[None, None, :]
     p_plane = plane_ptr + i_h // R * D * TABLES * K + o_d[:, None, None] * (TABLES * K) + o_c
@@ -1072,9 +1073,10 @@ def _weigh_kernel(q_ptr, k_ptr, fit_ptr, index_ptr, count_ptr, weight_ptr, start
     first, end, begin, low, items = _items(start_ptr, len_ptr, None, bh // H, N, 1)
     i_b, i_h, i_g, m_d = bh // H, bh % H, bh % H // R, o_d < D
     p_index, p_weight = index_ptr + bh * N, weight_ptr + bh * N
-    b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d * q_d, mask=m_d, other=0.).to(tl.float32)
+    b_q = tl.load(q_ptr + i_b * q_b + i_h * q_h + o_d.to(tl.int64) * q_d, mask=m_d, other=0.).to(tl.float32)
     centre = tl.load(fit_ptr + i_b * f_b + i_g * f_g + o_d * f_d, mask=m_d, other=0.)
-    p_k, size_q = k_ptr + i_b * k_b + i_g * k_g + o_d[None, :] * k_d, tl.maximum(tl.sqrt_rn(tl.sum(b_q * b_q, 0)), 1e-8)
+    p_k = k_ptr + i_b * k_b + i_g * k_g + o_d.to(tl.int64)[None, :] * k_d
+    size_q = tl.maximum(tl.sqrt_rn(tl.sum(b_q * b_q, 0)), 1e-8)
     if PDL: gdc_wait()
     count = tl.load(count_ptr + bh).to(tl.int32)
     unused = (o_p >= count) & (o_p < N)

@@ -31,12 +31,12 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, count_ptr, m_ptr,
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_r, m_d = o_r < LR, o_d < D
     i_h_ = i_l * LR + o_r                                                                # query heads of the list
-    p_q = q_ptr + i_b_ * q_b + i_h_[:, None] * q_h + o_d[None, :] * q_d
+    p_q = q_ptr + i_b_ * q_b + i_h_[:, None] * q_h + o_d.to(tl.int64)[None, :] * q_d
     b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                       # [BR, BD]
     p_i = index_ptr + i_b_ * i_b + i_l * i_l_
     if weight_ptr is not None: p_w = weight_ptr + i_b_ * w_b + i_h_[:, None] * w_h
-    p_k = k_ptr + i_b_ * k_b + i_g * k_g + o_d[None, :] * k_d
-    p_v = v_ptr + i_b_ * v_b + i_g * v_g + o_d[None, :] * v_d
+    p_k = k_ptr + i_b_ * k_b + i_g * k_g + o_d.to(tl.int64)[None, :] * k_d
+    p_v = v_ptr + i_b_ * v_b + i_g * v_g + o_d.to(tl.int64)[None, :] * v_d
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
     if count_ptr is not None:
         b_n = tl.minimum(tl.load(count_ptr + i_b_ * n_b + i_h_ * n_h, mask=m_r, other=0), S).to(tl.int32)  # [BR]
