@@ -906,6 +906,18 @@ def test_the_theorem_of_eight_bits():
     assert_close(int8_error(q, k).distance, (weights - moved).abs().sum(-1) / 2, 1e-9)
 
 
+def test_errors_of_eight_bits_are_of_the_keys_that_a_query_sees():
+    "Keys in the padding and behind a causal query are a thousand times as large."
+    loud, stop = k.clone(), torch.tensor([38, 31])
+    for b in range(2): loud[b, :, :start[b]] = loud[b, :, stop[b]:] = 1000
+    for got, want in zip(*(int8_error(q, x, kv_start=start, kv_len=stop) for x in (loud, k))):
+        assert torch.equal(got, want)
+    loud = k.clone()
+    loud[:, :, -1] = 1000
+    for got, want in zip(*(int8_error(q, x, causal=True) for x in (loud, k))):
+        assert torch.equal(got[:, :, :-1], want[:, :, :-1]) and not torch.equal(got[:, :, -1], want[:, :, -1])
+
+
 @pytest.mark.parametrize("keys", ["int8", "rescored"])
 def test_a_gradient_reaches_the_drawn_values_alone(keys):
     a, b, c = (x.clone().requires_grad_() for x in (q, k, v))
