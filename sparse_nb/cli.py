@@ -831,6 +831,13 @@ app.add_typer(bench, name="bench")
 OUT = Annotated[Path, typer.Option(help="File ending in .json, or a folder; kernels/results if not given.",
                                    show_default=False)]
 
+def _check_bench(out, **amounts):
+    "Raise ValueError for a file of another kind, and for what is to be had of nothing."
+    if out is not None and out.suffix not in ("", ".json"):
+        raise ValueError(f"--out must end in .json, or be a folder, got {str(out)!r}")
+    for name, x in amounts.items():
+        if not x > 0: raise ValueError(f"--{name} must be above 0, got {x}")
+
 def _command(): return re.sub(r" --out[ =]\S+", "", " ".join(["sparse-nb", *sys.argv[1:]]))
 
 @bench.command()
@@ -852,6 +859,7 @@ def decode(
     seconds: Annotated[float, typer.Option(help="Start no case later than this.")] = 330,
 ):
     "Time one decode step of attention: ours and its rivals, checked first, with a cold cache."
+    _check_bench(out, budget=budget, seconds=seconds)
     import torch
     from sparse_nb.bench import SHAPES
     from sparse_nb.records import decode as room
@@ -874,6 +882,7 @@ def _prefill(
     out: OUT = None,
 ):
     "Time the attention of whole prompts: ours and its rivals, checked first, with a cold cache."
+    _check_bench(out)
     from sparse_nb.records import prefill as room
     chosen = room.LENGTHS if lengths is None else _items("lengths", lengths, number=True)
     print(f"saved {room.bench_prefill(lengths=chosen, out=out, command=_command(), say=_say)}", file=sys.stderr)
@@ -903,6 +912,7 @@ def _generate(
 ):
     """Time the tokens of a model like Llama-3.1-8B, with random weights: with methods, as many as --decode says, and
     with dense attention."""
+    _check_bench(out, seconds=seconds)
     import torch
     from sparse_nb.records import generate as room
     for name, x in (("batch", batch), ("tokens", tokens)) + (() if layers is None else (("layers", layers),)):
@@ -929,6 +939,7 @@ def record(
     show: Annotated[bool, typer.Option("--list", help="List the records and stop.")] = False,
 ):
     "Make one of the book's records anew: measure on this machine, and write the result file."
+    if out is not None: check_out(out, suffixes=(".json",))
     from sparse_nb.records.recorder import RECORDS, run_record
     if show == (name is not None): raise ValueError("record must be given a NAME or --list, and not both")
     if not show: return print(f"saved {run_record(name, out, quick=quick, say=_say)}", file=sys.stderr)
