@@ -610,7 +610,7 @@ class Dispatch:
         reads, decodes = at_layer(self.prefill, call.layer), at_layer(self.decode, call.layer)
         compiles = torch.compiler.is_compiling() and query.shape[2] == 1
         few = key.shape[2] < self.few.get(call.layer, 0)
-        if not (self.decoded or compiles or decodes is None or self.thread.reading):
+        if not (torch.compiler.is_compiling() or self.decoded or decodes is None or self.thread.reading):
             self.decoded = decoded_queries(self.setup, forward, query.shape[2], key.shape[2]) > 0
         if (out := played_step(self, call, None if few else decodes)) is not None: return out, None
         if reads is None and decodes is None and self.observe is None and not compiles: return self.attend(call)
