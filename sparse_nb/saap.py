@@ -179,11 +179,11 @@ class Moments(NamedTuple):
 def moment_rows(
     k: torch.Tensor,        # keys [B, G, n, D]
     v: torch.Tensor | None, # values [B, G, n, D]
-) -> torch.Tensor:          # [B, G, n, 2 + D or 2 + 2 D], float32 or float64
+) -> torch.Tensor:          # [B, G, n, 2 + D or 2 + 2 D], float64: a variance is the small difference of large sums
     "What each key adds to the sums of its cluster: 1, its squared length, itself, and its value."
-    k = promote(k)
+    k = k.double()
     length = k.square().sum(-1, keepdim=True)
-    return torch.cat([torch.ones_like(length), length, k, *([] if v is None else [promote(v)])], -1)
+    return torch.cat([torch.ones_like(length), length, k, *([] if v is None else [v.double()])], -1)
 
 def moments_of(
     sums: torch.Tensor, # of `moment_rows` [B, G, C, 2 + D or 2 + 2 D]
