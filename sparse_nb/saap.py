@@ -632,7 +632,7 @@ class SummedInPlace(Summed):
     @torch.inference_mode(False)
     def look_at(self, k, v):
         "As `State.look_at`: room for sums, which the first query makes."
-        self.sums = promote(k[:0]).new_zeros(*k.shape[:2], self.clusters, 2 + 2 * k.shape[3])
+        self.sums = k.new_zeros(*k.shape[:2], self.clusters, 2 + 2 * k.shape[3], dtype=torch.float64)
         self.since, self.upto = self.rows.new_full((2, len(k)), -1, dtype=torch.int64)
         self.valued = torch.zeros_like(self.upto, dtype=torch.bool)
 
