@@ -395,8 +395,9 @@ def collided(
 class MagicPIG(Predictor):
     """Keys sampled by locality-sensitive hashing, weighted by their chances (after MagicPIG, Chen et al. 2024).
 
-    The first and the last keys are read as well. It has no budget: `bits` and `tables` set it.
-    Raises TypeError or ValueError for settings that can never work.
+    The first and the last keys are read as well. It has no budget: `bits` and `tables` set it. Over the draw of the
+    hyperplanes the weights are unbiased, unless a key less the centre is exactly opposite to the query: its chance is
+    0, so it is never read. Raises TypeError or ValueError for settings that can never work.
     """
     bits: int = 8    # signs in a table, 1 to 16
     tables: int = 32 # 2 to 4,096: a key is sampled if two of them agree

@@ -179,11 +179,11 @@ class Moments(NamedTuple):
 def moment_rows(
     k: torch.Tensor,        # keys [B, G, n, D]
     v: torch.Tensor | None, # values [B, G, n, D]
-) -> torch.Tensor:          # [B, G, n, 2 + D or 2 + 2 D], float32 or float64
+) -> torch.Tensor:          # [B, G, n, 2 + D or 2 + 2 D], float64: a variance is the small difference of large sums
     "What each key adds to the sums of its cluster: 1, its squared length, itself, and its value."
-    k = promote(k)
+    k = k.double()
     length = k.square().sum(-1, keepdim=True)
-    return torch.cat([torch.ones_like(length), length, k, *([] if v is None else [promote(v)])], -1)
+    return torch.cat([torch.ones_like(length), length, k, *([] if v is None else [v.double()])], -1)
 
 def moments_of(
     sums: torch.Tensor, # of `moment_rows` [B, G, C, 2 + D or 2 + 2 D]
@@ -629,7 +629,7 @@ class SummedInPlace(Summed):
     @torch.inference_mode(False)
     def look_at(self, k, v):
         "As `State.look_at`: room for sums, which the first query makes."
-        self.sums = promote(k[:0]).new_zeros(*k.shape[:2], self.clusters, 2 + 2 * k.shape[3])
+        self.sums = k.new_zeros(*k.shape[:2], self.clusters, 2 + 2 * k.shape[3], dtype=torch.float64)
         self.since, self.upto = self.rows.new_full((2, len(k)), -1, dtype=torch.int64)
         self.valued = torch.zeros_like(self.upto, dtype=torch.bool)
 

@@ -1456,3 +1456,16 @@ def test_single_heads_of_two_models_are_asked_the_same():
     for model, own in caught.groupby(level=0):
         assert (own.unstack().diff(axis=1).iloc[:, 1:] > 0).all(axis=None)
         assert (own[model, "top keys"] >= own[model].drop("top keys").unstack().max() - 1e-6).all()
+
+
+@pytest.mark.parametrize("tail", ["first_order", "second_order"])
+def test_a_large_channel_of_the_keys_costs_no_weight(tail):
+    "A channel of 1e5 in every key moves all scores alike; the variance is a difference of sums of 1e10."
+    g = torch.Generator().manual_seed(6)
+    q, k = (torch.randn(1, 1, n, 16, generator=g) for n in (1, 600))
+    k, v = 0.1 * k, torch.zeros(1, 1, 600, 16)
+    k[:, :, 0] = q[:, :, 0] * math.log(200) * 4 / q.square().sum()
+    v[:, :, 0, 0] = 1  # the heavy key's weight is the output
+    k[..., 3] += 1e5
+    weight = saap_decode(q, k, v, tail=tail, budget=60, clusters=8, window=32)[..., 0].item()
+    assert 0.99 < weight / attention(q.double(), k.double(), v.double())[..., 0].item() < 1.01
