@@ -130,8 +130,10 @@ CALLS = [
     (dict(q=Q[:, :3]), "q must have a multiple of the heads of k"), (dict(scale=-1.0), "scale must be positive"),
     (dict(scale="1"), "scale must be a number, got str"), (dict(kv_start=[0, 0]), "kv_start must be an integer tensor"),
     (dict(kv_start=torch.tensor([0, -1])), "kv_start"), (dict(seed=1.5), "seed must be an int or an integer tensor"),
-    (dict(seed=-1), "seed must lie in"), (dict(q=Q * math.nan), "must be finite, got NaN")]
-DECODE_CALLS = [(dict(causal=1), "causal must be a bool, got int"), (dict(kv_len=torch.tensor([45, 44])), "kv_len = 45"),
+    (dict(seed=-1), "seed must lie in"),
+    (dict(q=Q * math.nan), "must be finite, got NaN")]
+DECODE_CALLS = [(dict(causal=1), "causal must be a bool, got int"),
+                (dict(kv_len=torch.tensor([45, 44])), "kv_len = 45"),
                 (dict(return_stats="yes"), "return_stats must be a bool, got str"), (dict(state=[1]), "state")]
 UNSEEN = Streaming, Uniform  # read some keys, and look at no other
 
