@@ -168,7 +168,7 @@ def test_no_share_is_shown_as_nothing(share, want):
     assert percent(share) == want
 
 
-@pytest.mark.parametrize("width, count", [(20, 14), (30, 10), (60, 7), (80, 6), (120, 4)])
+@pytest.mark.parametrize("width, count", [(20, 15), (30, 9), (60, 6), (80, 5), (120, 4)])
 def test_names_of_methods_are_not_broken_letter_by_letter(width, count):
     from sparse_nb.demo import number_table
     names = ["exact", "topk:budget=8", "vattention:sinks=4,window=16,predictor=(doublesparsity:channels=8),eps=0.2"]
