@@ -14,6 +14,7 @@ __all__ = ['SIZES_OF_A_HEAD', 'AT_ONCE', 'BlockGrid', 'block_grid', 'rows_attent
 # %% ../nbs/62_patterns.ipynb #7dabfe6d
 import json
 import math
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -300,7 +301,11 @@ def save_choices(
 ):
     "Write a file for `VerticalSlash(choices=path)`, which says on which weights the search was made."
     layers = {str(layer): [list(row) for row in rows] for layer, rows in choices.items()}
-    Path(path).write_text(json.dumps({"model": weights_id(model), "layers": layers}) + "\n", encoding="utf-8")
+    whole = Path(path).with_name(f".{Path(path).name}.{os.urandom(4).hex()}")  # readers see the old file or the new one
+    try:
+        whole.write_text(json.dumps({"model": weights_id(model), "layers": layers}) + "\n", encoding="utf-8")
+        whole.replace(path)
+    finally: whole.unlink(missing_ok=True)
     _open_choices.cache_clear()
 
 def choices_of(
