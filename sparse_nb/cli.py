@@ -640,9 +640,9 @@ def _print_results(found):
             return say(row[name]) + (f" [{say(low)}, {say(high)}]" if low == low else "")
         cells = [[value(name, row) for name in names] for row in cell.to_dict("records")]
         print("\n".join(number_table(labels, names, cells, _width())), end="\n\n")
-    note = ("prefill | decode, or decode alone where exact attention reads; right answers, their gain on exact attention "
-            "for the same prompts, answers the same as its, density, error and bytes (of its) in %; bits and gap per "
-            "byte, perplexity per token; intervals of 95 %")
+    note = ("prefill | decode, or decode alone where exact attention reads; right answers, their gain on exact "
+            "attention for the same prompts, answers the same as its, density, error and bytes (of its) in %; bits "
+            "and gap per byte, perplexity per token; intervals of 95 %")
     print(textwrap.fill(note, _width()), file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #817cd61b

