@@ -908,14 +908,15 @@ def test_the_theorem_of_eight_bits():
 
 def test_errors_of_eight_bits_are_of_the_keys_that_a_query_sees():
     "Keys in the padding and behind a causal query are a thousand times as large."
-    loud, stop = k.clone(), torch.tensor([38, 31])
+    loud = k.clone()
     for b in range(2): loud[b, :, :start[b]] = loud[b, :, stop[b]:] = 1000
     for got, want in zip(*(int8_error(q, x, kv_start=start, kv_len=stop) for x in (loud, k))):
         assert torch.equal(got, want)
     loud = k.clone()
     loud[:, :, -1] = 1000
-    for got, want in zip(*(int8_error(q, x, causal=True) for x in (loud, k))):
-        assert torch.equal(got[:, :, :-1], want[:, :, :-1]) and not torch.equal(got[:, :, -1], want[:, :, -1])
+    found, plain = (int8_error(q, x, causal=True) for x in (loud, k))
+    for got, want in zip(found, plain): assert torch.equal(got[:, :, :-1], want[:, :, :-1])
+    assert (found.allowed > plain.allowed)[:, :, -1].all()
 
 
 @pytest.mark.parametrize("keys", ["int8", "rescored"])
