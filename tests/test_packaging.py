@@ -102,6 +102,14 @@ def test_an_import_brings_no_more_than_it_needs(module, beyond):
     assert module in more and {x.split(".")[0] for x in more} - set(sys.stdlib_module_names) <= {"sparse_nb"}
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_demo_installs_no_development_set():
+    plan = lambda *args: subprocess.check_output(["make", "--no-print-directory", "-Bn", *args], cwd=ROOT, text=True)
+    demo, test = plan("demo", "TORCH_FLAGS=--index-url URL"), plan("test", "TORCH_FLAGS=")
+    assert "--index-url URL --no-deps torch\n" in demo and "-e '.[cli]'\n" in demo and "[dev]" not in demo
+    assert "-e '.[dev]'\n" in test and "--no-deps torch" not in test
+
+
 def test_command_is_installed(wheel):
     assert "sparse-nb = sparse_nb.cli:main" in member(wheel, "entry_points.txt")
 
