@@ -292,11 +292,11 @@ def rehearse(
     q, k = torch.randn(1, heads, 16, size), torch.randn(1, groups, 16, size)
     try:
         if hasattr(method, "at_layer"): method = method.at_layer(config.num_hidden_layers - 1)
-        told, hears = {}, getattr(state := method.decode and method.new_state(), "hears", ())
+        told, hears = {}, getattr(state := method.new_state(), "hears", ())
         if hears[:1] == ("q",) or "k_before" in hears:  # which it may be unable to do without
             state.append(k, k, **{name: x for name, x in dict(q=q, k_before=k, q_before=q).items() if name in hears})
             told = dict(state=state) | (dict(q_before=q[:, :, -1:]) if "q_before" in hears else {})
-        (method.decode or method.prefill)(q[:, :, -1:], k, k.clone(), **told)
+        (getattr(method, "decode", None) or method.prefill)(q[:, :, -1:], k, k.clone(), **told)
     except (TypeError, ValueError, OSError, MemoryError, RuntimeError) as error:
         raise ValueError(f"{option}: {' '.join(str(error).split()) or type(error).__name__}, in {method!r}") from error
 

@@ -536,7 +536,7 @@ class Kept:
     told: bool = False             # has the index been told of the keys of this pass?
 
     def hear(self, call, asks, reading=False):
-        "Tell the index of the new keys; `asks`: the last queries that are decoded; `reading`: may more of a prompt come?"
+        "Tell the index of new keys; `asks`: how many queries, the last, are decoded; `reading`: may a prompt go on?"
         if self.state is None: return
         if self.told:
             what, name = "decode" if self.decodes else "prefill", type(self.layer.method).__name__

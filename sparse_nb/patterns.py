@@ -14,7 +14,6 @@ __all__ = ['SIZES_OF_A_HEAD', 'AT_ONCE', 'BlockGrid', 'block_grid', 'rows_attent
 # %% ../nbs/62_patterns.ipynb #7dabfe6d
 import json
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path

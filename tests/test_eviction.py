@@ -431,7 +431,8 @@ def test_bad_settings(kind, wrong):
 def test_bad_input():
     method, (q, k, v) = H2O(12), inputs()
     state, asked = told(method, q, k, v), q[:, :, -1:]
-    for wrong, message in ((None, "state must have heard the prompt.s queries .* got None"), (told(H2O(11), q, k, v), "state must be that"),
+    for wrong, message in ((None, "state must have heard the prompt.s queries .* got None"),
+                           (told(H2O(11), q, k, v), "state must be that"),
                            (told(method, q[:1], k[:1], v[:1]), "state must hold the keys"),
                            (told(method, q[:, :, :9], k[:, :, :9], v[:, :, :9]), "state must hold the keys")):
         with pytest.raises(ValueError, match=message): method.decode(asked, k, v, state=wrong)

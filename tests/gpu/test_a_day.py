@@ -15,6 +15,7 @@ import gc
 import io
 import json
 import multiprocessing
+import os
 import re
 import sys
 import tempfile
@@ -145,8 +146,10 @@ def scene(title):
 def can(what): return lambda method: callable(getattr(method, what, None))
 
 
-def can_go_back(method): return can("decode")(method) and type(method).__name__.lower() not in EVICTS
-def can_chat(method): return can("decode")(method) and type(method).__name__ != "H2O"
+def can_look(method): return can("decode")(method) and name_of(method) not in EVICTS
+def can_be_helped(method): return can_look(method) and name_of(method) in SHORT  # each guess is judged by itself
+def can_chat(method): return can("decode")(method) and name_of(method) != "h2o"
+def name_of(method): return next(x for x in METHODS if METHODS[x].path.endswith(f":{type(method).__name__}"))
 
 
 def answers_of(day, model, method, count=3, **more):
@@ -184,8 +187,8 @@ def chat(day, model, method):
 WANTED = {"prompts": (can("decode"), answers_of), "chat": (can_chat, chat),
           "read": (can("prefill"), read_with(False)), "read, then SANTA": (can("prefill"), read_with(True)),
           "beams": (can("decode"), searched(num_beams=2)),
-          "prompt lookup": (can_go_back, searched(prompt_lookup_num_tokens=3)),
-          "assistant": (can_go_back, searched(assistant_early_exit=1))}
+          "prompt lookup": (can_look, searched(prompt_lookup_num_tokens=3)),
+          "assistant": (can_be_helped, searched(assistant_early_exit=1))}
 
 
 @scene("three prompts in one session, in a second one, and once more after empty_cache")
@@ -209,7 +212,7 @@ def prefills(day):
 def caches(day):
     model = copy.deepcopy(day.model)  # of two layers, for to compile takes long
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
-    model.config.layer_types = (model.config.layer_types or [])[:2] or None
+    if getattr(model.config, "layer_types", None): model.config.layer_types = model.config.layer_types[:2]
     for name, method in day.methods("decode"):
         want = answers_of(day, model, method, 2)
         if name != "exact": day.same(answers_of(day, model, method, 2, offload=True), want, "offload", name)
@@ -385,7 +388,7 @@ def day_on_a_gpu(names):
     plain, tokenizer = pocket.load()
     asked = prompts_of(tokenizer)
     REFERENCE[:] = [Day(plain, plain, asked, names)]
-    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(min(16, os.cpu_count()), mp_context=multiprocessing.get_context("fork")) as pool:
         yield Day(plain, copy.deepcopy(plain).cuda(), asked, names, pool=pool)
 
 
