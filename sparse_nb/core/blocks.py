@@ -53,7 +53,8 @@ def _check_pattern(p):
     if not on_cpu_eagerly(p.index): return
     if not 0 <= p.count.min() <= p.count.max() <= slots:
         raise ValueError(f"count must lie in [0, S] = [0, {slots}], got {int(p.count.min())} to {int(p.count.max())}")
-    wrong = (torch.arange(slots, device=p.count.device) < p.count[..., None]) & ((p.index < 0) | (p.index >= p.key_blocks))
+    used = torch.arange(slots, device=p.count.device) < p.count[..., None]
+    wrong = used & ((p.index < 0) | (p.index >= p.key_blocks))
     if wrong.any(): raise ValueError(f"index must lie in [0, {p.key_blocks}), got {int(p.index[wrong][0])}")
     if (p.mask().sum(-1) != p.count).any(): raise ValueError("index must not name a block twice in one list")
 

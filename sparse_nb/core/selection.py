@@ -67,7 +67,8 @@ class Selection:
         if index.min() < 0: raise ValueError(f"index must not be negative, got {int(index.min())}")
         if not (weight.min() >= 0 and weight.max() < math.inf):
             raise ValueError("weight must be finite and not negative")
-        if self.count is not None and (weight * (torch.arange(index.shape[3], device="cpu") >= self.count[..., None])).any():
+        behind = lambda: torch.arange(index.shape[3], device="cpu") >= self.count[..., None]
+        if self.count is not None and (weight * behind()).any():
             raise ValueError("weight must be 0 from slot number count on")
 
     @property
