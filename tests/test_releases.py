@@ -1,5 +1,5 @@
-"""What runs inside transformers, with the oldest and with the newest release that pyproject.toml allows; all other
-tests run with the one in constraints.txt"""
+"""What runs inside transformers, with the oldest and with the newest release that pyproject.toml allows, and kernels
+with the oldest Triton; all other tests run with those in constraints.txt"""
 import os
 import re
 import subprocess
@@ -40,3 +40,16 @@ def test_inside_transformers(release):
                           *[f"tests/test_{name}.py" for name in FILES]], cwd=ROOT, capture_output=True, text=True,
                          env=os.environ | dict(PYTHONPATH=str(place)))
     assert run.returncode == 0, run.stdout[-20000:] + run.stderr[-2000:]
+
+@pytest.mark.slow
+@pytest.mark.budget(600)
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_kernels_compile_with_the_oldest_triton():
+    oldest = re.search(r'"triton>=([\d.]+)', (ROOT / "pyproject.toml").read_text())[1]
+    place = ROOT / ".cache" / "triton-oldest"
+    install(place, f"triton=={oldest}.*")
+    code = ("import triton; from sparse_nb.kernels import exact, santa; print(triton.__version__); "
+            "print(len(santa.resource_usage(90)), len(exact.resource_usage(90)))")
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                         env=os.environ | dict(PYTHONPATH=f"{place}{os.pathsep}{ROOT}"))
+    assert run.returncode == 0 and run.stdout.startswith(oldest), run.stdout[-2000:] + run.stderr[-5000:]

@@ -143,12 +143,13 @@ def _find_tile(w, share, BS: tl.constexpr, BT: tl.constexpr):
     return tl.where(total > 0, t, 0), _share_inside(below, above, whole, exact)
 
 @triton.jit
-def _find_in_row(u, share, MOST: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr):
-    """Place that each share [BS] of its row of u [BS, BN] falls into, never one without mass, and how far into it.
+def _sums(u, AXIS: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr):
+    "Running sums of u in whole units, where a row sums to MOST at most; with WIDE they have 64 bits"
+    return tl.cumsum(_in_units(u, 549755813888 if WIDE else 2147483648 // MOST, WIDE), AXIS)
 
-    A row sums to MOST at most; with WIDE its sums have 64 bits.
-    """
-    cum = tl.cumsum(_in_units(u, 549755813888 if WIDE else 2147483648 // MOST, WIDE), 1)
+@triton.jit
+def _find_in_row(cum, share, BN: tl.constexpr):
+    "Place that each share [BS] of its row of sums [BS, BN] falls into, never one without mass, and how far into it"
     total = tl.max(cum, 1)
     whole, exact = _scaled(share, total)
     under = cum <= whole[:, None]
@@ -172,7 +173,7 @@ def _in_sum(b_q, p_k, k_n, k_d, unit_ptr, unit_at, unit_n, row, share, m, first,
     b_s = tl.sum(b_k.to(tl.float32) * b_q[None, None, :], 2) * scale                         # [BS, SUB]
     if unit_ptr is not None: b_s *= tl.load(unit_ptr + unit_at + at * unit_n, mask=m_k, other=0.)
     u = tl.where(m_k, tl.exp2(b_s - m[:, None]), 0.)
-    i, share = _find_in_row(u, share, SUB, SUB, True)
+    i, share = _find_in_row(_sums(u, 1, SUB, True), share, SUB)
     return row + i, _at(u, i, SUB)
 
 @triton.jit
@@ -224,7 +225,7 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
     else: t, share = _find_tile(w, x if SCHEME == "iid" else (o_s.to(tl.float64) + x) / S, BS, BT)
     p_u = u_ptr + i_bh * (T * (BN // SUB)) + t[:, None] * (BN // SUB) + tl.arange(0, BN // SUB)[None, :]
     u = tl.load(p_u).to(tl.float32)                                           # [BS, BN / SUB]
-    i, share = _find_in_row(u, share, BN, BN // SUB, u_ptr.dtype.element_ty == tl.float32)
+    i, share = _find_in_row(_sums(u, 1, BN, u_ptr.dtype.element_ty == tl.float32), share, BN // SUB)
     row = t * BN + i * SUB
     i_b, i_g = i_b.to(tl.int64), (i_h // R).to(tl.int64)
     p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
@@ -322,12 +323,13 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, m_ptr, l_ptr, part_ptr, index_ptr, start_
             x = uniform(stream(seed_ptr, seed, i_b, (i_g * R + r).to(tl.int32), G * R, SEEDS), t)
             b_u = tl.sum(tl.where(o_r[:, None] == r, u, 0.), 0)              # [BN], the row of head r
             total = tl.sum(tl.where(o_r == r, l, 0.), 0)
+            cum = _sums(b_u, 0, BN, DTYPE == tl.float32)[None, :]
             acc = tl.zeros([BD], tl.float32)
             for begin in range(0, each, BS):
                 o_j = begin + o_s
                 m_s = o_j < each
                 share = (o_j.to(tl.float64) + x) / each
-                i, share = _find_in_row(b_u[None, :], share, BN, BN, DTYPE == tl.float32)
+                i, share = _find_in_row(cum, share, BN)
                 drawn = first + t * BN + tl.where(total > 0, i, 0)
                 if index_ptr is not None:
                     tl.store(index_ptr + bh * slots + t * each + o_j, drawn, mask=o_j < tl.where(total > 0, each, 0))
