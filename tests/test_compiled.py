@@ -516,7 +516,7 @@ EACH_LAYER = [  # what the first layer of a step does, and what the others do; t
     (TopK(budget=16), 7, 7), (Santa(samples=16), 2, 2),
     (VAttention(sinks=4, window=4, topk=4, base=16), 68, 63), (Saap(budget=8, **SAAP), 5, 5),
     (Saap(probes=1, tail="drop", before_rope=False, **SAAP), 5, 5), (Saap(budget=8, router="centroid", **SAAP), 14, 11),
-    (Saap(unread=0.3, **SAAP), 187, 187),
+    (Saap(unread=0.3, **SAAP), 190, 190),
     (Santa(samples=16, keys="int8"), 3, 3), (Santa(samples=16, keys="rescored"), 3, 3),
     (SketchWalk(32, 0.4, dense_layers=0), 6, 6), (SketchWalk(32, 0.4, heads="each", dense_layers=0), 7, 7),
     (SketchWalk(32, 0.4, "mean", dense_layers=0), 6, 6), (SnapKV(budget=16, window=4), 3, 3),

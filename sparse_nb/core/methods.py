@@ -12,7 +12,6 @@ __all__ = ['METHODS', 'CLASSES', 'QUERIES_AT_ONCE', 'EVERY', 'SPARE', 'SAMPLE', 
            'stamp_of', 'check_learnt', 'weights_id']
 
 # %% ../../nbs/07_methods.ipynb #5fb16000
-import copy
 import functools
 import hashlib
 import importlib
@@ -608,9 +607,12 @@ class FixedLength:
 
     def buffers(self) -> list: # of tensors
         "Every tensor that the state holds, for who must know where they lie."
+        return [x for x in self.held_by_name().values() if isinstance(x, torch.Tensor)]
+
+    def held_by_name(self) -> dict:
+        "All of its attributes."
         slots = [x for kind in type(self).__mro__ for x in getattr(kind, "__slots__", ())]
-        own = vars(self) | {x: getattr(self, x, None) for x in slots}
-        return [x for x in own.values() if isinstance(x, torch.Tensor)]
+        return vars(self) | {x: getattr(self, x, None) for x in slots}
 
 # %% ../../nbs/07_methods.ipynb #9f524160
 class State(FixedLength):
@@ -932,7 +934,8 @@ class FixedBlocks(BlockRows):
         i = self.begin[:, None] + block * self.size + torch.arange(self.size, device=end.device)
         keys = take_rows(k, i.clamp(max=k.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1))
         new = self.reduce(keys[:, :, None], (i < end[:, None])[:, None, None, :, None]).to(self.rows.dtype)
-        seen = copy.copy(self)
+        seen = object.__new__(type(self))  # `copy.copy` forgets slots where a compiler follows it
+        for name, x in self.held_by_name().items(): setattr(seen, name, x)
         seen.rows, seen.held = self.rows.scatter(2, self.wide(block).expand_as(new), new), None
         return seen
 
@@ -965,7 +968,6 @@ class FixedBlocks(BlockRows):
         first = max(0, length - self.KEPT - self.size)
         self.count, self.held, self.tail = length, None, k[:, :, first:length]
         self.tail_shown = torch.arange(first, length, device=k.device) >= self.begin[:, None]
-
 
 # %% ../../nbs/07_methods.ipynb #5d81e744
 class BlockState(FixedBlocks):
@@ -1065,7 +1067,7 @@ def check_visible(
 ):
     "ValueError for NaN or inf in queries and the keys that they see, which an index may hide (on the CPU only)."
     if not on_cpu_eagerly(end): return
-    i = torch.arange(k.shape[2])
+    i = torch.arange(k.shape[2], device=end.device)
     seen = (i >= first.amin(-1, keepdim=True)) & (i < end.amax(-1, keepdim=True))
     for name, fine in ("q", torch.isfinite(q)), ("k", torch.isfinite(k).all(-1) | ~seen):
         if not fine.all(): raise ValueError(f"q and the keys it sees must be finite, got NaN or inf in {name}")
