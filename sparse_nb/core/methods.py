@@ -920,6 +920,24 @@ def written_rows(
 # %% ../../nbs/07_methods.ipynb #5f1c3d04
 class FixedBlocks(BlockRows):
     "`BlockRows` as a query sees them, and of a fixed length."
+    def like(self, **other) -> "FixedBlocks":
+        "Another with the same attributes but these. (`copy.copy` forgets slots where a compiler follows it.)"
+        new = object.__new__(type(self))
+        for name, x in (self.held_by_name() | other).items(): setattr(new, name, x)
+        return new
+
+    def own_blocks(
+        self,
+        k: torch.Tensor,   # the keys [B, G, N, D]
+        end: torch.Tensor, # end of the keys that each query sees [B, Q]
+    ) -> tuple:            # their numbers [B, Q], the numbers of their keys [B, Q, size], and the rows [B, G, Q, ...]
+        "The block of each query's last visible key, made of its visible keys alone."
+        block = (end - 1 - self.begin[:, None]).clamp(min=0) // self.size
+        i = (self.begin[:, None] + block * self.size)[..., None] + torch.arange(self.size, device=end.device)
+        at = i.clamp(max=k.shape[2] - 1)
+        keys = take_rows(k, at.flatten(1)[:, None].expand(-1, k.shape[1], -1)).unflatten(2, i.shape[1:])
+        return block, at, self.reduce(keys, (i < end[..., None])[:, None, ..., None]).to(self.rows.dtype)
+
     def seen_by(
         self,
         k: torch.Tensor,   # the keys [B, G, N, D]
@@ -930,14 +948,8 @@ class FixedBlocks(BlockRows):
         Of a fixed length it is asked with the newest key's query, and knows no later key.
         """
         if self.fixed: return self
-        block = ((end - 1 - self.begin).clamp(min=0) // self.size)[:, None]
-        i = self.begin[:, None] + block * self.size + torch.arange(self.size, device=end.device)
-        keys = take_rows(k, i.clamp(max=k.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1))
-        new = self.reduce(keys[:, :, None], (i < end[:, None])[:, None, None, :, None]).to(self.rows.dtype)
-        seen = object.__new__(type(self))  # `copy.copy` forgets slots where a compiler follows it
-        for name, x in self.held_by_name().items(): setattr(seen, name, x)
-        seen.rows, seen.held = self.rows.scatter(2, self.wide(block).expand_as(new), new), None
-        return seen
+        block, _, new = self.own_blocks(k, end[:, None])
+        return self.like(rows=self.rows.scatter(2, self.wide(block).expand_as(new), new), held=None)
 
     def fix(self, capacity):
         "As `State.fix`, where every sequence has shown a key; nothing happens before that."
@@ -1097,9 +1109,19 @@ class Guesses(ChosenByKernels):
         "`priorities` for each query from the keys that it sees: later ones have no say (`FixedBlocks.seen_by`)."
         check_visible(q, k, first, end)
         sees_all = on_cpu_eagerly(end) and bool((end == k.shape[2]).all())
-        if sees_all or not hasattr(state, "seen_by"): return self.priorities(q, state, scale=scale)
-        each = zip(q.split(1, 2), end.unbind(2))
-        return torch.cat([self.priorities(x, state.seen_by(k, to[:, 0]), scale=scale) for x, to in each], 2)
+        found = self.priorities(q, state, scale=scale)
+        if sees_all or state.fixed or not hasattr(state, "own_blocks"): return found
+        parts = zip(found.split(QUERIES_AT_ONCE, 2), q.split(QUERIES_AT_ONCE, 2), end.split(QUERIES_AT_ONCE, 2))
+        return torch.cat([self._seen_alone(*part, k, state, scale) for part in parts], 2)
+
+    def _seen_alone(self, found, q, end, k, state, scale):
+        "Guesses in which the block of each query's last visible key is made of what the query sees"
+        _, at, rows = state.own_blocks(k, end[:, 0])
+        queries, size = at.shape[1:]
+        alone = state.like(rows=rows, held=None, begin=torch.zeros_like(state.begin), count=queries * size)
+        guess = self.priorities(q, alone, scale=scale)[..., ::size].diagonal(dim1=2, dim2=3)  # [B, H, Q], block q's
+        at = at[:, None].expand(*guess.shape, -1)
+        return found.scatter(3, at, guess[..., None].expand(at.shape))
 
     def listed(self, q, k, state, scale, kv_start, kv_len, **given):
         "`best_keys` of a single query, from the keys that it sees; None where no kernels serve."

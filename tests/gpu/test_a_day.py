@@ -468,6 +468,7 @@ def main():
         meta = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, transformers=transformers.__version__,
                     date=f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}", commit=given.commit,
                     short=given.short, seconds=seconds, wrong=len(day.wrong))
+        rows = [row | dict(wrong=[x.strip().splitlines()[-1] for x in row["wrong"]]) for row in rows]
         given.out.write_text(json.dumps(dict(meta=meta, rows=rows), indent=1) + "\n")
     sys.exit(bool(day.wrong))
 
