@@ -225,6 +225,7 @@ def _broken(name, width):
         lines[-1] += part
     return [x.rstrip() for x in lines]
 
+# %% ../nbs/94_demo.ipynb #e73c500f
 def show_table(
     rows: list,   # from `compare`
     heading: str, # the line above

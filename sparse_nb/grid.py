@@ -234,6 +234,7 @@ def _check_same(path, there, header, mix):
             raise ValueError(f"out must hold results with {name} = {header[name]!r} unless mix is True, got "
                              f"{there.get(name)!r} in {path}")
 
+# %% ../nbs/85_grid.ipynb #c1dc2d32
 class Results:
     """A file of results that grows by whole lines, in a `with` block, which one process at a time may enter.
 

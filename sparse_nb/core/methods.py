@@ -722,6 +722,7 @@ class Beside:
         super().free(length, k)
         self._change(lambda x: x[:, :, :length])
 
+# %% ../../nbs/07_methods.ipynb #271025c1
 class WithLengths(Beside):
     "Of a `State`: that it also keeps the `lengths` of the values [B, G, N], float32 or float64."
     beside: ClassVar[tuple[str, ...]] = ("lengths",)

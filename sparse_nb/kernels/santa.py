@@ -121,6 +121,7 @@ def _share_inside(below, above, whole, exact):
     rest = (whole - below).to(tl.float64) + (exact - whole.to(tl.float64))
     return rest / tl.maximum(above - below, 1).to(tl.float64)
 
+# %% ../../kernels/santa.ipynb #0bae6be8
 @triton.jit
 def _find_tile(w, share, BS: tl.constexpr, BT: tl.constexpr):
     "Tile that each share [BS] of the masses w [BT] falls into, never one without mass, and how far into it, as a share"
@@ -226,8 +227,7 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
     p_u = u_ptr + i_bh * (T * (BN // SUB)) + t[:, None] * (BN // SUB) + tl.arange(0, BN // SUB)[None, :]
     u = tl.load(p_u).to(tl.float32)                                           # [BS, BN / SUB]
     i, share = _find_in_row(_sums(u, 1, BN, u_ptr.dtype.element_ty == tl.float32), share, BN // SUB)
-    row = t * BN + i * SUB
-    i_b, i_g = i_b.to(tl.int64), (i_h // R).to(tl.int64)
+    row, i_b, i_g = t * BN + i * SUB, i_b.to(tl.int64), (i_h // R).to(tl.int64)
     p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
     if MASS or SUB > 1:
         b_q = tl.load(q_ptr + i_b * q_b + i_h.to(tl.int64) * q_h + o_d.to(tl.int64) * q_d, mask=o_d < D, other=0.)

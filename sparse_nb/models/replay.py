@@ -92,6 +92,7 @@ def captured_quickly(
         here.wait_stream(aside)
         if tidies: gc.enable()
 
+# %% ../../nbs/78_replay.ipynb #752437df
 class Recorded:
     "A step with its inputs, that can be played back with others of the same shapes."
     def __init__(self,
@@ -163,6 +164,7 @@ def renewing(
         return out
     return call
 
+# %% ../../nbs/78_replay.ipynb #41aafaf6
 class Replay:
     "The compiled steps of a model, recorded for each cache. Each thread has records of its own."
     warm, most = 2, 4 # tokens before a step is recorded; records that are kept
