@@ -55,7 +55,7 @@ def everyone(f, **needed):
         (lambda: run(kv_start=[0, 0]), TypeError, "kv_start must be an integer tensor"),
         (lambda: run(kv_len=torch.tensor([41, 40])), ValueError, "kv_len = 41 in row 0"),
         (lambda: run(kv_len=torch.tensor([0, 40])), ValueError, "kv_len = 0 in row 0"),
-        (lambda: run(samples=0), ValueError, "samples must be at least 1 and at most 1048576, got 0"),
+        (lambda: run(samples=0), ValueError, "samples must be at least 1"),
         (lambda: run(samples=2.0), TypeError, "samples must be an int, got float"),
         (lambda: run(samples=True), TypeError, "samples must be an int, got bool"),
     ]
@@ -160,7 +160,8 @@ BAD = [
     (lambda: unique_keys(select_santa(q, k, samples=2, seed=0), "40"), TypeError, "n must be an int, got str"),
     (lambda: unique_keys(Selection(torch.full((1, 1, 1, 1), 9), torch.ones(1, 1, 1, 1)), 9), ValueError,
      "n must be above every index of the selection, 9, got 9"),
-    *seeded(chosen), (lambda: chosen(q, k, v, samples=0), ValueError, "samples must be at least 1, got 0"),
+    *seeded(chosen),
+    (lambda: chosen(q, k, v, samples=0), ValueError, "samples must be at least 1 and at most 1048576, got 0"),
     (lambda: chosen(q, k, v, scheme="flash"), ValueError,
      "scheme must be one of iid, stratified, systematic, got 'flash'"),
     (lambda: chosen(q, k, v.double()), TypeError, "v must have the dtype of q"),
