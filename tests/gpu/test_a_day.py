@@ -3,8 +3,9 @@
     python tests/gpu/test_a_day.py [--short] [--out FILE] [--commit HASH]     (make gpu-day)
 
 needs one CUDA GPU and at most six minutes, `--short` 90 seconds. Each scene is compared with the same without a GPU
-(the PyTorch reference in float32) or with the same done another way. `make test` plays the scenes on a CPU, with the
-device tests patched and recorded parts that run again, on a small random model.
+(the PyTorch reference in float32) or with the same done another way. Kernels are compiled beforehand, by a process for
+each core: Triton keeps them on disk, and one process would compile for as long as the whole day takes. `make test`
+plays the scenes on a CPU, with the device tests patched and recorded parts that run again, on a small random model.
 """
 import argparse
 import contextlib
@@ -343,6 +344,7 @@ def evaluation(day):
              for what in ("decode", "prefill")}
     with tempfile.TemporaryDirectory() as folder:
         for what, names in roles.items():
+            if not names: continue
             out, said = Path(folder) / f"{what}.jsonl", io.StringIO()
             asked = ["eval", "--model", "pocket", "--lengths", "512", "--seeds", "2", "--out", str(out)]
             asked += [x for n in names for x in (f"--{what}", METHODS[n].path.partition(":")[2].lower())]
@@ -381,7 +383,16 @@ def wanted(what, name):
     return REFERENCE[0].want(what, name)
 
 
-REFERENCE = []
+def compiled(name):
+    "In a process of its own: a method's kernels, so that Triton has them on disk."
+    torch.set_num_threads(1)
+    plain, tokenizer = pocket.load()
+    day = Day(plain, copy.deepcopy(plain).cuda(), prompts_of(tokenizer), [name])
+    day.like = lambda *given: None  # what is wrong is told by the day itself
+    with contextlib.redirect_stdout(io.StringIO()): play(day, COMPILED, say=lambda *said, **given: None)
+
+
+REFERENCE, COMPILED = [], ("prompts", "prefills", "caches", "batches", "searches", "evaluation")
 
 
 @contextlib.contextmanager
@@ -390,7 +401,10 @@ def day_on_a_gpu(names):
     plain, tokenizer = pocket.load()
     asked = prompts_of(tokenizer)
     REFERENCE[:] = [Day(plain, plain, asked, names)]
-    with ProcessPoolExecutor(min(16, os.cpu_count()), mp_context=multiprocessing.get_context("fork")) as pool:
+    count = min(16, os.cpu_count())
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compiled, names))
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("fork")) as pool:
         yield Day(plain, copy.deepcopy(plain).cuda(), asked, names, pool=pool)
 
 
