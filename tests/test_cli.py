@@ -220,8 +220,7 @@ def test_wrong_options_take_one_line(tiny, tmp_path, monkeypatch, options, words
     assert [x.name for x in tmp_path.iterdir()] == ["folder.png"]
 
 
-@pytest.mark.parametrize("args", [["demos"], ["--colour"], ["record"], ["record", "nothing"],
-                                  ["record", "gather", "--list"]])
+@pytest.mark.parametrize("args", [["demos"], ["--colour"], ["record"]])
 def test_wrong_commands_take_one_line(args): one_line(run(*args))
 
 
@@ -233,8 +232,6 @@ def test_small_commands():
     for word in ("santa", "samples=128", "vattention", "quest", "page=16", "streaming", "h2o", "snapkv",
                  "sparse-nb tune"):
         assert word in said, word
-    from sparse_nb.records.recorder import RECORDS
-    assert [line.split()[0] for line in text_of(run("record", "--list")).splitlines()] == list(RECORDS)
 
 
 # files
@@ -338,7 +335,7 @@ def test_help_is_light():
     code = """
 import sys
 from sparse_nb.cli import main
-for args in (["--help"], [], ["bench", "decode", "--help"], ["record", "--help"]):
+for args in (["--help"], [], ["eval", "--help"]):
     try: main(args)
     except SystemExit as stop: assert stop.code == 0
 print([m for m in ("torch", "transformers", "matplotlib", "pandas") if m in sys.modules])
@@ -740,48 +737,9 @@ def test_santa_is_right_at_16k_wherever_exact_attention_is(): assert right_where
 def test_santa_is_right_at_16k_on_three_seeds(): assert right_wherever_exact_is(range(3), 16384) >= 2
 
 
-# the bench
-
-@pytest.mark.parametrize("options, words", [
-    (["--lengths", "4k"], ["--lengths must be whole numbers", "got '4k'"]), (["--lengths", ""], ["got ''"]),
-    (["--batches", "1,-2"], ["--batches must be whole numbers", "got '1,-2'"]),
-    (["--batches", "0"], ["batches must be at least 1, got 0"]),
-    (["--shapes", "llama9"], ["shapes must be", "llama3, pocket, got 'llama9'"]),
-    (["--methods", "flashinfer,magic"], ["methods must be", "flashinfer", "got 'magic'"]),
-    (["--methods", ","], ["got ','"]),
-    (["--samples", "0"], ["samples must be at least 1"]), (["--dtype", "float64"],
-                                                           ["--dtype must be", "got 'float64'"]),
-    (["--colour"], ["--colour"])])
-def test_bad_options_of_the_bench(options, words): one_line(run("bench", "decode", *options), *words)
-
-
-@pytest.mark.parametrize("options, words", [
-    (["--lengths", "8k"], ["--lengths must be whole numbers", "got '8k'"]), (["--lengths", ","], ["got ','"]),
-    (["--lengths", "8192,0"], ["lengths must be at least 1", "got 0"]),
-    (["--lengths", "9999999"], ["at most 1048576"])])
-def test_bad_options_of_prompts(options, words): one_line(run("bench", "prefill", *options), *words)
-
-
-@pytest.mark.parametrize("options, words", [
-    *(([f"--{x}", 0], [f"--{x} must be at least 1, got 0"]) for x in ("batch", "tokens", "layers")),
-    (["--lengths", "many"], ["--lengths must be whole"]),
-    (["--static", "--offload"], ["--offload must not stand with --static"]),
-    (["--tuned"], ["--tuned must stand with --static"]),
-    (["--decode", "santa:samples=0"], ["--decode: samples must be"]),
-    (["--decode", "no"], ["--decode must be one of"])])
-def test_bad_options_of_a_whole_model(options, words): one_line(run("bench", "generate", *options), *words)
-
+# other commands
 
 @pytest.mark.parametrize("args, words", [
-    *((["bench", kind, "--out", "x.csv"], ["--out must end in .json, or be a folder, got 'x.csv'"])
-      for kind in ("decode", "prefill", "generate")),
-    *((["bench", "decode", "--budget", x], [f"--budget must be above 0, got {float(x)}"]) for x in ("0", "-1", "nan")),
-    *((["bench", kind, "--seconds", x], [f"--seconds must be above 0, got {float(x)}"])
-      for kind in ("decode", "generate") for x in ("0", "nan")),
-    *((["bench", "decode", f"--{name}", "many"], [f"--{name}"]) for name in ("samples", "budget", "seconds")),
-    *((["bench", "generate", f"--{name}", "many"], [f"--{name}"]) for name in ("batch", "tokens", "layers", "seconds")),
-    (["record", "gather", "--out", "x.csv"], ["--out must end in one of .json, got 'x.csv'"]),
-    (["record", "gather", "--out", "no/x.json"], ["--out must lie in a folder that is there"]),
     (["witness", "--wheel", "no.whl"], ["--wheel must be a file, got 'no.whl'"]),
     *((["eval", "--out", "x.jsonl", f"--{name}", "many"], [f"--{name}"]) for name in ("long", "batch", "workers")),
     (["eval", "--out", "x.jsonl", "--workers", "0", "--on", "ray"], ["--workers must be at least 1"]),
@@ -795,28 +753,6 @@ def test_other_bad_options_take_one_line(tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
     one_line(run(*args), *words)
     assert not [*tmp_path.iterdir()]
-
-
-def test_any_methods_tokens_are_timed(tmp_path):
-    asked = ["santa:samples=8", "vattention:predictor=(hashattention:maps=random)"]
-    options = [x for words in asked for x in ("--decode", words)]
-    result = run("bench", "generate", "--quick", "--static", "--filled", "--no-kernels", "--batch", 2, "--tokens", 2,
-                 "--lengths", 100, "--layers", 2, *options, "--out", tmp_path / "x.json")
-    assert result.returncode == 0, result
-    record = json.loads((tmp_path / "x.json").read_text())
-    rows = {row["way"]: row for row in record["rows"] if row["n"] == 100}
-    assert list(rows) == ["the model alone", "exact kernel", *asked] and record["meta"]["failed"] == []
-    assert all((row["filled"], row["batch"], row["static"], row["kernel_us"]) == ("drawn", 2, True, None)
-               for row in rows.values()) and record["meta"]["shape"]["num_hidden_layers"] == 2
-    assert json.loads(rows[asked[0]]["method"])["samples"] == 8
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_bench_and_records_need_a_gpu(tmp_path):
-    one_line(run("bench", "decode", "--out", tmp_path / "new"), "there is no CUDA device here")
-    one_line(run("bench", "prefill", "--out", tmp_path / "new"), "there is no CUDA device here")
-    one_line(run("record", "decode", "--out", tmp_path / "new.json"), "CUDA")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("options, words", [

@@ -7,7 +7,7 @@ import torch
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
 from sparse_nb.core.methods import Exact, method_class
 from sparse_nb.crossover import CROSSOVERS, _at_most, _holds, crossover_keys, first_win
-from sparse_nb.records.recorder import recorded
+from benchmarks.recorder import recorded
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk

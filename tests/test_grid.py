@@ -22,8 +22,8 @@ from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.evaluate import accuracy, answers
 from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
 from sparse_nb.pocket import byte_tokenizer
-from sparse_nb.records.recorder import read_record
-from sparse_nb.records.santa_schedule import POCKET, learned_by_jobs, record_witness_jobs, rewards_by_jobs
+from benchmarks.recorder import read_record
+from experiments.archive.santa_schedule import POCKET, learned_by_jobs, record_witness_jobs, rewards_by_jobs
 from sparse_nb.tasks import make, prompt_tokens
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"

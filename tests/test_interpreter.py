@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import interpreter
-from sparse_nb.records.device import kernel_device
+from sparse_nb.device import kernel_device
 
 
 def mixed(x_ptr, out_ptr, n):

@@ -21,7 +21,7 @@ from nbdev.process import extract_directives
 from nbdev.test import test_nb
 
 import interpreter
-from sparse_nb.records import device
+from sparse_nb import device
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

@@ -16,7 +16,7 @@ from sparse_nb import pocket
 from sparse_nb.attention import TopK, Uniform, assert_close
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.hf import sparsify
-from sparse_nb.records import generate
+from benchmarks import generate
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_nb import pocket
-from sparse_nb.records import corpus, pocket_model
+from sparse_nb import corpus, pocket_model
 from sparse_nb.tasks import TASKS, make
 
 TOKENIZER = pocket.byte_tokenizer()

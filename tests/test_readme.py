@@ -19,7 +19,7 @@ PAPERS = {"santa": "2605.01910", "vattention": "2510.05688", "delta": "2505.1125
           "sketch_walk": "2602.07397"}
 
 
-def record(name): return json.loads((ROOT / f"kernels/results/nvidia_h200_{name}.json").read_text())["rows"]
+def record(name): return json.loads((ROOT / f"benchmarks/results/nvidia_h200_{name}.json").read_text())["rows"]
 
 
 def cells(part):

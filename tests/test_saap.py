@@ -20,8 +20,8 @@ from sparse_nb.attention import (
 from sparse_nb.core import methods
 from sparse_nb.core.methods import weights_id
 from sparse_nb.metrics import clopper_pearson, relative_error
-from sparse_nb.records import saap_heads
-from sparse_nb.records.recorder import results
+from experiments.archive import saap_heads
+from benchmarks.recorder import results
 from sparse_nb.saap import (
     KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, guessed_shares,
     keys_for_mass, keys_to_read, moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores,

@@ -637,7 +637,7 @@ def test_promises_at_the_edges():
 def prompts_read(pocket):
     "Two batches of prompts of the pocket model, read but for the last token."
     from sparse_nb.grid import Grid
-    from sparse_nb.records import santa_schedule as room
+    from experiments.archive import santa_schedule as room
     class Hands: model, tokenizer, chat = *pocket, False
     return room.batches(Hands, Grid("pocket", ["needle"], [200], {}, prompts=5, chat=False), each=3)
 
@@ -659,7 +659,7 @@ def answers_one_by_one(model, batch, schedule, seed):
 
 @pytest.mark.parametrize("rows", [None, 6, 100])
 def test_schedules_asked_together_answer_as_one_by_one(pocket, prompts_read, rows):
-    from sparse_nb.records.santa_schedule import forced_answers
+    from experiments.archive.santa_schedule import forced_answers
     schedules, seeds = [[3] * 6, [1, 2, 3, 4, 5, 30], [30, 5, 4, 3, 2, 1], [3] * 6], [5, 6, 7, 8]
     assert len(prompts_read) > 1
     for batch in prompts_read:
@@ -672,7 +672,7 @@ def test_schedules_asked_together_answer_as_one_by_one(pocket, prompts_read, row
 
 
 def test_means_of_schedules_use_the_same_draws_for_all(pocket, prompts_read):
-    from sparse_nb.records.santa_schedule import mean_answers
+    from experiments.archive.santa_schedule import mean_answers
     found = mean_answers(pocket[0], prompts_read, [[2] * 6, [4] * 6, [2] * 6], draws=2, seed=9)
     assert_close(found[:, 0], found[:, 2])
     batch = prompts_read[-1]

@@ -4,8 +4,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from sparse_nb.bench import SHAPES
-from sparse_nb.records.generate import EXACT, LLAMA, PAIR, TINY
-from sparse_nb.worth import kernel_times, records_of, worth
+from benchmarks.generate import EXACT, LLAMA, PAIR, TINY
+from benchmarks.worth import kernel_times, records_of, worth
 
 SANTA, WALK = "SANTA, 128 samples", "Sketch&Walk, 10 %"
 LAYERS = LLAMA["num_hidden_layers"]

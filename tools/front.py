@@ -1,4 +1,5 @@
-"""README's tables, figure and shown output, made from kernels/results, the ledger and its own snippets: `make readme`.
+"""README's tables, figure and shown output, made from benchmarks/results, the ledger and its own snippets: `make
+readme`.
 
 A part of README between `<!-- name -->` and `<!-- /name -->` is what `PARTS[name]` returns. Only numbers are made here:
 the sentences around them are written by hand."""
@@ -50,8 +51,8 @@ MODELS = {"pocket": "pocket (8M)", "witness": "SmolLM2 (135M)", "qwen": "Qwen2.5
 
 @functools.cache
 def result(name, machine="nvidia_h200"):
-    "What a file of kernels/results holds."
-    return json.loads((ROOT / "kernels" / "results" / f"{machine}_{name}.json").read_text(encoding="utf-8"))
+    "What a file of benchmarks/results holds."
+    return json.loads((ROOT / "benchmarks" / "results" / f"{machine}_{name}.json").read_text(encoding="utf-8"))
 
 
 def rows(name): return result(name)["rows"]

@@ -23,10 +23,10 @@ HOUSE = [  # floor by floor, from the ground
     [*METHODS, "santa_keys", "compose", "audit", "crossover", "attention"],
     ["models.rotation", "models.cache", "models.override", "models.view", "models.capturing",
      "models.replay"],
-    ["hf", "pocket", "witness", "corpus", "plots"],
-    ["evaluate", "text", "grid", "bench", "rivals", "tuning", "saap_training", "claims"],
-    ["records.*"],
-    ["cli", "demo", "worth"],
+    ["hf", "pocket", "witness", "corpus", "plots", "device"],
+    ["evaluate", "text", "grid", "bench", "tuning", "saap_training", "claims"],
+    ["saap_partition"],
+    ["cli", "demo"],
 ]
 BESIDE = {  # room: rooms of its own floor that it may import
     "core.blocks": ["core.selection"],
@@ -43,18 +43,6 @@ BESIDE = {  # room: rooms of its own floor that it may import
     "witness": ["pocket"],
     "text": ["evaluate"],
     "grid": ["evaluate", "text"],
-    "rivals": ["bench"],
-    "records.cache_lines": ["records.decode", "records.exact", "records.saap_launches",
-                            "records.sketch_walk_launches", "records.vattention_launches"],
-    "records.choose": ["records.gather"],
-    "records.first_token": ["records.generate"],
-    "records.saap": ["records.saap_partition"],
-    "records.saap_heads": ["records.saap", "records.saap_partition"],
-    "records.saap_promise": ["records.saap_heads"],
-    "records.santa_schedule": ["records.sketch_walk"],
-    "records.sketch_walk_rules": ["records.sketch_walk"],
-    "records.sketch_walk_tiles": ["records.prefill", "records.sketch_walk_launches"],
-    "records.*": ["records.recorder", "records.device", "records.answers", "records.corpus"],
     "cli": ["demo"],
 }
 OF_MANY = {  # room: kernels it shares

@@ -1,0 +1,654 @@
+"""What a token takes in a model with each method, what of it is weights, attention and the rest, and the fastest
+dense attention in the same loop"""
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
+from sparse_nb.bench import Protocol, bandwidth, captured, cold_times, quartiles
+from sparse_nb.core.methods import Exact, Method, Streaming, TopK
+from sparse_nb.eviction import SnapKV
+from sparse_nb.grid import needs_queries
+from sparse_nb.hash_attention import BITS, HashAttention
+from benchmarks.recorder import machine, need_gpu, read_record, record_path, write_record
+from sparse_nb.saap import Saap
+from sparse_nb.santa import Santa
+from sparse_nb.sketch_walk import SketchWalk
+from sparse_nb.vattention import VAttention
+
+
+def _clock(marks, held, tokens):
+    "A stopping criterion that marks when each token ends, and writes down what the device holds then."
+    from transformers import StoppingCriteria, StoppingCriteriaList
+    class Clock(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            if ids.is_cuda:
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record(torch.cuda.current_stream(ids.device))
+            else: marks.append(time.perf_counter())
+            held.append(torch.cuda.memory_allocated(ids.device) if ids.is_cuda else 0)
+            return torch.full((len(ids),), len(marks) > tokens + 4, device=ids.device)
+    return StoppingCriteriaList([Clock()])
+
+def _between(marks):
+    "Microseconds from each mark to the next."
+    if isinstance(marks[0], float): return [1e6 * (b - a) for a, b in zip(marks, marks[1:])]
+    marks[-1].synchronize()
+    return [1e3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+
+def token_times(
+    model,                          # a transformers decoder
+    input_ids: torch.Tensor,        # prompts [B, N]
+    tokens: int = 32,               # to time, after four that are not
+    session: Mapping | None = None, # arguments of `sparse_nb.hf.sparsify`; None: the model alone
+    **settings,                     # of `generate`
+) -> tuple: # microseconds of each token (list), the tokens [B, 4 + tokens], bytes that the device holds at the last one
+    "Generate greedily and take the time of each token. Raises as `sparsify` and `generate`."
+    from sparse_nb.hf import sparsify
+    marks, held, most = [], [], tokens + 5
+    with nullcontext() if session is None else sparsify(model, **session):
+        out = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=most,
+                             min_new_tokens=most, do_sample=False, stopping_criteria=_clock(marks, held, tokens),
+                             **settings)
+    return _between(marks)[4:], out[:, input_ids.shape[1]:][:, :tokens + 4], held[-1]
+
+
+SHARED = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size" # of a shape, by processes
+
+class Ranks(NamedTuple):
+    "The processes that share a model, each with a GPU of its own."
+    rank: int = 0  # number of this one
+    count: int = 1
+
+    def any(self, x):
+        "Is it so in any of them? All have to ask."
+        if self.count == 1: return bool(x)
+        found = torch.tensor(int(bool(x)))
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        return bool(found)
+
+def ranks_of(
+    shape: Mapping, # of the model that they share, as `LlamaConfig` takes it
+    device: str,    # "cuda" or "cpu"
+) -> Ranks:
+    """The processes of `torchrun`, which are joined if they are not yet; without it there is one.
+
+    Raises ValueError for a shape that so many cannot share.
+    """
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_torchelastic_launched()): return Ranks()
+    rank, count, here = (int(os.environ[x]) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    for what in SHARED:
+        if shape[what] % count: raise ValueError(f"shape must have a {what} that {count} processes can share out, got "
+                                                 f"{shape[what]}")
+    if count > 1 and not dist.is_initialized():
+        own = torch.device(device, here) if device == "cuda" else None
+        if own: torch.cuda.set_device(own)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if own else "gloo", device_id=own, timeout=timedelta(minutes=5))
+    return Ranks(rank, count)
+
+def bytes_here(
+    *tensors: torch.Tensor, # that processes may share
+) -> int:
+    "What this process holds of them."
+    return sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in tensors)
+
+
+class Filled(NamedTuple):
+    "Keys and values of a prompt, from which every way goes on."
+    ids: torch.Tensor # the prompt [B, n + 1], whose last token has no key yet
+    keys: list        # of each layer [B, G, room, D]
+    values: list      # likewise
+    how: str          # "read" or "drawn"
+
+    @property
+    def n(self): return self.ids.shape[1] - 1
+
+    def static(self, model):
+        "A static cache that holds them, and shares their memory: what is written behind them counts for nobody."
+        from transformers import StaticCache
+        class Passing(StaticCache):  # as one of `generate`'s own, which is dropped after the answer
+            _is_user_defined = property(lambda self: False, lambda self, given: None)
+        cache = Passing(config=model.config, max_cache_len=self.keys[0].shape[2])
+        for layer, k, v in zip(cache.layers, self.keys, self.values):
+            layer.lazy_initialization(k[:, :, :0], v[:, :, :0])
+            layer.keys, layer.values = k, v
+            for x in k, v: torch._dynamo.mark_static_address(x)
+            layer.cumulative_length.fill_(self.n)
+        return cache
+
+    def growing(self, model):
+        "A growing cache that holds them; it takes memory of its own with its first token."
+        from transformers import DynamicCache
+        cache = DynamicCache(config=model.config)
+        for layer, k, v in zip(cache.layers, self.keys, self.values):
+            layer.lazy_initialization(k, v)
+            layer.keys, layer.values = k[:, :, :self.n], v[:, :, :self.n]
+        return cache
+
+    def offloaded(self, model):
+        "One that transformers keeps in host memory."
+        from transformers import DynamicCache
+        cache = DynamicCache(config=model.config, offloading=True)
+        for i, (k, v) in enumerate(zip(self.keys, self.values)): cache.update(k[:, :, :self.n], v[:, :, :self.n], i)
+        return cache
+
+
+@torch.no_grad()
+def fill(
+    model,                   # a transformers decoder
+    input_ids: torch.Tensor, # [B, n + 1]
+    room: int,               # tokens that the cache can hold, at least
+    read: bool = True,       # read the prompt? Else keys and values are drawn
+    ranks: Ranks = Ranks(),  # which of the heads are here
+) -> Filled:
+    "Keys and values of all tokens but the last."
+    from transformers import DynamicCache
+    config, (rows, n) = model.config, (len(input_ids), input_ids.shape[1] - 1)
+    shape = rows, config.num_key_value_heads // ranks.count, -(-room // 64) * 64, config.head_dim
+    new = lambda: [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(config.num_hidden_layers)]
+    keys, values = new(), new()
+    if not read:
+        torch.manual_seed(ranks.rank)
+        for x in keys + values: x[:, :, :n].normal_()
+        return Filled(input_ids, keys, values, "drawn")
+    fastest = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    for b in range(rows):
+        cache = DynamicCache(config=config)
+        with sdpa_kernel(fastest, set_priority=True):
+            model.base_model(input_ids=input_ids[b:b + 1, :n], past_key_values=cache, use_cache=True)
+        for layer, k, v in zip(cache.layers, keys, values):
+            k[b:b + 1, :, :n], v[b:b + 1, :, :n] = layer.keys, layer.values
+            layer.keys = layer.values = None
+    return Filled(input_ids, keys, values, "read")
+
+
+LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+             num_key_value_heads=8, vocab_size=128256, max_position_embeddings=1048576,
+             rope_parameters=dict(rope_type="default", rope_theta=5e5))  # Llama-3.1-8B
+TINY = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=64, max_position_embeddings=4096)
+PAIR = "the model alone", "a session that does nothing"
+EXACT, NO_KEYS, HOST = "exact kernel", "no keys", ", host"
+OFFLOADED = "the model alone, offloaded by transformers"
+DENSE_WAYS = PAIR[0], EXACT  # rivals of a loop
+TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True, # of Inductor
+         "realize_opcount_threshold": 4, # what the rows of a product share is computed once, not for each of them
+         "triton.enable_pdl": True}      # a kernel starts while the one before it ends
+
+class Way(NamedTuple):
+    "How tokens are written."
+    session: dict | None   # arguments of `sparsify`; None: the model alone
+    cache: str = "growing" # method of `Filled` that makes it
+
+def generate_methods() -> dict: # name -> method
+    """The methods that `bench_generate` takes without a word.
+
+    Networks of HashAttention are "random": `bench_generate` draws them for the model. vAttention reads what its promise
+    takes; "10 %" is what it takes of 131,072 keys of the model with random weights.
+    """
+    signs = partial(HashAttention, maps="random")
+    return {"SANTA, 128 samples": Santa(samples=128),
+            "vAttention, eps 0.1": VAttention(eps=0.1, delta=0.1, topk=0.05, base=0.025, predictor=signs(0.05)),
+            "vAttention, 10 %": VAttention(eps=0.15, delta=0.1, topk=0.05, base=0.025, plugin="plain",
+                                           predictor=signs(0.05)),
+            "Quest, 10 %": Quest(0.1), "Double Sparsity, 10 %": DoubleSparsity(0.1), "Adamas, 10 %": Adamas(0.1),
+            "HashAttention, 10 %": signs(0.1), "MagicPIG, 8 bits": MagicPIG(8, 32), "SAAP, 5 %": Saap(0.05),
+            "Sketch&Walk, 10 %": SketchWalk(density=0.1), "window, 10 %": Streaming(sinks=128, window=0.1),
+            "oracle top-k, 10 %": TopK(budget=0.1), "SnapKV, 10 %": SnapKV(0.1)}
+
+def generate_ways(
+    methods: Mapping | None = None, # name -> method; None: `generate_methods`
+    static: bool = False,           # with a static cache, for which `generate` compiles the step on a GPU?
+    offload: bool = False,          # with the cache in host memory, too? Not with a static one
+) -> dict:                          # name -> `Way`
+    """What `bench_generate` compares.
+
+    Steps of a static cache are recorded and played back, but for those of the model alone. A name that ends in `HOST`
+    is the way of the same name with its cache in host memory.
+    """
+    cache, more = ("static", dict(replay=True)) if static else ("growing", {})
+    ways = {PAIR[0]: Way(None, cache), EXACT: Way(dict(decode=Exact(), **more), cache)}
+    if not static: ways[PAIR[1]] = Way({}, cache)
+    if offload and not static: ways[OFFLOADED] = Way(None, "offloaded")
+    for name, method in (generate_methods() if methods is None else methods).items():
+        ways[name] = Way(dict(decode=method, **more), cache)
+        if offload and not static: ways[name + HOST] = Way(dict(decode=method, offload=True), cache)
+    return ways
+
+def must_read(
+    way: Way,
+) -> bool:
+    "Does its method need the queries of the prompt, so that it has to read the prompt itself?"
+    return needs_queries((way.session or {}).get("decode"))
+
+
+def weight_bytes(
+    model, # a transformers decoder
+) -> int:
+    "Bytes of weights that a token reads: all but the embedding, of which it reads a row, unless the head shares it."
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return bytes_here(*model.parameters()) - (0 if table is head else bytes_here(table))
+
+@torch.no_grad()
+def asked_queries(
+    model,                     # a transformers decoder
+    filled: Filled,
+) -> list:                     # of each layer [B, H, 1, D]
+    "What the next token asks, with exact attention in every layer."
+    from sparse_nb.hf import sparsify
+    found = []
+    class Asked(Method):
+        def decode(self, q, k, v, **settings):
+            found.append(q.clone())
+            return Exact().decode(q, k, v, **settings)
+    with sparsify(model, decode=Asked()):
+        model(input_ids=filled.ids[:, -1:], attention_mask=torch.ones_like(filled.ids), use_cache=True,
+              past_key_values=filled.static(model))
+    return found
+
+
+def _tell(state, filled, i, q, asks, fixed):
+    """Let a state hear the prompt, and then its last key; to be `fixed`, it gets the room of the cache in between.
+
+    One that `asks` hears drawn queries, too, but of the last key q, that of the next token.
+    """
+    k, v, n = filled.keys[i], filled.values[i], filled.n - 1
+    drawn = dict(q=torch.randn_like(q.expand(-1, -1, n, -1))) if asks else {}
+    state.append(k[:, :, :n], v[:, :, :n], **drawn)
+    if not fixed: return state.append(k[:, :, n:n + 1], v[:, :, n:n + 1])
+    state.fix(k.shape[2])
+    state.look_at(k[:, :, :n], v[:, :, :n])
+    state.put(k, v, torch.full((1,), n, device=k.device), **(dict(q=q) if asks else {}))
+
+
+def _attentions(model, filled, way, layers):
+    "A call for the next token in `layers` layers from all over the model, how many, how many are exact instead"
+    from sparse_nb.hf import Streams, attention_layers, by_layer, part_here
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    modules, (B, _, room, _) = attention_layers(model), filled.keys[0].shape
+    methods = by_layer("decode", (way.session or {}).get("decode"), modules, "decode")
+    dense = [i for i, m in methods.items() if isinstance(m, Exact)] if len(set(map(type, methods.values()))) > 1 else []
+    others = [i for i in modules if i not in dense]
+    chosen = others[len(others) // layers // 2::max(1, len(others) // layers)][:layers]
+    q = dict(zip(modules, asked_queries(model, filled)))
+    torch.manual_seed(0)
+    seeds = Streams(0).heads(modules[chosen[0]], *q[chosen[0]].shape[:2], model.device)
+    states = {i: m.new_state() for i in chosen if (m := methods[i]) is not None}
+    asks = needs_queries((way.session or {}).get("decode"))
+    static, fixed = way.cache == "static", way.cache == "static" or asks
+    k, v = ([x if fixed else x[:, :, :filled.n] for x in of] for of in (filled.keys, filled.values))
+    for i, state in states.items():
+        if hasattr(state, "part"): state.part = part_here(modules[i], q[i].shape[1])
+        if state is not None: _tell(state, filled, i, q[i], asks, fixed)
+    ends = torch.tensor([[0], [filled.n]], device=model.device).expand(2, B).contiguous()
+    sees = dict(zip(("kv_start", "kv_len"), ends)) if fixed else {}
+    mask = (torch.arange(room, device=model.device) < filled.n).expand(B, 1, 1, room).contiguous() if static else None
+    own = lambda i: ALL_ATTENTION_FUNCTIONS["sdpa"](modules[i], q[i], k[i], v[i], mask, scaling=modules[i].scaling)[0]
+    def call(**more):
+        step, out = methods[chosen[0]].new_step() if states else None, []
+        for i in chosen:
+            if methods[i] is None: out.append(own(i))
+            else:
+                given = dict(state=states[i], step=step) | sees | more
+                given = {name: x for name, x in given.items() if x is not None}
+                out.append(methods[i].decode(q[i], k[i], v[i], seed=seeds[i], scale=modules[i].scaling, **given))
+        return out
+    return call, len(chosen), len(dense)
+
+@torch.no_grad()
+def attention_time(
+    model,            # a transformers decoder
+    filled: Filled,
+    way: Way,         # whose attention
+    layers: int = 4,  # at most, evenly from the first to the last
+) -> tuple: # microseconds of one layer, layers of the model that are exact instead, share of the keys that is read
+    "Time the attention of a token alone. Raises whatever the method raises where no graph can hold it."
+    call, count, dense = _attentions(model, filled, way, layers)
+    own = (way.session or {}).get("decode") is None
+    read = None if own else float(torch.stack([x.density.mean() for _, x in call(return_stats=True)]).mean())
+    if not filled.ids.is_cuda: return quartiles(cold_times(call, Protocol(1, 1, 0))).median_us / count, dense, read
+    call()                                  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error") # a capture that fails half-way would leave the process unusable
+    try: call()
+    finally: torch.cuda.set_sync_debug_mode("default")
+    replay, _ = captured(call)
+    return quartiles(cold_times(replay, Protocol(3, 20), device="cuda")).median_us / count, dense, read
+
+
+TRIED = Protocol(warmup=3, runs=20, buffer_mb=256, left="read", fills=16)
+CLOCK = f"after reading {TRIED.fills} times {TRIED.buffer_mb} MB"
+
+@contextmanager
+def cold_tuning():
+    "While this holds, Inductor times the kernels that it tries by `cold_times`, after a fill that outlasts a launch."
+    from torch._inductor.runtime.benchmarking import benchmarker
+    def clock(call, *_, **__): return quartiles(cold_times(call, TRIED, device="cuda")).median_us / 1000
+    own = vars(benchmarker).get("benchmark_gpu")
+    benchmarker.benchmark_gpu = clock
+    try:
+        with torch.compiler.config.patch(cache_key_tag=CLOCK): yield  # launches that another clock chose are not taken
+    finally:
+        if own is None: vars(benchmarker).pop("benchmark_gpu", None)
+        else: benchmarker.benchmark_gpu = own
+
+
+def random_model(
+    shape: Mapping,         # arguments of `LlamaConfig`
+    device: str,
+    ranks: Ranks = Ranks(), # that share it: each has its part of the same weights
+    dtype: torch.dtype = torch.bfloat16,
+):
+    "A Llama of this shape with random weights."
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    with torch.device(device): model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if ranks.count == 1: return model
+    from transformers.distributed import DistributedConfig
+    given = dict(config=config, state_dict=model.cpu().state_dict(), dtype=dtype) # a part would hold all of it
+    return type(model).from_pretrained(None, **given, distributed_config=DistributedConfig(tp_plan="auto")).eval()
+
+def random_networks(
+    shape: Mapping, # arguments of `LlamaConfig`
+    path: Path,     # of the file
+) -> str:           # what `HashAttention(maps=...)` takes
+    "Write networks of HashAttention for a model of this shape: the time does not depend on what they have learnt."
+    from safetensors.torch import save_file
+    H, G = shape["num_attention_heads"], shape["num_key_value_heads"]
+    D, M, draw = shape["hidden_size"] // H, 64, torch.Generator().manual_seed(0)
+    sizes = dict(w1=(D, M), b1=(M,), w2=(M, BITS), b2=(BITS,))
+    drawn = lambda *size: torch.randn(size, generator=draw) / 10
+    save_file({f"{i}.{side}_{part}": drawn(heads, *size) for part, size in sizes.items()
+               for side, heads in (("k", G), ("q", H)) for i in range(shape["num_hidden_layers"])}, str(path))
+    return str(path)
+
+def with_networks(
+    method: Method, # also one with methods among its settings
+    maps: str,      # of `random_networks`
+) -> Method:
+    'The method with these networks wherever it says "random".'
+    inner = {f.name: with_networks(x, maps) for f in fields(method) if isinstance(x := getattr(method, f.name), Method)}
+    if getattr(method, "maps", None) == "random": inner["maps"] = maps
+    return replace(method, **inner) if inner else method
+
+def measure_way(
+    model,              # a transformers decoder
+    filled: Filled,
+    way: Way,
+    tokens: int,        # to time
+    tuned: bool = False, # compile the step of a static cache with `TUNED`? Else as `generate` does
+) -> tuple:             # as of `token_times`, and how the cache was filled
+    "Time the tokens of a way. On a GPU a static cache has its step compiled anew."
+    from transformers import CompileConfig
+    session = None if way.session is None else way.session | dict(seed=0)
+    if way.cache == "static": torch._dynamo.reset()
+    gc.collect()
+    if filled.ids.is_cuda: torch.cuda.empty_cache()
+    own = dict(compile_config=CompileConfig(mode=None, options=TUNED)) if tuned else {}
+    if not must_read(way): own |= dict(past_key_values=getattr(filled, way.cache)(model))
+    elif way.cache == "static": own |= dict(cache_implementation="static")
+    with cold_tuning() if tuned else nullcontext():
+        found = token_times(model, filled.ids, tokens, session, **own)
+    return *found, "by itself" if must_read(way) else filled.how
+
+
+def _place(row):
+    return tuple(row.get(x, y) for x, y in (("way", ""), ("n", 0), ("batch", 1), ("static", False), ("gpus", 1)))
+
+def add_rivals(
+    rows: list, # of dicts
+) -> list:      # the same dicts
+    """Say of each row its fastest dense rival, and how many times as fast as that it is.
+
+    The rival of a way with its cache in host memory is the cache that transformers offloads; others have one whose step
+    was compiled alike, on as many GPUs. A row that has a rival keeps it: it is one of its own record.
+    """
+    alike = lambda row: (*_place(row)[1:], row.get("tuned", False), row.get("compiler"))
+    for row in rows:
+        if row.get("rival"): continue
+        able = [x for x in rows if alike(x) == alike(row)
+                and x["way"] in ([OFFLOADED] if row["way"].endswith(HOST) else DENSE_WAYS)]
+        rival = min(able, key=lambda x: x["median_us"], default=None)
+        row.update(rival=rival and rival["way"], ratio=rival and round(rival["median_us"] / row["median_us"], 4))
+    return rows
+
+def add_parts(
+    rows: list,    # of dicts
+    meta: Mapping, # with weights_read_bytes, copy_gb_s, read_gb_s and shape
+) -> list:         # the same dicts
+    """Say of each row with a `kernel_us` what of a token is weights, attention and the rest; None: not known.
+
+    A row that says what its weights take keeps it: it is of its own record.
+    """
+    weights = round(meta["weights_read_bytes"] / max(meta["copy_gb_s"], meta["read_gb_s"]) / 1e3, 1)
+    layers, rows_known = meta["shape"]["num_hidden_layers"], [row for row in rows if "kernel_us" in row]
+    exact = {_place(row)[1:]: row["kernel_us"] for row in rows_known if row["way"] == EXACT}
+    for row in rows_known:
+        kernel, of_exact = row["kernel_us"], exact.get(_place(row)[1:]) if row["exact_layers"] else 0.0
+        known = None not in (kernel, of_exact)
+        own = row.setdefault("weights_us", weights)
+        row["attention_us"] = round((layers - row["exact_layers"]) * kernel + row["exact_layers"] * of_exact,
+                                    1) if known else None
+        row["rest_us"] = round(row["median_us"] - own - row["attention_us"], 1) if known else None
+    return rows
+
+
+def join_records(
+    records: list, # of what `read_record` returns, the oldest first
+) -> dict:         # meta, rows
+    """One record of several: of rows of the same way, length, batch, cache and number of GPUs the last stands.
+
+    Every row says the date of its record. `meta` is the last one's, with those before it under `earlier`, rows that
+    do not stand under `replaced`, those that others disturbed under `disturbed`, and what failed and was never measured
+    under `failed`. Raises ValueError for GPUs or shapes that differ.
+    """
+    aside = "replaced", "disturbed"
+    metas = [meta for x in records for meta in (*x["meta"].get("earlier", []), x["meta"])]
+    for what in "gpu", "shape":
+        if any(meta[what] != metas[0][what] for meta in metas):
+            raise ValueError(f"{what} must be the same in all records, got {[meta[what] for meta in metas]}")
+    rows, (replaced, disturbed) = {}, ([row for x in records for row in x["meta"].get(name, [])] for name in aside)
+    for row in [dict(date=x["meta"]["date"]) | row for x in records for row in x["rows"]]:
+        if old := rows.pop(_place(row), None): replaced.append(old)
+        rows[_place(row)] = row
+    *earlier, last = [{name: x for name, x in meta.items() if name not in ("earlier", *aside)} for meta in metas]
+    failed = {_place(x): x for meta in earlier for x in meta.get("failed", []) if _place(x) not in rows}
+    failed |= {_place(x): x for x in last["failed"]}
+    kept = dict(replaced=replaced, earlier=earlier, disturbed=disturbed)
+    return dict(meta=last | dict(failed=list(failed.values())) | {name: x for name, x in kept.items() if x},
+                rows=list(rows.values()))
+
+
+def _taken(methods, maps, static, offload, rivals, device, gpus):
+    "What of `generate_ways` is asked for and can be done here: compiled steps of the model alone on one GPU only"
+    methods = {name: with_networks(m, maps) for name, m in (generate_methods() if methods is None else methods).items()}
+    left_out = set() if rivals else {*PAIR, OFFLOADED, EXACT}
+    if device != "cuda": left_out.add(OFFLOADED)
+    if static and gpus > 1: left_out.add(PAIR[0])
+    return {name: way for name, way in generate_ways(methods, static, offload).items() if name not in left_out}
+
+def _why(error, most):
+    "An error as a line of so many characters."
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
+
+def _row(model, filled, name, way, runs, tokens, found, kernels, tuned):
+    "A row of a way, but for its parts; `found`: what was written in the ways before; `kernels`: time its attention?"
+    free = filled.ids.is_cuda and way.cache != "static"
+    base = bytes_here(*model.parameters()) + free * bytes_here(*filled.keys, *filled.values)
+    times, notes, start = [], {}, time.perf_counter()
+    for _ in range(runs):
+        of_run, wrote, held, how = measure_way(model, filled, way, tokens, tuned)
+        times += of_run
+    ready, near = (time.perf_counter() - start - sum(times) / 1e6) / runs, name.removesuffix(HOST)
+    same = round(float((wrote == found[near]).double().mean()), 4) if near != name and near in found else None
+    found[name], kernel, dense, read = wrote, None, 0, None
+    if kernels and near == name:
+        try: kernel, dense, read = attention_time(model, filled, way)
+        except Exception as error: notes["no_kernel"] = _why(error, 200)
+    method = (way.session or {}).get("decode")
+    return dict(way=name, n=filled.n, batch=len(wrote), static=way.cache == "static", tuned=tuned, filled=how,
+                compiler=TUNED | dict(clock=CLOCK) if tuned else None, replay=bool((way.session or {}).get("replay")),
+                runs=runs, **quartiles(times)._asdict(), held_bytes=held - base if held else None, same_tokens=same,
+                ready_s=round(ready, 2), kernel_us=None if kernel is None else round(kernel, 2), exact_layers=dense,
+                asked="by the model", density=None if read is None else round(read, 4),
+                method=None if method is None else method.to_json()) | notes
+
+def _written(path, old, meta, rows):
+    "Write the record so far; gives its rows."
+    every = join_records([*old, dict(meta=meta, rows=rows)])
+    add_rivals(add_parts(every["rows"], meta))
+    write_record(path, **every)
+    return every["rows"]
+
+def _said(row):
+    "A row as a line."
+    parts = [f"n={row['n']}, {row['way']}: {row['median_us'] / 1000:.2f} ms a token"]
+    if row["gpus"] > 1: parts.append(f"{row['gpus']} GPUs")
+    if row["attention_us"] is not None:
+        parts.append(" + ".join(f"{row[x + '_us'] / 1000:.2f} {x}" for x in ("weights", "attention", "rest")))
+    if row["ratio"] is not None: parts.append(f"{row['ratio']:.2f} times as fast as {row['rival']}")
+    if row["same_tokens"] is not None: parts.append(f"{row['same_tokens']:.0%} of the tokens as on the device")
+    return ", ".join(parts)
+
+
+def bench_generate(
+    *,
+    lengths=((32768, 1), (131072, 1)), # (tokens of the prompt, runs of each way)
+    methods: Mapping | None = None, # name -> method; None: `generate_methods`
+    batch: int = 1,                 # sequences
+    static: bool = False,           # with a static cache, for which `generate` compiles the step on a GPU?
+    tuned: bool = False,            # compile that step with `TUNED`?
+    offload: bool = False,          # with the cache in host memory, too? Not with a static one
+    read: int = 131072,             # longest prompt that is read; keys and values of longer ones are drawn
+    rivals: bool = True,            # time the dense rivals and a token without keys? Else those of the file count
+    kernels: bool = True,           # time the attention alone, too?
+    tokens: int = 24,               # to time in each run
+    shape: Mapping = LLAMA,         # of a Llama
+    device: str = "cuda",
+    out=None,                       # file ending in .json, or a folder; None: benchmarks/results of the clone
+    append: bool = False,           # keep the file's rows of other ways, lengths, batches, caches and numbers of GPUs?
+    limit_s: float = 540,           # no way is begun later
+    command: str = "",              # for the record
+    say: Callable = print,          # told what happens, line by line
+) -> Path:                          # the file
+    """Measure a whole model with random weights in every one of `generate_ways` and write the record.
+
+    Processes of `torchrun` share the model, each with its GPU, and the first of them writes and speaks. There compiled
+    steps of the model alone are left out. Raises ValueError for device "cuda" without one, no sequence, no token, a
+    static cache in host memory, tuning without a static cache, and a shape that the processes cannot share.
+    """
+    if device == "cuda": need_gpu("generate")
+    for what, least in ("batch", batch), ("lengths", min(n for n, _ in lengths)):
+        if least < 1: raise ValueError(f"{what} must be at least 1, got {least}")
+    if static and offload: raise ValueError("offload must be False for a static cache, got True")
+    if tuned and not static: raise ValueError("tuned must be False without a static cache, got True")
+    ranks, start, path = ranks_of(shape, device), time.perf_counter(), record_path("generate", out)
+    if ranks.rank: say = lambda line: None
+    old, model = [read_record(path)] if append and path.exists() else [], random_model(shape, device, ranks)
+    maps = random_networks(shape, Path(tempfile.mkdtemp()) / "networks.safetensors")
+    ways = _taken(methods, maps, static, offload, rivals, device, ranks.count)
+    about = dict(shape=dict(shape), dtype="bfloat16", tokens=tokens, seed=0, command=command, gpus=ranks.count,
+                 weights_bytes=bytes_here(*model.parameters()), weights_read_bytes=weight_bytes(model), failed=[])
+    meta, rows = machine(device) | about | bandwidth(device, gigabytes=4 if device == "cuda" else 0.01), []
+    join_records([*old, dict(meta=meta, rows=[])])  # records that do not go together are refused before the work
+    say(f"{meta['weights_bytes'] / 1e9:.1f} GB of weights after {time.perf_counter() - start:.0f} s")
+    few = {NO_KEYS: Way(dict(replay=True), "static") if static else Way(None, "growing")} if rivals else {}
+    for n, runs, asked in [(16, 1, few), *((n, runs, ways) for n, runs in lengths)]:
+        ids = torch.randint(1, shape["vocab_size"], (batch, n + 1), generator=torch.Generator().manual_seed(0))
+        filled, found = None, {}
+        for name, way in asked.items():
+            why = "the time is over" if ranks.any(time.perf_counter() - start > limit_s) else None
+            row = dict(way=name, n=n, batch=batch, static=static, tuned=tuned, gpus=ranks.count)
+            try:
+                if not (why or filled): filled = fill(model, ids.to(device), n + tokens + 8, n <= read, ranks)
+                if not why: row |= _row(model, filled, name, way, runs, tokens, found, kernels, tuned)
+            except Exception as error: why = _why(error, 300)
+            if ranks.any(why) and not why: why = "another process failed"
+            if why: meta["failed"].append(row | dict(why=why))
+            else: rows.append(row)
+            if ranks.rank: continue
+            every = _written(path, old, meta, rows)
+            say(f"n={n}, {name}: not measured, {why}" if why else
+                f"{_said(every[-1])}, {time.perf_counter() - start:.0f} s")
+    return path
+
+
+def quick_methods() -> dict: # name -> method
+    "Some of `generate_methods`: one that draws, and one with an index."
+    return {name: method for name, method in generate_methods().items() if type(method) in (Santa, Quest)}
+
+def record(
+    out,                   # file ending in .json
+    *,
+    quick: bool = False,   # a tiny model; on a CPU, too
+    say: Callable = print, # told what happens, line by line
+) -> Path:                 # the file
+    "Measure a whole model and write the record. Raises ValueError without a CUDA device, but for the quick form."
+    given = dict(out=out, command="python -m benchmarks.run generate" + " --quick" * quick, say=say)
+    given["limit_s"] = float("inf")
+    static, growing = dict(static=True, lengths=((32768, 1), (131072, 1), (524288, 1))), dict(offload=True, append=True)
+    if quick:
+        small = dict(lengths=((200, 1),), tokens=2, shape=TINY, device="cuda" if torch.cuda.is_available() else "cpu")
+        static, growing = static | small, growing | small | dict(methods=quick_methods())
+    bench_generate(**given, **static)
+    return bench_generate(**given, **growing)
+
+
+LIMITS = (("SANTA", 32768, 5.9), ("vAttention", 131072, 6.5), ("vAttention", 524288, 8.4)) # ms a token at most
+RATIOS = ((131072, 1, 1.4), (524288, 1, 2.3), (1048576, 1, 3.0), (32768, 8, 1.5))          # tokens, batch, times
+OF_HOST, OF_EAGER, OF_PARTS, OF_PROMPT = (131072, 4.0), (8192, 1.15), 1.25, (131072, "tangent", 3.5)
+
+def targets(
+    rows: list,          # of this record
+    prompts: list = (),  # of the record of first tokens
+) -> list:               # dicts: what, way, n, batch, asked, reached (None: not measured), met
+    "What is asked of a whole model, and what the rows reach."
+    rows = [dict(batch=1, static=False, gpus=1, attention_us=None, ratio=None) | row for row in rows]
+    several = [row for row in rows if row["gpus"] > 1]  # they answer for times, not for milliseconds
+    rows = [row for row in rows if row["gpus"] == 1]
+    method = lambda row: row["way"] not in (*DENSE_WAYS, PAIR[1], NO_KEYS, OFFLOADED)
+    kept = [row for row in rows if method(row)]
+    static, shared = ([row for row in of if row["static"] and method(row)] for of in (kept, several))
+    found = []
+    def add(what, way, n, batch, asked, reached, least=True):
+        met = reached is not None and (reached >= asked if least else reached <= asked)
+        found.append(dict(what=what, way=way, n=n, batch=batch, asked=asked, met=met,
+                          reached=None if reached is None else round(reached, 2)))
+    for start, n, most in LIMITS:
+        of = [x for x in static if x["way"].lower().startswith(start.lower()) and (x["n"], x["batch"]) == (n, 1)]
+        for x in of or [dict(way=start, median_us=None)]:
+            add("ms a token", x["way"], n, 1, most, x["median_us"] and x["median_us"] / 1000, False)
+    for x in static:
+        if x["attention_us"] is None: continue
+        most = OF_PARTS * (x["weights_us"] + x["attention_us"]) / 1000
+        add("ms a token, by its parts", x["way"], x["n"], x["batch"], round(most, 2), x["median_us"] / 1000, False)
+    n, most = OF_EAGER
+    alone = [x["median_us"] for x in rows if (x["way"], x["n"], x["batch"], x["static"]) == (PAIR[0], n, 1, False)]
+    of = [x for x in kept if (x["n"], x["batch"], x["static"]) == (n, 1, False) and not x["way"].endswith(HOST)]
+    for x in of if alone else [dict(way="every method", median_us=None)]:
+        add("times the model alone, step not compiled", x["way"], n, 1, most,
+            x["median_us"] and x["median_us"] / alone[0], False)
+    for n, batch, least in RATIOS:
+        of = [x for x in static + shared if (x["n"], x["batch"]) == (n, batch) and x["ratio"] is not None]
+        for x in of or [dict(way="every method", ratio=None)]:
+            add("times the fastest dense", x["way"], n, batch, least, x["ratio"])
+    of = [x for x in kept if x["way"].endswith(HOST) and x["n"] == OF_HOST[0]]
+    offloaded = {x["n"]: x["median_us"] for x in rows if x["way"] == OFFLOADED}
+    for x in of: add("times the offloaded cache", x["way"], x["n"], 1, OF_HOST[1], offloaded[x["n"]] / x["median_us"])
+    n, way, least = OF_PROMPT
+    times = {x["way"]: x["median_us"] for x in prompts if x["n"] == n}
+    dense = [times[x] for x in ("FlashAttention-2", "cuDNN") if x in times]
+    add("times the fastest dense, first token", way, n, 1, least, min(dense) / times[way] if dense else None)
+    return found

@@ -1,0 +1,256 @@
+"""What the records of answers share: the tasks, a method that is watched at work, a record that grows a step at a
+time, and its reader"""
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from sparse_nb import hf, pocket
+from sparse_nb.core.exact import attention
+from sparse_nb.core.methods import Exact
+from sparse_nb.evaluate import accuracy
+from sparse_nb.grid import CELL, frame_of, read_results, run
+from sparse_nb.metrics import relative_error
+from benchmarks.recorder import machine, read_record, write_record
+from sparse_nb.tasks import make
+
+
+SANTA_TASKS = { # label -> task and its settings
+    "multikey": ("multikey", {}), "multivalue": ("multivalue", {}), "frequent_words": ("frequent_words", {}),
+    "flat_words": ("frequent_words", dict(ratio=3)), "flatter_words": ("frequent_words", dict(ratio=2))}
+
+def labelled_task(
+    label: str, # in `SANTA_TASKS`, or the name of a task
+) -> tuple: # name of the task and its settings
+    "What a label in a record stands for"
+    return SANTA_TASKS.get(label, (label, {}))
+
+
+class Watched:
+    "A method that adds up what its decode steps read, and how wrong their outputs are, in `sums`"
+    def __init__(self,
+        method,     # with `decode`
+        sums: dict, # density, error and steps, to which each step adds
+    ): self.method, self.sums, self.random = method, sums, method.random
+
+    def new_state(self):
+        "That of the method"
+        return self.method.new_state()
+
+    def decode(self, q, k, v, *, seed, state=None, **visible):
+        "That of the method, whose statistics are added to `sums`"
+        kept = {} if state is None else dict(state=state)
+        out, stats = self.method.decode(q, k, v, seed=seed, return_stats=True, **visible, **kept)
+        error = relative_error(out, attention(q, k, v, **visible))
+        for name, x in (("density", stats.density), ("error", error), ("steps", torch.ones_like(error))):
+            self.sums[name] = self.sums.get(name, 0) + x.double().sum()
+        return out
+
+def watched_means(
+    sums: Mapping, # of `Watched`
+) -> dict: # density and error, means over steps, sequences and heads, of five digits
+    "What a watched method read, and how wrong it was"
+    return {name: float(f"{float(sums[name] / sums['steps']):.5g}") for name in ("density", "error")}
+
+
+class GrowingRecord:
+    "A record in a file, made a step at a time"
+    def __init__(self,
+        out,        # JSON file to write; one that is there and not complete is gone on with
+        say=print,  # hears of each step
+        **settings, # of the record, for `meta`
+    ):
+        self.out, self.say, self.rows = Path(out), say, []
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        about = dict(dtype="bfloat16" if device == "cuda" else "float32", model="pocket")
+        self.meta = json.loads(json.dumps(machine(device) | about | settings | dict(seconds={})))
+
+    def _resume(self, steps):
+        "Take over the rows of a file that is not complete; raises ValueError for one that was made in another way"
+        if not self.out.exists(): return
+        old = read_record(self.out)
+        if set(steps) <= set(old["meta"]["seconds"]): return
+        for name in self.meta.keys() - {"date", "seconds", "methods"}:
+            if (there := old["meta"].get(name)) != self.meta[name]:
+                raise ValueError(f"out must hold a record made with {name} = {self.meta[name]!r}, got {there!r}")
+        self.meta, self.rows = old["meta"], old["rows"]
+
+    def make(self,
+        steps: Mapping[str, Callable], # name -> function that gives rows, in the order of the file
+    ) -> Path: # the file
+        "Make the steps that the file lacks, and write it after each. Raises ValueError for a file made in another way."
+        self._resume(steps)
+        for name, rows_of in steps.items():
+            if name in self.meta["seconds"]: continue
+            began = time.monotonic()
+            self.rows += rows_of()
+            self.meta["seconds"][name] = round(time.monotonic() - began, 1)
+            write_record(self.out, self.meta, self.rows)
+            self.say(f"{self.meta['seconds'][name]:6.1f} s  {name}")
+        return self.out
+
+
+def stacked(
+    captured: list, # of `hf.capture`, with one position
+) -> tuple: # q [L, H, 1, D], k and v [L, G, N, D] in at least float32
+    "The layers of a capture of one prompt as one batch."
+    return tuple(torch.cat(x).float() for x in zip(*(layer.seen(-1) for layer in captured)))
+
+
+class PocketModel:
+    "The pocket model, on a GPU (in bfloat16) if there is one, asked by the labels of `SANTA_TASKS`"
+    def __init__(self):
+        gpu = torch.cuda.is_available()
+        self.model, self.tokenizer = pocket.load("cuda", torch.bfloat16) if gpu else pocket.load()
+        self.layers = range(self.model.config.num_hidden_layers)
+
+    def captured(self,
+        label: str,  # of the task
+        length: int, # tokens of the prompt
+        seed: int,   # of the prompt
+    ) -> tuple: # as `stacked`
+        "What the layers' attention works on at the end of a prompt"
+        task, settings = labelled_task(label)
+        example = make(task, length, seed=seed, tokenizer=self.tokenizer, **settings)
+        ids = torch.tensor([self.tokenizer(example.prompt)["input_ids"]], device=self.model.device)
+        return stacked(hf.capture(self.model, ids, positions=[-1]))
+
+    def _watched(self, name, method, sums):
+        "The method of each layer, watched"
+        return {i: Watched(one, sums) for i, one in hf.by_layer(name, method, self.layers, "decode").items()}
+
+    def ask(self,
+        part: str,          # of the record
+        label: str,         # of the task
+        length: int,        # tokens of a prompt
+        methods: Mapping,   # name -> method, or dict or function from layer to method; one is "exact" if watched
+        *,
+        prompts: int,       # how many, seeds 0 and following
+        tokens: int,        # of the prompts read at once
+        setup: str = "A",   # as in `accuracy`
+        watch: bool = False, # also: density and error of decode steps, and whether answers are those of exact attention
+    ) -> list: # a row for each method
+        "Answers of several methods to a task"
+        (task, settings), sums = labelled_task(label), {}
+        if watch:
+            sums = {name: {} for name, m in methods.items() if not isinstance(m, Exact)}
+            methods = {x: self._watched(x, m, sums[x]) if x in sums else m for x, m in methods.items()}
+        frame = accuracy(self.model, self.tokenizer, task, length, methods, prompts=prompts, setup=setup,
+                         batch=max(1, tokens // length), task_settings=settings, chunk=length)
+        exact = frame.answer[frame.method == "exact"].to_numpy()
+        digits = lambda x: "".join("01"[bool(y)] for y in x)
+        rows = []
+        for name, group in frame.groupby("method", sort=False):
+            rows.append(dict(part=part, task=label, length=length, setup=setup, method=name, right=digits(group.exact),
+                             characters=round(group.characters.mean(), 4)))
+            if name not in sums: continue
+            rows[-1] |= dict(same=digits(group.answer.to_numpy() == exact), **watched_means(sums[name]))
+        return rows
+
+
+def _spread(rows):
+    "Rows whose lists become a row for each of their items"
+    for row in rows:
+        for name, new in (("right", "exact"), ("same", "same")):
+            if name in row: row[new] = [c == "1" for c in row.pop(name)]
+        if "seed" not in row: row["seed"] = list(range(max(len(x) for x in row.values() if isinstance(x, list))))
+    lists = dict.fromkeys(name for row in rows for name, x in row.items() if isinstance(x, list))
+    size = lambda row: max(len(x) for x in row.values() if isinstance(x, list))
+    tables = [pd.DataFrame(row | {x: [None] * size(row) for x in lists if x not in row}) for row in rows]
+    return pd.concat(tables, ignore_index=True).infer_objects()
+
+def read_answers(
+    path, # file of a record of answers
+) -> tuple: # meta (dict), and part -> DataFrame with a row for each prompt (or what else the part has lists of)
+    """A record as tables, those of answers as from `accuracy`.
+
+    Their `characters`, `density` and `error` are means over the prompts. Raises as `read_record`.
+    """
+    record, parts = read_record(path), {}
+    for row in record["rows"]: parts.setdefault(row.pop("part"), []).append(row)
+    return record["meta"], {part: _spread(rows) for part, rows in parts.items()}
+
+
+def together(
+    files: list, # of `grid.run`
+) -> dict:       # (model, setup) -> the rows of `frame_of` of all of them, by seed
+    """The rows of files of results, each prompt of a task, length and pair of methods once: as the first file has it.
+
+    What methods a file's header names does not matter: `write_condensed` notes names that mean several.
+    """
+    frames = {}
+    for file in files:
+        about = read_results(file)[0]
+        frames.setdefault((about["model"], about["setup"]), []).append(frame_of(file))
+    return {key: pd.concat(own).drop_duplicates([*CELL, "seed"]).sort_values("seed", kind="stable")
+            for key, own in frames.items()}
+
+def condensed(
+    files: list, # of `grid.run`
+) -> list:       # of dicts, the rows of a record of answers
+    """What is kept of files of results: a row for each model (`part`), task, length and method.
+
+    right and same have a digit a prompt; bits, seed, long_bits and long_tokens of texts are lists; the others means.
+    Answers have a list of seeds where these are not 0, 1, 2 and so on.
+    The method is the one that decodes, or the one that reads, or both with a bar between. Files may hold parts of a
+    grid, other prompts or other methods; of what several hold, the first counts (`together`).
+    """
+    rows, digits = [], lambda x: "".join("01"[bool(y)] for y in x)
+    for (part, setup), frame in together(files).items():
+        for (task, length, reads, decodes), own in frame.groupby(CELL, sort=False):
+            name = decodes if reads == "exact" else reads if decodes == "exact" else f"{reads} | {decodes}"
+            row = dict(part=part, task=task, length=length, setup=setup, method=name)
+            if task == "text":
+                lists = [x for x in ("bits", "seed", "long_bits", "long_tokens") if x in own]
+                row |= {x: own[x].round(6).tolist() for x in lists}
+            else:
+                row |= dict(right=digits(own.right), same=digits(own.same),
+                            characters=round(float(own.characters.mean()), 4))
+                if (seeds := own.seed.tolist()) != list(range(len(own))): row["seed"] = seeds
+            means = {x: own[x].mean() for x in ("density", "error", "perplexity") if x in own and own[x].notna().all()}
+            if "dense_bytes" in own: means["bytes"] = (own.bytes / own.dense_bytes).mean()
+            rows.append(row | {x: float(f"{y:.5g}") for x, y in means.items()})
+    return rows
+
+
+def finish(
+    grid,      # a `grid.Grid`
+    out: Path, # the record's file; the grid's stands beside it
+    name: str, # of the grid
+    say=print, # hears what was done
+) -> Path: # of the grid's results
+    "Do what the grid asks and its file lacks. Raises as `grid.run`; RuntimeError for jobs that failed."
+    file = Path(out).with_suffix(f".{name}.jsonl")
+    done, failed = run(grid, file)
+    say(f"{file.name}: {done} jobs done, {failed} failed")
+    if failed: raise RuntimeError(f"{failed} jobs failed in {file}: see `sparse-nb eval --show {file}`")
+    return file
+
+def write_condensed(
+    out: Path,   # JSON file to write
+    files: list, # of `grid.run`
+    rows: list,  # of `condensed`
+    **more,      # of meta
+) -> Path: # the file
+    """The record of what files of grids hold, which may have been made on another machine.
+
+    ValueError for files of several machines, versions or weights.
+    """
+    headers, about = [read_results(file)[0] for file in files], {}
+    for x in headers:
+        for name in ("device", "sparse_nb", "torch", "transformers", "dtype"):
+            if about.setdefault(name, x[name]) != x[name]:
+                raise ValueError(f"files must agree in {name}, got {about[name]!r} and {x[name]!r}")
+    weights, methods = {}, {}
+    for x in headers:
+        if weights.setdefault(x["model"], x["weights"]) != x["weights"]:
+            raise ValueError(f"files must be of the same weights, got others of {x['model']!r}")
+        for name, method in (x["prefill"] | x["decode"]).items():
+            own = methods.setdefault(x["model"], {})
+            own[name] = method if own.get(name, method) == method else "another in each file"
+    newest = time.gmtime(max(Path(file).stat().st_mtime for file in files))
+    about = dict(gpu=about.pop("device")) | about | dict(date=time.strftime("%Y-%m-%d %H:%M UTC", newest))
+    return write_record(out, about | dict(weights=weights, methods=methods, **more), rows)

@@ -1,0 +1,88 @@
+"""How often steps of vAttention with SAAP's ranks break their promise, head by head, on the pocket model and on the
+witness"""
+import time
+from pathlib import Path
+
+import pandas as pd
+
+from sparse_nb.core.exact import attention, attention_weights
+from sparse_nb.core.selection import weighted_attention
+from sparse_nb.metrics import clopper_pearson, relative_error
+from sparse_nb.models.capturing import Captured
+from benchmarks.recorder import machine, write_record
+from experiments.archive.saap_heads import asked_heads
+from sparse_nb.saap import Saap
+from sparse_nb.vattention import VAttention, select_and_promise
+
+
+PROMISES = {"denominator": (0.2, 0.2), "output": (0.1, 0.1)}  # guarantee -> eps, delta
+ENDS, CLUSTERS, HEAVY, BASE = dict(sinks=4, window=32), 64, 0.03, 0.05
+
+def promising(
+    guarantee: str, # in `PROMISES`
+    index: str,     # "SAAP" or "oracle"
+) -> VAttention:
+    "The method that is asked."
+    eps, delta = PROMISES[guarantee]
+    predictor = Saap(clusters=CLUSTERS, **ENDS) if index == "SAAP" else index
+    return VAttention(eps, delta, guarantee=guarantee, predictor=predictor, topk=HEAVY, base=BASE, share=False, **ENDS)
+
+def failed_steps(
+    x: Captured,        # a layer, of one sequence
+    method: VAttention, # of `promising`
+    times: int,         # steps
+    i: int = -2,        # number of the query
+) -> tuple:             # which fail [H, times], bool; mean share of the keys that a step reads, a float
+    "Steps of one query by every head of a layer."
+    (q, k, v), state = x.seen(i), method.new_state()
+    if state is not None: state.append(k, v, k_before=x.k_before[:, :, :k.shape[2]])
+    each = q.expand(-1, -1, times, -1)
+    chosen, promise = select_and_promise(each, k, v, method, state, seed=7, scale=x.scale)
+    if method.guarantee == "denominator":
+        own = attention_weights(q, k, scale=x.scale).expand(-1, -1, times, -1).gather(-1, chosen.index)
+        error = ((own * chosen.weight).sum(-1) - 1).abs()
+    else:
+        out = weighted_attention(each, k, v, chosen, scale=x.scale)
+        error = relative_error(out, attention(q, k, v, scale=x.scale).expand_as(out))
+    return (error > method.eps)[0], float(promise.density.double().mean())
+
+
+MODELS = {"pocket": "multikey", "witness": "multikey:keys=2"}  # the task of each
+LENGTH, PROMPTS, STEPS = 2048, 2, 100
+
+def record(
+    out,                 # JSON file to write
+    *,
+    quick: bool = False, # one short prompt of the pocket model, few steps
+    say=print,           # told what happens
+) -> Path:               # the file
+    "Count failures of every head of both models. FileNotFoundError without the witness."
+    length, prompts, times = (700, 1, 20) if quick else (LENGTH, PROMPTS, STEPS)
+    rows, began = [], time.monotonic()
+    for model, task in [*MODELS.items()][:1 if quick else None]:
+        for seed in range(prompts):
+            for x in asked_heads(task, length, seed, model):
+                for guarantee in PROMISES:
+                    for index in "SAAP", "oracle":
+                        failed, read = failed_steps(x, promising(guarantee, index), times)
+                        rows.append(dict(model=model, task=task, seed=seed, layer=x.layer, guarantee=guarantee,
+                                         index=index, failed=failed.sum(-1).tolist(), density=round(read, 4)))
+            say(f"{time.monotonic() - began:.0f} s: {model}, prompt {seed}")
+    about = machine("cpu") | dict(command="python -m experiments.run saap_promise" + " --quick" * quick, length=length,
+                                  prompts=prompts, steps=times, promises=PROMISES, clusters=CLUSTERS, topk=HEAVY,
+                                  base=BASE, **ENDS)
+    return write_record(Path(out), about, rows)
+
+
+def broken_promises(
+    rows: list,   # of the record
+    times: int,   # steps of a case
+) -> pd.DataFrame: # a row for each model, promise and index
+    "Failures over cases. Those that `surely` break a promise do so at 5 % for all cases of the row together."
+    found = {}
+    for key, own in pd.DataFrame(rows).groupby(["model", "guarantee", "index"], sort=False):
+        failed, (_, delta) = own.failed.explode().astype(int), PROMISES[key[1]]
+        sure = [clopper_pearson(int(x), times, 1 - 0.05 / len(failed)).low > delta for x in failed]
+        found[key] = dict(cases=len(failed), delta=delta, failing=failed.mean() / times, worst=failed.max() / times,
+                          surely=sum(sure), read=own.density.mean())
+    return pd.DataFrame(found).T.rename_axis(["model", "promise", "index"])

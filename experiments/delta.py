@@ -1,0 +1,110 @@
+"""Every correction of a sparse prefill on the pocket model and on the witness: what prose costs, and which questions
+are still answered"""
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from sparse_nb.core.methods import Streaming
+from sparse_nb.delta import Delta, delta_prefill
+from sparse_nb.grid import Grid, load_named
+from sparse_nb.models.capturing import capture
+from sparse_nb.patterns import FlexPrefill, HiP, VerticalSlash
+from experiments.answers import condensed, finish, write_condensed
+from sparse_nb.text import speeches, windows
+
+
+CORRECTIONS = "recompute", "delta", "tangent"  # Eq. 5, Eq. 6, ours
+
+def arms(
+    sizes,       # of windows, keys
+    gammas,      # rows from anchor to anchor
+    tails=(0,),  # exact rows at the end
+) -> dict:       # name -> method
+    "Sinks and window, with and without what anchors teach."
+    found = {}
+    for size in sizes:
+        for tail in tails:
+            own, end = Delta(size, tail=tail, correction="none"), " tail" if tail else ""
+            found[f"w{size} streaming{end}"] = own
+            for gamma in gammas:
+                found[f"w{size} g{gamma} aligned{end}"] = replace(own, gamma=gamma, aligned=True)
+                found |= {f"w{size} g{gamma} {x}{end}": replace(own, gamma=gamma, correction=x) for x in CORRECTIONS}
+    return found
+
+def based(
+    length: int, # tokens of a prompt, to which sizes are set
+) -> dict:       # name -> method
+    "Patterns as bases: alone, with Eq. 6, and with the tangent, which for them is a heuristic."
+    bases = {"vertical-slash": VerticalSlash(length // 16, length // 8, rounding="pool"),
+             "flexprefill": FlexPrefill(0.9, min_keys=length // 16, query_block=64, key_block=64),
+             "hip": HiP(((64, length // 2), (8, length // 4), (2, length // 8)), sinks=128, window=256)}
+    return bases | {f"{name} {x}": Delta(base=base, correction=x, tail=0)
+                    for name, base in bases.items() for x in ("delta", "tangent")}
+
+
+TEXTS = [("pocket", 4096, (32, 128, 512), (16, 64)), ("witness", 2048, (128, 512), (16, 64)),
+         ("witness", 8000, (512, 2048), (4, 16, 64))]
+EASY = "needle", "multikey:keys=2", "multikey:keys=4"
+TASKS = [("pocket", ("multikey", "kv", "variable_tracking", "multiquery"), 1024, (8,), (8, 16)),
+         ("pocket", ("multikey", "multivalue"), 4096, (8,), (16, 64)), ("pocket", ("multikey",), 16384, (8,), (64,)),
+         ("witness", EASY, 1024, (64,), (16, 64)), ("witness", EASY, 2048, (128,), (16, 64))]
+
+def grids() -> dict: # name -> `Grid`
+    "All of the record, the quickest first."
+    found = {}
+    for model, length, sizes, gammas in TEXTS:
+        found[f"{model}.text.{length}"] = Grid(
+            model, ["text"], [length], {}, arms(sizes, gammas) | (based(length) if length == 8000 else {}), prompts=8,
+            texts=speeches(2000)[::-1], every=length, short=512, batch=length)
+    for model, tasks, length, sizes, gammas in TASKS:
+        found |= {f"{model}.{task.replace(':', '.')}.{length}": Grid(
+            model, [task], [length], {}, arms(sizes, gammas, (0, 128)), prompts=200, chunk=length,
+            batch=min(200 * length, 400_000)) for task in tasks}
+    return found
+
+def quick_grids() -> dict: # name -> `Grid`
+    "A text and a task in small, on the pocket model."
+    methods = {"streaming": Streaming(4, 16)} | arms((16,), (16,))
+    return {"pocket.text.512": Grid("pocket", ["text"], [512], {}, methods, prompts=2, texts=speeches(2016)[::-1],
+                                    every=512, short=64),
+            "pocket.multikey.700": Grid("pocket", ["multikey"], [700], {}, methods, prompts=3)}
+
+
+def keys_read(
+    model: str,  # "pocket" or "witness"
+    length: int, # tokens
+    methods: dict, # name -> method, of `arms` and `based`
+) -> list: # of dicts: part, model, length, method, keys (a row's mean), density (share of the causal pairs)
+    "How many keys a row reads, anchors and tail included."
+    it, tokenizer = load_named(model)
+    ids = windows(tokenizer, speeches(2000)[::-1], length, 1)[0].ids
+    layers = capture(it, ids.to(it.device))
+    some, rows = [layers[i] for i in (0, len(layers) // 2, len(layers) - 1)], []
+    for name, method in methods.items():
+        s = method if isinstance(method, Delta) else Delta(base=method, correction="none", tail=0)
+        given = {x: getattr(s, x) for x in s.__dataclass_fields__}
+        asked = some if s.base is not None else some[:1]
+        stats = [delta_prefill(x.q, x.k, x.v, scale=x.scale, return_stats=True, **given)[1] for x in asked]
+        means = [(x.keys_per_row.mean(), x.density.mean()) for x in stats]
+        keys, density = torch.tensor(means).mean(0).tolist()
+        rows.append(dict(part="work", model=model, length=length, method=name, keys=round(keys, 1),
+                         density=float(f"{density:.4g}"), seed=[0]))
+    return rows
+
+
+def record(
+    out,                  # JSON file to write; the grids' files stand beside it
+    *,
+    quick: bool = False,  # one short text, one short task, the pocket model
+    say=print,            # hears of each grid
+) -> Path: # the file
+    "Ask both models everything. Raises as `finish`."
+    wanted = quick_grids() if quick else grids()
+    files = [finish(grid, out, name, say) for name, grid in wanted.items()]
+    work = []
+    for grid in (x for x in wanted.values() if x.texts):
+        methods = {name: x for name, x in grid.prefill.items() if name not in ("exact", "streaming")}
+        work += keys_read(grid.model, grid.lengths[0], methods)
+        say(f"{grid.model}, {grid.lengths[0]} tokens: keys counted")
+    return write_condensed(Path(out), files, condensed(files) + work)

@@ -1,0 +1,158 @@
+"""Partitions of other texts and of the prompt, ranks, tails and routers on the pocket model and on the witness: which
+questions are still answered, at equal rows"""
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from sparse_nb.baselines import Quest
+from sparse_nb.core.methods import Streaming, TopK
+from sparse_nb.grid import Grid
+from sparse_nb.hash_attention import HashAttention
+from experiments.answers import condensed, finish, write_condensed
+from sparse_nb.saap_partition import KINDS, make_partition, partition_path
+from sparse_nb.saap import Partition, Saap
+from sparse_nb.tasks import TASKS
+
+
+PAGE = 64  # keys
+
+class PageNumbers(Partition):
+    "A `Partition` whose cluster is the number of a key's page."
+    def place(self, first, last, end):
+        "Give waiting keys the numbers of their pages."
+        if self.held is None or not self.held.shape[2]: return
+        begin = len(self) - self.held.shape[2]
+        page = torch.arange(begin, len(self), device=self.rows.device) // PAGE
+        ids = page.clamp(max=self.clusters - 1).to(torch.int16)[:, None].expand(*self.held.shape[:3], 1)
+        self.rows, self.held, self.waits = torch.cat([self.rows[:, :, :begin], ids], 2), None, None
+
+@dataclass(frozen=True)
+class Pages(Saap):
+    "SAAP with pages in place of clusters."
+    def new_state(self):
+        "`PageNumbers`."
+        return PageNumbers(self.clusters, self.kmeans, self.iterations, self.seed, self.before_rope)
+
+
+DENSITIES = 0.02, 0.04, 0.1
+MIDDLE = 0.04  # where all arms are asked
+UNREAD = 0.4, 0.2  # shares of the guessed mass that may stay unread, asked beside it
+SINKS = 4
+
+SIZE = 64  # of a head, in both models
+
+def at_equal_bytes(
+    method,       # a predictor with a budget of rows
+    s: Saap,      # with moments and tail
+    length: int,  # tokens of a prompt
+):
+    "The method with so many rows more that it reads as many bytes as `s` does, index included, of a 16-bit cache."
+    of_index = lambda x: 4 * x.clusters * (2 * SIZE + 2) + 4 * x.budget
+    own, listed = of_index(s), isinstance(method, Saap)
+    more = own - (of_index(method) if listed else method.index_bytes(SIZE) * length)
+    return replace(method, budget=method.budget + round(more / (4 * SIZE + 4 * listed)))
+
+def arms(
+    model: str,      # "pocket" or "witness"
+    kind: str,       # of the task: one of `KINDS`
+    length: int,     # tokens of a prompt
+    density: float,  # share of the keys that is read
+    every: bool,     # all arms?
+) -> dict:           # name -> method
+    "What is asked at a density."
+    rows = round(density * length)
+    other, = KINDS.keys() - {kind}
+    s = Saap(rows - SINKS - rows // 4, sinks=SINKS, window=rows // 4, before_rope=False)
+    offline, pages = replace(s, partition=partition_path(model, other), **FREE), -(-length // PAGE) + 1
+    found = {"offline": offline, "offline drop": replace(offline, tail="drop"),
+             "paper": replace(offline, router="mlp", rank="mass", tail="drop"),
+             "context": s, "context drop": replace(s, tail="drop"),
+             "pages": Pages(s.budget, sinks=SINKS, window=s.window, clusters=pages, before_rope=False),
+             "quest-64": Quest(rows, 64), "topk": TopK(rows)}
+    if model == "pocket": found["hash_attention"] = HashAttention(rows)
+    alike = "quest-64", "hash_attention" if model == "pocket" else "pages"
+    found |= {f"{name} bytes": at_equal_bytes(found[name], s, length) for name in alike}
+    if every:
+        found |= {"offline mass": replace(offline, rank="mass"),
+                  "offline mass drop": replace(offline, rank="mass", tail="drop"),
+                  "paper tail": replace(found["paper"], tail="first_order"),
+                  "paper density": replace(found["paper"], rank="density"),
+                  "centroid mass drop": replace(offline, router="centroid", rank="mass", tail="drop"),
+                  "centroid drop": replace(offline, router="centroid", tail="drop"),
+                  "offline second": replace(offline, tail="second_order"),
+                  "offline fitted": replace(offline, tail="fitted"),
+                  "context second": replace(s, tail="second_order"), "context before": replace(s, before_rope=True),
+                  "context before drop": replace(s, before_rope=True, tail="drop"),
+                  "seen": replace(offline, partition=partition_path(model, kind)),
+                  "pages drop": replace(found["pages"], tail="drop"), "streaming": Streaming(SINKS, rows - SINKS)}
+        found |= {f"{name} unread {x:.0%}": replace(base, budget=None, unread=x) for x in UNREAD
+                  for name, base in (("offline", offline), ("context", s))}
+    return {f"{name} {density:.0%}": method for name, method in found.items()}
+
+FREE = dict(clusters=None, kmeans=None, iterations=None, seed=None, before_rope=None)  # what a file says itself
+
+
+PROMPTS = 200
+LENGTH = {"pocket": 8192, "witness": 4096}  # tokens
+LONGER, THERE = 16384, (0.02, 0.04)  # of the pocket's, for the first arms alone, and the densities there
+ASKED = {"pocket": tuple(TASKS), "witness": ("needle", "multikey:keys=2", "multikey:keys=4", "kv")}
+ROWS = {"pocket": 820_000, "witness": 205_000}  # tokens of the prompts decoded at once
+
+def kind_of(
+    task: str, # as of `grid.task_of`
+) -> str:      # one of `KINDS`
+    "The kind of a task."
+    return next(kind for kind, tasks in KINDS.items() if task.partition(":")[0] in tasks)
+
+def grids() -> dict: # name -> `Grid`
+    "All of the record, a grid for each model and task."
+    found = {}
+    for model, tasks in ASKED.items():
+        for task in tasks:
+            length = LENGTH[model] if task != "kv" or model == "pocket" else 1024
+            methods = {}
+            for density in DENSITIES: methods |= arms(model, kind_of(task), length, density, density == MIDDLE)
+            found[f"{model}.{task.replace(':', '.')}.{length}"] = Grid(
+                model, [task], [length], methods, prompts=PROMPTS, batch=ROWS[model])
+    for task in ASKED["pocket"]:
+        methods = {}
+        for density in THERE: methods |= arms("pocket", kind_of(task), LONGER, density, False)
+        found[f"pocket.{task}.{LONGER}"] = Grid(
+            "pocket", [task], [LONGER], methods, prompts=PROMPTS, batch=ROWS["pocket"])
+    return found
+
+def quick_grids() -> dict: # name -> `Grid`
+    "A task in small, on the pocket model, with the package's own partition."
+    methods = arms("pocket", "retrieval", 700, 0.1, True)
+    methods = {name: replace(x, partition="pocket") if getattr(x, "partition", "context") != "context" else x
+               for name, x in methods.items()}
+    return {"pocket.multikey.700": Grid("pocket", ["multikey"], [700], methods, prompts=3)}
+
+
+def partitions_of(
+    grid: Grid,
+) -> set: # of (model, kind that it has seen)
+    "What has to be trained before a grid can be asked."
+    used = {getattr(x, "partition", None) for x in grid.decode.values()}
+    return {(grid.model, kind) for kind in KINDS if partition_path(grid.model, kind) in used}
+
+def make(
+    out: Path,  # the record's file; the grids' files stand beside it
+    name: str,  # of `grids`
+    grid: Grid,
+    say=print,  # hears of it
+) -> Path: # of the grid's results
+    "Do one grid of the record. Raises as `finish`."
+    for wanted in sorted(partitions_of(grid)): make_partition(*wanted, progress=say)
+    return finish(grid, out, name, say)
+
+def record(
+    out,                  # JSON file to write; the grids' files stand beside it
+    *,
+    quick: bool = False,  # one short task, the pocket model
+    say=print,            # hears of each grid
+) -> Path: # the file
+    "Ask both models everything. Raises as `make`."
+    files = [make(out, name, grid, say) for name, grid in (quick_grids() if quick else grids()).items()]
+    return write_condensed(Path(out), files, condensed(files))
