@@ -54,7 +54,7 @@ test-all: setup
 
 # of these, the newest release alone
 newest: setup
-	$(PYTEST) -m slow tests/test_releases.py -k newest $(ARGS)
+	$(PYTEST) -m slow tests/hf/test_releases.py -k newest $(ARGS)
 
 # the floors of the package, the rooms on each and what they import
 house: setup

@@ -27,7 +27,7 @@ from benchmarks.recorder import RECORDS, Recorder, read_record, recorded, run_re
 from benchmarks.baselines import DENSE, Contender
 from sparse_nb.santa import SCHEMES, Santa, santa_decode, variance_trace
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUICK = Protocol(warmup=1, runs=3, buffer_mb=1)
 
 

@@ -1,6 +1,6 @@
 """The Triton kernels of Sketch&Walk's decode step against the chapter's rule: the same lists, and attention over them.
 
-`pytest -m gpu tests/test_sketch_walk_kernels.py` runs the sweep on a GPU. Without one, a covering design of small
+`pytest -m gpu -k test_sketch_walk_kernels` runs the sweep on a GPU. Without one, a covering design of small
 problems runs in Triton's interpreter, in processes of their own.
 """
 import math
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from covering import covering
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, assert_codes_close, kernel, poisoned
+from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, assert_codes_close, kernel, poisoned
 from sparse_nb import sketch_walk
 from sparse_nb.core.exact import assert_close, attention
 from sparse_nb.sketch_walk import SketchWalk, block_scores, query_lists, signed_hadamard, sketch_walk_decode, state_of

@@ -15,7 +15,7 @@ from execnb.nbio import mk_cell, new_nb, read_nb, write_nb
 
 from sparse_nb.claims import CLAIMS, VERDICTS, Claim, Row, claim, failures, ledger, missing, rows, table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GOOD = {"id": "SANTA-7", "verdict": "reproduced", "paper": [49.9, 79.95], "ours": [50.01, 80.02], "tolerance": 0.3}
 
 

@@ -1,6 +1,6 @@
 """The Triton kernels that choose blocks for a prompt, against Sketch&Walk's reference.
 
-`pytest -m gpu tests/test_sketch_walk_prefill_kernels.py` runs the sweep on a GPU. Without one, a covering design of
+`pytest -m gpu -k test_sketch_walk_prefill_kernels` runs the sweep on a GPU. Without one, a covering design of
 small problems runs in Triton's interpreter, in processes of their own.
 """
 import math
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from covering import covering
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb import sketch_walk
 from sparse_nb.core.blocks import BlockPattern, block_attention
 from sparse_nb.core.exact import assert_close

@@ -1,6 +1,6 @@
 """Attention by blocks: the reference against enumeration of all pairs, the Triton kernels against it in float64.
 
-`pytest -m gpu tests/test_blocks.py` runs the sweep of the kernels on a GPU. Without one, a covering design of small
+`pytest -m gpu -k test_blocks` runs the sweep of the kernels on a GPU. Without one, a covering design of small
 problems runs in Triton's interpreter, in processes of their own.
 """
 import importlib.util
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covering import covering
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core.blocks import SIZES, BlockPattern, block_attention, sinks_window_pattern, streaming_prefill
 from sparse_nb.core.exact import assert_close, attention
 from sparse_nb.core.selection import select_sinks_window, weighted_state

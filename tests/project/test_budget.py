@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SPENT = """
 import os
 import time

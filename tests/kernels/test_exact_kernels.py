@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from covering import covering
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core import selection
 from sparse_nb.core.exact import assert_close, attention
 from sparse_nb.core.methods import Exact, Method, Streaming

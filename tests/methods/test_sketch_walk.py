@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from problems import assert_codes_close
+from inputs import assert_codes_close
 from sparse_nb.attention import Method, assert_close, attention, fold_in
 from sparse_nb.hf import attention_layers, has_window, prefill, register, sparsify
 from sparse_nb.sketch_walk import (

@@ -1,7 +1,7 @@
 """The Triton kernels: against float64 for every type, size and layout, against the reference's streams, on the CPU and
 on a GPU.
 
-`pytest -m gpu tests/test_kernels.py` runs the sweep on a GPU (compiling dominates: -n 12 helps where pytest-xdist is
+`pytest -m gpu -k test_kernels` runs the sweep on a GPU (compiling dominates: -n 12 helps where pytest-xdist is
 installed);
 without one, the same tests run on small problems in Triton's interpreter, in a process of their own.
 
@@ -27,7 +27,7 @@ import scipy.stats
 import torch
 
 from covering import cases_of, covering
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, kernel, poisoned
+from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, kernel, poisoned
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -804,7 +804,7 @@ if not INTERPRETED:
         known = {name: x for name, x in os.environ.items()
                  if name != "TRITON_INTERPRET"} | dict(OMP_NUM_THREADS="1") | variables
         return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=known,
-                              cwd=Path(__file__).parents[1])
+                              cwd=Path(__file__).parents[2])
 
     def test_tensors_on_the_cpu():
         done = python("-c",

@@ -23,7 +23,7 @@ from sparse_nb.santa import Santa
 
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 ENV.pop("TRITON_INTERPRET", None)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def child(*args, cwd=None, code=None, input=None, **env):

@@ -17,7 +17,7 @@ from execnb.nbio import mk_cell, new_nb, read_nb
 from nbdev.doclinks import nbglob
 from nbdev.process import extract_directives
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from tools import book, pages  # noqa: E402
 

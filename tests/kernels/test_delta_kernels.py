@@ -1,6 +1,6 @@
 """The Triton kernels of Delta Attention against the equations in float64, row by row.
 
-`pytest -m gpu tests/test_delta_kernels.py` runs the sweep on a GPU. Without one, a covering design of small problems
+`pytest -m gpu -k test_delta_kernels` runs the sweep on a GPU. Without one, a covering design of small problems
 runs in Triton's interpreter, in processes of their own.
 """
 import math
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from covering import covering
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core.exact import assert_close
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

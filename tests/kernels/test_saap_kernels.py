@@ -1,6 +1,6 @@
 """The Triton kernels of SAAP against the rule in float64, cluster by cluster.
 
-`pytest -m gpu tests/test_saap_kernels.py` runs the sweep on a GPU. Without one, a covering design of small problems
+`pytest -m gpu -k test_saap_kernels` runs the sweep on a GPU. Without one, a covering design of small problems
 runs in Triton's interpreter, in processes of their own.
 """
 import math
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from covering import covering
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core.exact import assert_close, attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

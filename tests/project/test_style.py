@@ -12,8 +12,8 @@ from matplotlib import colormaps
 from matplotlib.colors import CSS4_COLORS, ListedColormap
 from nbdev.process import extract_directives
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = "tests", "tools", "nbs", "kernels"
+ROOT = Path(__file__).parents[2]
+FOLDERS = "tests", "tools", "benchmarks", "experiments", "nbs", "kernels"
 FILES = sorted(path.relative_to(ROOT) for folder in FOLDERS for kind in ("py", "ipynb")
                for path in (ROOT / folder).rglob(f"*.{kind}") if ".ipynb_checkpoints" not in path.parts)
 NOTEBOOKS = [path for path in FILES if path.suffix == ".ipynb"]

@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
           "README.md", "scores.json"]
 
@@ -134,7 +134,7 @@ def test_marks_are_known_without_plugins():
     "pytest-xdist knows its own mark, and need not be there."
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     known = set(re.findall(r'^    "(\w+)', settings.partition("markers = [")[2].partition("]\n")[0], re.M))
-    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     assert set(re.findall(r"pytest\.mark\.(\w+)", tests)) - known <= {"filterwarnings", "parametrize", "skip", "skipif"}
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from problems import INTERPRETED
+from inputs import INTERPRETED
 from sparse_nb.attention import Method, Selection, TopK, assert_close, attention, weighted_attention
 from sparse_nb.cli import method_from, rehearse
 from sparse_nb.eviction import H2O, Held, SnapKV, all_but_least, most_voted

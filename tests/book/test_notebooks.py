@@ -23,7 +23,7 @@ from nbdev.test import test_nb
 import interpreter
 from sparse_nb import device
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 test_nb.__test__ = False  # nbdev's, no test of ours
 

@@ -9,7 +9,7 @@ import pytest
 
 from sparse_nb.core.methods import METHODS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from tools import front  # noqa: E402
 

@@ -1,6 +1,6 @@
 """The Triton kernels by which predictors choose keys: the same keys as by the stable sort, whatever the scores are.
 
-`pytest -m gpu tests/test_choose_kernels.py` runs the sweep on a GPU. Without one, a covering design of small problems
+`pytest -m gpu -k test_choose_kernels` runs the sweep on a GPU. Without one, a covering design of small problems
 runs in Triton's interpreter, in processes of their own. Where a score is a sum of floats, the kernels add in another
 order than PyTorch: keys may then differ whose scores in float64 are within `CLOSE` of the threshold, and no other.
 """
@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from covering import covering
-from problems import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb import baselines, hash_attention
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, OneList, Quest
 from sparse_nb.core import selection
