@@ -18,7 +18,7 @@ NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb)
 PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: setup demo lab test test-all newest gpu-day house bench witness notebooks readme docs preview
+.PHONY: setup demo lab test test-all newest gpu-day layers bench witness notebooks readme docs preview
 
 setup: .venv/installed
 
@@ -56,9 +56,9 @@ test-all: setup
 newest: setup
 	$(PYTEST) -m slow tests/hf/test_releases.py -k newest $(ARGS)
 
-# the floors of the package, the rooms on each and what they import
-house: setup
-	.venv/bin/python tools/house.py
+# do the package's imports keep the contracts of pyproject.toml?
+layers: setup
+	.venv/bin/lint-imports --no-cache
 
 # a person's day with the package on one CUDA GPU, with every method; in the interpreter that holds torch, not in .venv:
 #   make gpu-day        six minutes;  make gpu-day ARGS=--short   90 seconds

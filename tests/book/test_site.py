@@ -233,7 +233,8 @@ def test_pictures_are_saved_once():
                 assert len(kinds) + ("<img" in page or "<svg" in page) <= 1, f"{path.name}: {cell.source[:80]}"
 
 
-KNOWN = {"nbdev.fast.ai", "quarto.org", "download.pytorch.org", "example.org", "arxiv.org"}
+KNOWN = {"nbdev.fast.ai", "quarto.org", "download.pytorch.org", "example.org", "arxiv.org",
+         "import-linter.readthedocs.io"}
 TEXTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md", "pyproject.toml", "settings.ini",
          "Makefile", "_quarto.yml"]
 

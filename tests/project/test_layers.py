@@ -1,0 +1,96 @@
+"""Which module imports which: the contracts of pyproject.toml by import-linter, names with an underscore by us."""
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "pyproject.toml"
+linter = pytest.importorskip("importlinter.cli")
+
+
+def lint(folder):
+    "Exit code and output of import-linter for the package in `folder`."
+    code = f"from importlinter.cli import lint_imports; raise SystemExit(lint_imports({str(CONFIG)!r}, no_cache=True))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder,
+                          env=os.environ | {"PYTHONPATH": str(folder)})
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def private_names(folder):
+    "Names with an underscore that a module of the package takes from another."
+    for path in sorted((folder / "sparse_nb").rglob("*.py")):
+        if path.stem == "_modidx": continue
+        tree, modules = ast.parse(path.read_text(encoding="utf-8")), set()
+        private = lambda name: name.startswith("_") and not name.endswith("__")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.level or node.module.split(".")[0] == "sparse_nb"):
+                modules |= {x.asname or x.name for x in node.names}
+                yield from (f"{path.stem} imports {x.name}" for x in node.names if private(x.name))
+            if isinstance(node, ast.Import):
+                modules |= {x.asname or x.name for x in node.names if x.name.split(".")[0] == "sparse_nb"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and private(node.attr) and ast.unparse(node.value) in modules:
+                yield f"{path.stem} uses {ast.unparse(node)}"
+
+
+def test_imports_keep_the_contracts():
+    code, said = lint(ROOT)
+    assert code == 0 and " 0 broken" in said, said
+
+
+def test_names_with_an_underscore_stay_in_their_module():
+    assert [*private_names(ROOT)] == []
+
+
+WRONG = {  # module: a line that it must not hold, and what is said of it
+    "core/exact": ("from ..santa import Santa", "sparse_nb.core is not allowed to import sparse_nb.santa"),
+    "core/checks": ("def f():\n    import sparse_nb.core.methods as m",
+                    "sparse_nb.core.checks is not allowed to import sparse_nb.core.methods"),
+    "kernels/common": ("from ..core.checks import check_count",
+                       "sparse_nb.kernels is not allowed to import sparse_nb.core"),
+    "kernels/gather": ("from .santa import decode",
+                       "sparse_nb.kernels.gather is not allowed to import sparse_nb.kernels.santa"),
+    "kernels/host": ("def f():\n    import pandas as pd", "sparse_nb.kernels is not allowed to import pandas"),
+    "models/cache": ("from . import replay", "sparse_nb.models.cache is not allowed to import sparse_nb.models.replay"),
+    "vattention": ("from .delta import Delta", "sparse_nb.vattention is not allowed to import sparse_nb.delta"),
+    "saap": ("from .kernels.santa import decode", "sparse_nb.saap -> sparse_nb.kernels.santa"),
+    "hf": ("from .kernels import gather", "sparse_nb.hf -> sparse_nb.kernels.gather"),
+    "bench": ("from .compose import Then", "sparse_nb.bench is not allowed to import sparse_nb.compose"),
+    "evaluate": ("from . import cli", "sparse_nb.evaluate is not allowed to import sparse_nb.cli"),
+    "saap_partition": ("def f():\n    from benchmarks import run", "sparse_nb is not allowed to import benchmarks"),
+    "shed": ("", "sparse_nb.shed"), "core/shed": ("", "sparse_nb.core.shed"),
+}
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    "What is said of a package with all of WRONG."
+    folder = tmp_path_factory.mktemp("wrong")
+    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+    shutil.copytree(ROOT / "sparse_nb", folder / "sparse_nb", ignore=ignored)
+    for name, (line, _) in WRONG.items():
+        with (folder / "sparse_nb" / f"{name}.py").open("a", encoding="utf-8") as file: file.write(f"\n{line}\n")
+    return lint(folder)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_import_breaks_a_contract(name, wrong):
+    code, said = wrong
+    assert code == 1 and WRONG[name][1] in said, said
+
+
+@pytest.mark.parametrize("line, fault", [
+    ("from .core.checks import _own", "santa imports _own"),
+    ("def f():\n    from .core import checks as c\n    c._own()", "santa uses c._own"),
+    ("import sparse_nb.core.checks\nsparse_nb.core.checks._own", "santa uses sparse_nb.core.checks._own"),
+    ("import math\nmath._own\n_own = self._mine\nfrom .core.checks import check as _check", None),
+    ("import sparse_nb.hf\nsparse_nb.hf.__doc__", None)])
+def test_a_private_name_is_found(line, fault, tmp_path):
+    (tmp_path / "sparse_nb").mkdir()
+    (tmp_path / "sparse_nb" / "santa.py").write_text(line)
+    assert [*private_names(tmp_path)] == [fault] * (fault is not None)
