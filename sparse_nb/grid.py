@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
@@ -368,64 +367,66 @@ class Worker:
 # %% ../nbs/85_grid.ipynb #a1456f0a
 def _reason(error): return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
+def _done(job, work):
+    "What becomes of a job: itself, rows or None, seconds, failure or None"
+    began, rows, failed = time.monotonic(), None, None
+    try: rows = work(job)
+    except Exception as error: failed = _reason(error)
+    return job, rows, time.monotonic() - began, failed
+
 def _here(grid):
     "The header of a grid's results, and a function from jobs to (job, rows or None, seconds, failure or None)"
     worker = Worker(grid)
-    def each(jobs):
-        for job in jobs:
-            began, rows, failed = time.monotonic(), None, None
-            try: rows = worker.work(job)
-            except Exception as error: failed = _reason(error)
-            yield job, rows, time.monotonic() - began, failed
-    return worker.header(), each
+    return worker.header(), lambda jobs: (_done(job, worker.work) for job in jobs)
 
 # %% ../nbs/85_grid.ipynb #0c8193fe
+TRIES = 3  # of a job on Ray whose process dies
+
 class _Seat:
     "What a process of a crew holds: a model, and a worker for the grid that it was told last"
     def __init__(self, kind): self.kind, self.model, self.held, self.told, self.worker = kind, None, None, None, None
 
-    def work(self, told, job):
-        "The rows of a job of a grid (pickled), or its header for no job"
+    def _worker(self, told):
         if told != self.told:
             grid, self.told, self.worker = pickle.loads(told), None, None
             if grid.model != self.model:
                 self.model = self.held = None  # makes room for the next
                 self.held, self.model = load_named(grid.model), grid.model
             self.worker, self.told = self.kind(grid, self.held), told
-        return self.worker.work(job) if job else self.worker.header()
+        return self.worker
+
+    def header(self, told):
+        "That of a grid (pickled), in place of rows"
+        return _done(None, lambda _: self._worker(told).header())
+
+    def work(self, told, job):
+        "What becomes of a job of this grid"
+        return _done(job, lambda job: self._worker(told).work(job))
 
 # %% ../nbs/85_grid.ipynb #c4e30a53
-TRIES = 3  # of a job on Ray
-
 class _Crew:
-    "Seats on Ray, and the jobs of grids done there; a seat whose process dies is replaced"
-    def __init__(self, ray, new, seats): self.ray, self.new, self.seats = ray, new, seats
+    "Seats on Ray, and the jobs of grids done there by a pool"
+    def __init__(self, ray, seats): self.ray, self.seats = ray, seats
 
     def take(self, grid):
         "As `_here`. Every seat is told the grid, the first to be ready gives the header."
-        each = partial(self._each, self.ray.put(self.ray.cloudpickle.dumps(grid)))
-        asked = each([None] * len(self.seats))
-        _, header, _, failed = next(asked)
-        if failed:  # what `Worker` refuses
-            for _ in asked: pass  # Ray prints the errors that nobody hears
-            raise ValueError(failed)
-        return header, each
+        told = self.ray.put(self.ray.cloudpickle.dumps(grid))
+        (ready,), _ = self.ray.wait([seat.header.remote(told) for seat in self.seats])
+        _, header, _, failed = self.ray.get(ready)
+        if failed: raise ValueError(failed)  # what `Worker` refuses
+        return header, partial(self._each, told)
 
     def _each(self, told, jobs):
-        waiting, idle, busy = deque((job, 1) for job in jobs), list(range(len(self.seats))), {}
-        while waiting or busy:
-            while waiting and idle:
-                i, (job, tried) = idle.pop(), waiting.popleft()
-                busy[self.seats[i].work.remote(told, job)] = i, job, tried, time.monotonic()
-            (done,), _ = self.ray.wait(list(busy))
-            i, job, tried, began = busy.pop(done)
-            rows = failed = None
-            try: rows = self.ray.get(done)
-            except self.ray.exceptions.RayActorError as error: self.seats[i], failed = self.new(), _reason(error)
-            except Exception as error: failed = _reason(getattr(error, "cause", None) or error)
-            idle.append(i)
-            if failed and tried < TRIES: waiting.append((job, tried + 1))
-            else: yield job, rows, time.monotonic() - began, failed
+        from ray.util import ActorPool
+        pool, left, began, failed = ActorPool(self.seats), dict.fromkeys(jobs), time.monotonic(), None
+        for job in jobs: pool.submit(lambda seat, job: seat.work.remote(told, job), job)
+        while pool.has_next():
+            try: done = pool.get_next_unordered()
+            except self.ray.exceptions.RayActorError as error: failed = _reason(error)  # its process died each time
+            else:
+                del left[done[0]]
+                yield done
+        for job in left: yield job, None, time.monotonic() - began, failed
 
 # %% ../nbs/85_grid.ipynb #c4e30a54
 @contextmanager
@@ -443,17 +444,17 @@ def crew(
     except ImportError as error:
         raise ImportError("the package ray is missing, install it with: pip install 'sparse_nb[ray]'") from error
     ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    seats = []
+    made = _Crew(ray, [])
     try:
         gpus, processors = (int(ray.cluster_resources().get(x, 0)) for x in ("GPU", "CPU"))
         workers = workers or gpus or processors
         part = lambda there: 10**4 // -(-workers // there) / 10**4 if there else 0  # Ray counts in ten-thousandths
-        kind = ray.remote(num_cpus=part(processors), num_gpus=part(gpus))(_Seat)
-        made = _Crew(ray, lambda: kind.remote(Worker), seats)
-        seats += [made.new() for _ in range(workers)]
+        seat = ray.remote(num_cpus=part(processors), num_gpus=part(gpus), max_restarts=-1,
+                          max_task_retries=TRIES - 1)(_Seat)
+        made.seats += [seat.remote(Worker) for _ in range(workers)]
         yield made
     finally:
-        seats.clear()
+        made.seats.clear()
         ray.shutdown()
 
 # %% ../nbs/85_grid.ipynb #d14eccd8

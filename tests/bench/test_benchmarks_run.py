@@ -89,8 +89,8 @@ def test_bad_options_of_prompts(capsys, options, words):
     (["--lengths", "many"], ["--lengths must be whole"]),
     (["--static", "--offload"], ["--offload must not stand with --static"]),
     (["--tuned"], ["--tuned must stand with --static"]),
-    (["--decode", "santa:samples=0"], ["--decode: samples must be"]),
-    (["--decode", "no"], ["--decode must be one of"])])
+    (["--decode", "Santa(samples=0)"], ["--decode: samples must be"]),
+    (["--decode", "no"], ["--decode: method must be one of"])])
 def test_bad_options_of_a_whole_model(capsys, options, words):
     one_line(capsys, parts.main, ["generate", *options], *words)
 
@@ -110,7 +110,7 @@ def test_other_bad_options_take_one_line(capsys, tmp_path, monkeypatch, args, wo
 
 
 def test_any_methods_tokens_are_timed(tmp_path):
-    asked = ["santa:samples=8", "vattention:predictor=(hashattention:maps=random)"]
+    asked = ["Santa(samples=8)", "VAttention(predictor=HashAttention(maps='random'))"]
     options = [x for words in asked for x in ("--decode", words)]
     parts.main(["generate", "--quick", "--static", "--filled", "--no-kernels", "--batch", "2", "--tokens", "2",
                 "--lengths", "100", "--layers", "2", *options, "--out", str(tmp_path / "x.json")])

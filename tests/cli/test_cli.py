@@ -16,10 +16,16 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
-from sparse_nb.attention import Method, Streaming, TopK
-from sparse_nb.cli import main, method_from, words_of, write_whole
+from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform
+from sparse_nb.baselines import Quest
+from sparse_nb.cli import main, method_from, write_whole
+from sparse_nb.compose import Then
+from sparse_nb.core.methods import CLASSES, method_class
+from sparse_nb.patterns import HiP
 from sparse_nb.pocket import byte_tokenizer
+from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
+from sparse_nb.vattention import VAttention
 
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 ENV.pop("TRITON_INTERPRET", None)
@@ -171,13 +177,13 @@ def test_no_share_is_shown_as_nothing(share, want):
 @pytest.mark.parametrize("width, count", [(20, 15), (30, 9), (60, 6), (80, 5), (120, 4)])
 def test_names_of_methods_are_not_broken_letter_by_letter(width, count):
     from sparse_nb.demo import number_table
-    names = ["exact", "topk:budget=8", "vattention:sinks=4,window=16,predictor=(doublesparsity:channels=8),eps=0.2"]
+    names = ["exact", "TopK(budget=8)", "VAttention(sinks=4, window=16, predictor=DoubleSparsity(channels=8), eps=0.2)"]
     cells = [["95 [83, 99]", "3", "100"], ["5 [1, 9]", "14", "0"], ["0 [-1, 2]", "12", "77"]]
     heads = ["right", "density", "bytes"]
     lines = number_table(names, heads, cells, width)
-    longest = "  predictor=(doublesparsity:channels=8),"
+    longest = "  predictor=DoubleSparsity(channels=8),"
     assert max(map(len, lines)) <= max(width, len(longest)) and len(lines) == count, lines
-    joined = {"".join(map(str.strip, lines[i:j])) for i in range(count) for j in range(i + 1, count + 1)}
+    joined = {" ".join(map(str.strip, lines[i:j])) for i in range(count) for j in range(i + 1, count + 1)}
     for name in names: assert name in joined or any(line.startswith(f"{name} ") for line in lines), lines
     for row in cells:
         if width == 20: assert all(f"  {head}: {x}" in lines for head, x in zip(heads, row)), lines
@@ -229,8 +235,8 @@ def test_small_commands():
     assert text_of(run("--version")) == f"sparse-nb {sparse_nb.__version__}\n"
     assert text_of(run("-h")) == text_of(run("--help")) and "demo" in text_of(run("-h"))
     said = text_of(run("methods"))
-    for word in ("santa", "samples=128", "vattention", "quest", "page=16", "streaming", "h2o", "snapkv",
-                 "sparse-nb tune"):
+    for word in ("Santa", "samples=128", "VAttention", "Quest", "page=16", "Streaming", "H2O", "SnapKV",
+                 "bound='clt'", "sparse-nb tune"):
         assert word in said, word
 
 
@@ -363,7 +369,7 @@ def test_doctor_runs_a_kernel_in_the_interpreter():
 
 @pytest.mark.budget(20)
 def test_a_prompt_from_standard_input(pocket, needle):
-    result = child("generate", "--prompt-file", "-", "--decode", "santa:samples=8", "--seed", "3", "--max-new-tokens",
+    result = child("generate", "--prompt-file", "-", "--decode", "Santa(samples=8)", "--seed", "3", "--max-new-tokens",
                    "12",
                    input=needle.prompt)
     assert text_of(result) == by_hand(pocket, needle.prompt, decode=Santa(8), seed=3)[0]
@@ -428,58 +434,56 @@ def by_hand(pocket, prompt, cut=None, *, prefill=None, decode=None, seed=0, dens
 
 
 @pytest.mark.parametrize("text, want", [
-    ("exact", "Exact()"), ("EXACT", "Exact()"), ("topk", "TopK(budget=0.1)"), ("TopK:budget=128", "TopK(budget=128)"),
-    ("topk:budget=1.0", "TopK(budget=1.0)"), ("topp:mass=1", "TopP(mass=1.0)"),
-    (" uniform : samples = 2e-1 ", "Uniform(samples=0.2)"),
-    ("streaming:window=.5,sinks=0", "Streaming(sinks=0, window=0.5)"),
-    ("santa:samples=64,scheme=flash",
-     "Santa(samples=64, scheme='flash', tile=128, eps=None, delta=None, bound='clt', keys='exact')"),
-    ("santa:samples=64,keys=int8",
-     "Santa(samples=64, scheme='systematic', tile=128, eps=None, delta=None, bound='clt', keys='int8')"),
-    ("Santa:eps=0.1,delta=5e-2,bound=bernstein,scheme=iid",
-     "Santa(samples=128, scheme='iid', tile=128, eps=0.1, delta=0.05, bound='bernstein', keys='exact')"),
-    ("santa:eps=None",
-     "Santa(samples=128, scheme='systematic', tile=128, eps=None, delta=None, bound='clt', keys='exact')")])
-def test_methods_are_read_from_text(text, want): assert repr(method_from("--decode", text)) == want
-
-
-def test_a_method_among_the_settings_stands_in_parentheses():
-    method = method_from("--decode", "vattention:predictor=(quest: page=8, budget=3),eps=0.2")
-    assert (method.eps, repr(method.predictor)) == (0.2, "Quest(budget=3, page=8)")
-
-
-@pytest.mark.parametrize("text", [
-    "exact", "topk", "topk:budget=128", "topp:mass=1.0", "santa:samples=64,scheme=flash", "santa:eps=1e-05,delta=0.05",
-    "vattention:eps=0.2,predictor=(quest:budget=3,page=8),share=False", "then:keys=(then:keys=(quest)),values=(santa)"])
-def test_methods_are_written_as_they_are_read(text):
+    ("exact", Exact()), ("EXACT", Exact()), ("topk", TopK()), ("TopK()", TopK()), ("top_k(budget=128)", TopK(128)),
+    ("TopK(budget=1.0)", TopK(1.0)), (" uniform( samples = 2e-1, ) ", Uniform(0.2)),
+    ("Streaming(window=.5, sinks=0)", Streaming(0, 0.5)),
+    ("Santa(samples=64, scheme='flash')", Santa(64, "flash")), ("Santa(eps=None)", Santa()),
+    ("Saap(partition='pocket')", Saap(partition="pocket")),
+    ("HiP(stages=((256, 32768), (2, 2048)))", HiP(((256, 32768), (2, 2048)))),
+    ("VAttention(predictor=Quest(page=8, budget=3), eps=0.2)", VAttention(0.2, predictor=Quest(3, 8))),
+    ("Then(keys=Then(keys=quest), values=Santa(samples=3))", Then(Then(Quest()), Santa(3)))])
+def test_methods_are_read_from_text(text, want):
     method = method_from("--decode", text)
-    said = words_of(method)
-    assert method_from("--decode", said) == method and len(said) <= len(text)
-    if "then" not in text: assert said == text
+    assert (method, repr(method)) == (want, repr(want))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods_are_read_as_they_are_printed(name):
+    method = method_class(name)()
+    assert method_from("--decode", repr(method)) == method == method_from("--decode", name.lower())
 
 
 @pytest.mark.parametrize("text, words", [
-    ("", ["got ''", "adamas, doublesparsity, exact", "quest, reformer, saap, santa", "vattention"]),
-    ("magic", ["got 'magic'", "santa"]),
-    ("topk=3", ["got 'topk=3'"]), ("topk:", ["got 'topk:'", "name:setting=value"]),
-    ("topk:0.1", ["name:setting=value"]),
-    ("topk:=0.1", ["name:setting=value"]), ("topk:budget=1,", ["name:setting=value"]),
-    ("topk:size=3", ["topk has no setting 'size', it has budget"]), ("topk:Budget=3", ["no setting 'Budget'"]),
-    ("topk:scores_all=true", ["no setting 'scores_all'"]), ("exact:mass=1",
-                                                            ["exact has no setting 'mass', it has none"]),
-    ("topk:budget=1,budget=2", ["must set budget once"]), ("topk:budget=", ["got str"]),
-    ("topk:budget=none", ["got str"]),
-    ("topk:budget=0", ["at least 1 key, got 0"]), ("topk:budget=1.5", ["(0, 1]", "got 1.5"]),
-    ("topp:mass=nan", ["got nan"]),
-    ("santa:samples=2.5", ["samples must be an int, got float"]), ("santa:samples=many", ["got str"]),
-    ("santa:samples=65537", ["at most 65536, got 65537"]), ("santa:scheme=all", ["scheme must be one of", "'all'"]),
-    ("santa:eps=0.1", ["delta"]), ("vattention:predictor=quest", ["predictor must be"]),
-    ("vattention:predictor=(quest:page=0)", ["page must be at least 1, got 0"]),
-    ("vattention:predictor=(quest", ["predictor"])])
+    ("", ["must be written as its name", "such as Santa(samples=128), got ''"]),
+    ("magic", ["got 'magic'", "Adamas, DoubleSparsity, Exact", "Quest, Reformer, Saap, Santa", "VAttention"]),
+    ("magic(x=1)", ["got 'magic(x=1)'", "Santa"]),
+    *((text, ["must be written as", f"got {text!r}"]) for text in (
+        "topk:budget=3", "topk:", "TopK(", "TopK(budget=)", "TopK(0.1)", "TopK(**{})", "TopK()()", "5", "'topk'",
+        "attention.TopK()", "topk topp", "TopK() or TopP()", "a\0b", "(" * 500, f"TopK(budget={'-' * 9999}1)")),
+    ("TopK(size=3)", ["TopK has no setting 'size', it has budget"]), ("TopK(Budget=3)", ["no setting 'Budget'"]),
+    ("TopK(scores_all=True)", ["no setting 'scores_all'"]),
+    ("exact(mass=1)", ["Exact has no setting 'mass', it has none"]),
+    ("TopK(budget=1, budget=2)", ["TopK must be given budget once"]), ("TopK(budget='')", ["got str"]),
+    ("TopK(budget=0)", ["at least 1 key, got 0"]), ("TopK(budget=1.5)", ["(0, 1]", "got 1.5"]),
+    ("TopP(mass=1e999)", ["got inf"]), ("TopP(mass=nan)", ["a string in quotes", "got nan"]),
+    ("Santa(samples=2.5)", ["samples must be an int, got float"]), ("Santa(scheme=flash)", ["in quotes", "got flash"]),
+    ("Santa(samples=65537)", ["at most 65536, got 65537"]), ("Santa(scheme='all')", ["scheme must be one of", "'all'"]),
+    ("Santa(eps=0.1)", ["delta"]), ("VAttention(predictor='quest')", ["predictor must be"]),
+    ("VAttention(predictor=Quest(page=0))", ["page must be at least 1, got 0"]),
+    ("VAttention(predictor=Qest(page=1))", ["got Qest(page=1)"])])
 def test_bad_methods_are_named(text, words):
     with pytest.raises(ValueError) as error: method_from("--decode", text)
-    assert str(error.value).startswith("--decode") and "\n" not in str(error.value)
+    assert str(error.value).startswith("--decode: ") and "\n" not in str(error.value)
     for word in words: assert word in str(error.value)
+
+
+@pytest.mark.parametrize("code", ["__import__('os').remove({path!r})", "[open({path!r}, 'w') for _ in 'x'][0]",
+                                  "(lambda: 3)()", "TopK.__class__", "1 + 1", "Path({path!r})"])
+def test_nothing_of_a_text_is_run(code, tmp_path):
+    (path := tmp_path / "kept").write_text("x")
+    code = code.format(path=str(path))
+    with pytest.raises(ValueError, match="a setting must be a number"): method_from("--decode", f"TopK(budget={code})")
+    assert path.read_text() == "x"
 
 
 def test_a_role_is_offered_the_methods_that_have_it():
@@ -487,27 +491,27 @@ def test_a_role_is_offered_the_methods_that_have_it():
     for role in "decode", "prefill":
         with pytest.raises(ValueError) as error: method_from(f"--{role}", "nothing")
         said[role] = str(error.value).partition(" of ")[2].partition(", got")[0].split(", ")
-    assert {*said["prefill"]} - {*said["decode"]} >= {"delta", "hip", "verticalslash"}
-    assert {*said["decode"]} - {*said["prefill"]} >= {"santa", "vattention"}
-    assert "topk" in {*said["decode"]} & {*said["prefill"]}
+    assert {*said["prefill"]} - {*said["decode"]} >= {"Delta", "HiP", "VerticalSlash"}
+    assert {*said["decode"]} - {*said["prefill"]} >= {"Santa", "VAttention"}
+    assert "TopK" in {*said["decode"]} & {*said["prefill"]}
 
 
-@pytest.mark.parametrize("spec", ["exact", "santa:samples=8", "uniform", "topk:budget=0.05", "streaming:window=9",
-                                  "topk:budget=5000"])
+@pytest.mark.parametrize("spec", ["exact", "Santa(samples=8)", "uniform", "TopK(budget=0.05)", "Streaming(window=9)",
+                                  "TopK(budget=5000)"])
 def test_generate_writes_what_the_model_generates(pocket, needle, files, spec):
     want, _ = by_hand(pocket, needle.prompt, decode=None if spec == "exact" else method_from("--decode", spec), seed=3)
     assert text_of(generated(files / "prompt", "--decode", spec, "--max-new-tokens", 12, "--seed", 3)) == want
-    if spec in ("exact", "santa:samples=8", "topk:budget=5000"): assert want.strip().startswith(needle.answer)
+    if spec in ("exact", "Santa(samples=8)", "TopK(budget=5000)"): assert want.strip().startswith(needle.answer)
 
 
 def test_methods_are_those_of_the_package_whatever_else_has_their_names():
     own = type("Santa", (Method,), {})
     assert own in Method.__subclasses__()
-    assert method_from("--decode", "santa:samples=3") == Santa(samples=3)
+    assert method_from("--decode", "Santa(samples=3)") == Santa(samples=3)
 
 
 def test_keys_in_host_memory_write_the_same(files):
-    options = ["--decode", "santa:samples=16", "--max-new-tokens", 12]
+    options = ["--decode", "Santa(samples=16)", "--max-new-tokens", 12]
     assert text_of(generated(files / "prompt", *options, "--offload")) == text_of(generated(files / "prompt", *options))
 
 
@@ -523,25 +527,25 @@ def test_a_cache_that_the_model_asks_for_does_not_meet_that_of_the_context(tiny,
 
 def test_prefill_and_dense_layers_are_passed_on(pocket, needle, files):
     method = dict(prefill=Streaming(2, 16), decode=TopK(3), dense_layers=[0, 4])
-    got = text_of(generated(files / "prompt", "--prefill", "streaming:sinks=2,window=16", "--decode", "topk:budget=3",
-                            "--dense-layers", "0, 4", "--max-new-tokens", 12))
+    got = text_of(generated(files / "prompt", "--prefill", "Streaming(sinks=2, window=16)", "--decode",
+                            "TopK(budget=3)", "--dense-layers", "0, 4", "--max-new-tokens", 12))
     assert got == by_hand(pocket, needle.prompt, **method)[0] != by_hand(pocket, needle.prompt)[0]
 
 
 def test_drawn_tokens_follow_the_seed(pocket, needle, files):
-    draw = lambda seed: text_of(generated(files / "prompt", "--decode", "santa:samples=4", "--temperature", 1.5,
+    draw = lambda seed: text_of(generated(files / "prompt", "--decode", "Santa(samples=4)", "--temperature", 1.5,
                                           "--seed", seed,
                                           "--max-new-tokens", 12))
     want = by_hand(pocket, needle.prompt, decode=Santa(4), seed=5, do_sample=True, temperature=1.5)[0]
     assert draw(5) == draw(5) == want != draw(6)
 
 
-@pytest.mark.parametrize("prefill", ["exact", "streaming:window=0.5"])
+@pytest.mark.parametrize("prefill", ["exact", "Streaming(window=0.5)"])
 def test_a_question_is_decoded(pocket, needle, files, prefill, tmp_path):
     cut = len(pocket[1](needle.context)["input_ids"])
     want, stats = by_hand(pocket, needle.prompt, cut, prefill=method_from("", prefill), decode=Santa(8), seed=2)
     got = generated(files / "context", "--question", needle.question, "--prefill", prefill, "--decode",
-                    "santa:samples=8", "--seed", 2,
+                    "Santa(samples=8)", "--seed", 2,
                     "--max-new-tokens", 12, "--audit", "--stats-out", tmp_path / "s.csv")
     assert got.returncode == 0 and got.stdout == want
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "s.csv", index_col=["layer", "head"]), stats)
@@ -581,7 +585,7 @@ def test_one_token_comes_from_the_reading(pocket, needle, files):
 
 def test_a_prompt_of_one_token(tiny, tmp_path):
     (tmp_path / "a").write_bytes(b"a")
-    assert len(text_of(generated(tmp_path / "a", "--model", tiny, "--decode", "topk:budget=1", "--max-new-tokens",
+    assert len(text_of(generated(tmp_path / "a", "--model", tiny, "--decode", "TopK(budget=1)", "--max-new-tokens",
                                  3))) > 0
 
 
@@ -598,15 +602,15 @@ GENERATE = [
     (["--prompt-file", "."], ["--prompt-file: cannot read '.'"]), (["--prompt-file", "empty"],
         ["--prompt-file: 'empty' is empty"]),
     (["--prompt-file", "bytes"], ["'bytes' is not UTF-8: byte 2 is 0xff"]),
-    (["--decode", "topq"], ["--decode must be one of", "topk", "got 'topq'"]),
-    (["--decode", "topk:budget=0"], ["--decode: budget must be at least 1 key"]),
-    (["--prefill", "nothing"], ["--prefill must be one of", "got 'nothing'"]),
+    (["--decode", "topq"], ["--decode: method must be one of", "TopK", "got 'topq'"]),
+    (["--decode", "TopK(budget=0)"], ["--decode: budget must be at least 1 key"]),
+    (["--prefill", "nothing"], ["--prefill: method must be one of", "got 'nothing'"]),
     (["--prefill", "santa"], ["--prefill", "Santa", "prefill"]),
-    (["--decode", "doublesparsity:channels=1000"], ["--decode: ", "channels"]),
-    (["--decode", "hashattention"], ["--decode: "]), (["--decode", "hashattention:maps=p.txt"],
+    (["--decode", "DoubleSparsity(channels=1000)"], ["--decode: ", "channels"]),
+    (["--decode", "hashattention"], ["--decode: "]), (["--decode", "HashAttention(maps='p.txt')"],
                                                       ["--decode: ", "p.txt"]),
-    (["--decode", "hashattention:maps=/nonexistent"], ["--decode: ", "/nonexistent"]),
-    (["--decode", "magicpig:tables=100000000"], ["--decode: "]),
+    (["--decode", "HashAttention(maps='/nonexistent')"], ["--decode: ", "/nonexistent"]),
+    (["--decode", "MagicPIG(tables=100000000)"], ["--decode: "]),
     (["--dense-layers", "0,x"], ["--dense-layers must be whole numbers", "got '0,x'"]),
     (["--dense-layers", "-1"], ["got '-1'"]),
     (["--dense-layers", ""], ["got ''"]), (["--dense-layers", "2"], ["--dense-layers must lie in 0 to 1", "got 2"]),
@@ -679,7 +683,7 @@ def test_a_density_gives_settings_of_that_density(tiny, tmp_path):
 
 def test_what_is_not_searched_is_kept(files, monkeypatch):
     monkeypatch.setattr("sparse_nb.tuning.WIDE", dict(topk=(0.05,), eps=(0.2, 0.8)))
-    spec = "vattention:sinks=2,window=0.05,predictor=(hashattention),share=False"
+    spec = "VAttention(sinks=2, window=0.05, predictor=HashAttention, share=False)"
     found = method_from("--decode", tuned(files / "prompt", "--density", 0.9, "--decode", spec).stdout.strip())
     kept = method_from("--decode", spec)
     assert all(getattr(found, x) == getattr(kept, x) for x in ("sinks", "window", "predictor", "share", "delta"))
@@ -690,10 +694,10 @@ TUNE = [([], ["--density must be at least 1.000, which a setting of the grid rea
         (["--density", "1"], ["--density must lie in (0, 1), got 1.0"]),
         (["--density", "nan"], ["--density must lie in (0, 1), got nan"]),
         (["--density", "few"], ["--density", "number"]), (["--seed", "-1"], ["--seed must lie in"]),
-        (["--decode", "topk"], ["--decode must be vattention, got 'topk'"]),
-        (["--decode", "vattention:eps=2"], ["--decode: eps must lie in (0, 1), got 2"]),
-        (["--decode", "vattention:density=0.1"], ["--decode: vattention has no setting 'density', it has eps"]),
-        (["--decode", "vattention:predictor=(doublesparsity:channels=1000)"], ["--decode: ", "channels"]),
+        (["--decode", "topk"], ["--decode must be a VAttention, got 'topk'"]),
+        (["--decode", "VAttention(eps=2)"], ["--decode: eps must lie in (0, 1), got 2"]),
+        (["--decode", "VAttention(density=0.1)"], ["--decode: VAttention has no setting 'density', it has eps"]),
+        (["--decode", "VAttention(predictor=DoubleSparsity(channels=1000))"], ["--decode: ", "channels"]),
         (["--prompt-file", "empty"], ["--prompt-file: 'empty' is empty"]),
         (["--prompt-file", "long"], ["--prompt-file must leave room in the 4096 tokens", "got 5001 tokens"]),
         (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"])]
@@ -783,13 +787,13 @@ def test_a_partition_is_made_and_used(tmp_path, files, pocket):
     assert [x.name for x in tmp_path.iterdir()] == ["p.safetensors"]
     made = out.read_bytes()
     assert text_of(run(*asked), f"{out} is there already\n") == "" and out.read_bytes() == made
-    spec = f"saap:partition={out},router=mlp,tail=drop"
+    spec = f"Saap(partition='{out}', router='mlp', tail='drop')"
     assert generated(files / "prompt", "--decode", spec, "--max-new-tokens", 2).returncode == 0
 
 
-@pytest.mark.parametrize("spec", ["saap:partition=pocket", "saap:partition=pocket,router=mlp,tail=fitted",
-                                  "saap:before_rope=true,router=centroid",
-                                  "vattention:topk=4,predictor=(saap:partition=pocket,router=mlp)"])
+@pytest.mark.parametrize("spec", ["Saap(partition='pocket')", "Saap(partition='pocket', router='mlp', tail='fitted')",
+                                  "Saap(before_rope=True, router='centroid')",
+                                  "VAttention(topk=4, predictor=Saap(partition='pocket', router='mlp'))"])
 def test_methods_that_hear_from_before_rope_are_rehearsed(files, spec):
     result = generated(files / "prompt", "--decode", spec, "--max-new-tokens", 3)
     assert result.returncode == 0, result
@@ -804,6 +808,6 @@ def test_a_partition_needs_its_texts(tmp_path, monkeypatch):
 
 def test_a_method_that_only_reads_reads(files, tiny):
     settings = "--model", tiny, "--max-new-tokens", 4
-    result = generated(files / "prompt", *settings, "--prefill", "delta:window=16,gamma=8")
+    result = generated(files / "prompt", *settings, "--prefill", "Delta(window=16, gamma=8)")
     assert result.returncode == 0
     one_line(generated(files / "prompt", *settings, "--decode", "delta"), "decode must be a method that can decode")

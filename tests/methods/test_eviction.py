@@ -520,7 +520,7 @@ def test_the_command_rehearses_them(method):
     sizes = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_hidden_layers=1)
     rehearse("--decode", method, sizes)
     with pytest.raises(ValueError, match="--decode: .*budget must be more than the window"):
-        method_from("--decode", "snapkv:budget=20")
+        method_from("--decode", "SnapKV(budget=20)")
 
 
 # Settings that read as many rows, or as many bytes.
