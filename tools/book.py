@@ -3,7 +3,6 @@ import argparse
 import base64
 import html
 import io
-import keyword
 import os
 import re
 import shutil
@@ -22,6 +21,8 @@ from nbdev.doclinks import _nbpath2html
 from nbdev.process import extract_directives
 from nbdev.processors import FilterDefaults
 from PIL import Image
+from pygments import token
+from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # nbdev imports tools.pages
@@ -115,22 +116,20 @@ def boxed(text):
     return re.sub(r"^(::: *\{\.callout-[^}\n]*\}\n+)#+ +(.+)$", r"\1[\2]{.callout-title}", text, flags=re.M)
 
 
-STRING = r"""(?<!\w)[rbfu]{0,2}(?:\"""[\s\S]*?\"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
-WORDS = {"comment": r"#[^\n]*", "string": STRING, "decorator": r"@[\w.]+",
-         "keyword": rf"\b(?:{'|'.join(keyword.kwlist)})\b", "number": r"\b\d[\w.]*"}
-WORD = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in WORDS.items()))
+PYTHON = PythonLexer(stripnl=False, ensurenl=False)
+COLOURS = {token.Comment: "comment", token.String: "string", token.Keyword: "keyword", token.Operator.Word: "keyword",
+           token.Number: "number", token.Name.Decorator: "decorator"}
 
 
 def coloured(page):
-    "The HTML `page` with Python code in colours. pandoc's own highlighter takes longer than all else that it does."
-    escaped = lambda text: html.escape(text, quote=False)
-
+    "The HTML `page` with Python code in colours, by pygments, with no span for what has none."
     def colour(code):
-        text, parts, end = html.unescape(code[1]), [], 0
-        for word in WORD.finditer(text):
-            parts += escaped(text[end:word.start()]), f'<span class="{word.lastgroup}">{escaped(word[0])}</span>'
-            end = word.end()
-        return f'<pre class="python"><code>{"".join(parts)}{escaped(text[end:])}</code></pre>'
+        parts = []
+        for kind, word in PYTHON.get_tokens(html.unescape(code[1])):
+            name = next((name for of, name in COLOURS.items() if kind in of), None)
+            word = html.escape(word, quote=False)
+            parts.append(f'<span class="{name}">{word}</span>' if name else word)
+        return f'<pre class="python"><code>{"".join(parts)}</code></pre>'
 
     return re.sub(r'<pre\s+class="python"><code>([\s\S]*?)</code></pre>', colour, page)
 

@@ -224,6 +224,17 @@ def test_no_notebook_is_too_large():
     assert not {path: size for path, size in sizes.items() if size > 1_500_000}
 
 
+def test_code_in_colours_is_the_same_code():
+    code = '@cache\ndef f(x: "a<b"):  # 2 & 3\n\n    return f"{x:.2f}" if x is not None else 1e-3'
+    page = book.coloured(f'<p>def</p><pre class="python"><code>{html.escape(code, quote=False)}</code></pre>')
+    assert html.unescape(re.sub("<.*?>", "", page)) == f"def{code}" and page.startswith("<p>def</p>")
+    spans = re.findall(r'<span class="(\w+)">(.*?)</span>', page)
+    for span in (("decorator", "@cache"), ("keyword", "def"), ("string", "a&lt;b"), ("comment", "# 2 &amp; 3"),
+                 ("keyword", "return"), ("keyword", "is"), ("keyword", "None"), ("number", "1e-3")):
+        assert span in spans
+    assert {kind for kind, _ in spans} == {"decorator", "keyword", "string", "comment", "number"}
+
+
 def test_pictures_are_saved_once():
     for path in nbglob(ROOT, as_path=True):
         for cell in read_nb(path).cells:
