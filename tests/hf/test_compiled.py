@@ -49,6 +49,14 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
            Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL),
            H2O(budget=12, recent=4), SnapKV(budget=16, window=4, heads="each")]
 
+def one_of_each_state(methods):
+    "Cases: of the methods that keep the same kind of state, all but the first are slow tests."
+    seen = set()
+    for method in methods:
+        kind = type(method.new_state()) if hasattr(method, "new_state") else None, getattr(method, "random", False)
+        yield pytest.param(method, marks=pytest.mark.slow if kind in seen else ())
+        seen.add(kind)
+
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
 
@@ -73,7 +81,7 @@ def test_a_step_without_side_effects(llama):
     with sparsify(llama, decode=Quest(budget=12, page=4)):
         assert torch.equal(compiled(llama, backend="aot_eager"), ids_of(llama))
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: repr(m)[:40])
+@pytest.mark.parametrize("method", one_of_each_state(METHODS), ids=lambda m: repr(m)[:40])
 def test_a_compiled_step_writes_the_same(llama, method):
     forget(llama)
     padded = dict(attention_mask=MASK)
@@ -328,7 +336,7 @@ def places(monkeypatch):
     return seen
 
 @pytest.mark.budget(20)
-@pytest.mark.parametrize("method", INDEXED, ids=lambda m: repr(m)[:40])
+@pytest.mark.parametrize("method", one_of_each_state(INDEXED), ids=lambda m: repr(m)[:40])
 def test_graphs_tell_caches_apart(llama, method, places):
     "Two in turn, a third in the memory of one that is gone, one that is used anew, copies, and beams."
     forget(llama)

@@ -6,7 +6,6 @@ problems runs in Triton's interpreter, in processes of their own.
 import importlib.util
 import itertools
 import math
-import random
 import re
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covering import covering
+from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core.blocks import SIZES, BlockPattern, block_attention, sinks_window_pattern, streaming_prefill
 from sparse_nb.core.exact import assert_close, attention
@@ -337,17 +336,10 @@ if not INTERPRETED:
 
 # the kernels
 
-def drawn_cases(factors, seed=0):
-    "Cases in which each pair of values of two factors appears, of 400 that are drawn."
-    draw = random.Random(seed)
-    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
-    return [cases[i] for i in covering(cases)]
-
-
 COMMON = dict(dtype=(BF16, FP16, FP32), D=(64, 80, 96, 128, 256), R=(1, 3, 4), layout=tuple(LAYOUTS),
               ragged=(False, True))
-LISTS = drawn_cases(COMMON | dict(QB=SIZES, KB=SIZES, per=("1", "G", "H"), causal=(True, False), gaps=(False, True)))
-STREAMING = drawn_cases(COMMON | dict(sinks=(0, 4, 40), window=(1, 50, 200, 10**6)))
+LISTS = drawn(COMMON | dict(QB=SIZES, KB=SIZES, per=("1", "G", "H"), causal=(True, False), gaps=(False, True)))
+STREAMING = drawn(COMMON | dict(sinks=(0, 4, 40), window=(1, 50, 200, 10**6)))
 TOLERANCE = {BF16: 2**-8, FP16: 2**-11, FP32: 1e-5} if GPU else {BF16: 2**-7, FP16: 2**-10, FP32: 2e-6}
 
 
@@ -530,6 +522,7 @@ if not INTERPRETED:
         fn = blocks._block_kernel if listed else blocks._streaming_kernel
         return compiled_usage(fn, known, types, capability, warps, registers)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("kernel_", ["lists", "streaming"])
     @pytest.mark.parametrize("capability, engine, kind, D", [
         (80, False, "bf16", 128), (90, False, "bf16", 128), (90, True, "bf16", 128), (90, True, "fp16", 80)])
@@ -542,6 +535,7 @@ if not INTERPRETED:
             most = (114 if engine else 99) * 1024
             assert used["spills"] <= allowed and used["registers"] <= 255 and used["shared"] <= most, (frozen, used)
 
+    @pytest.mark.kernels
     @pytest.mark.budget(40)
     @pytest.mark.parametrize("shard", range(4))
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")

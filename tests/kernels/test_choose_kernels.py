@@ -5,7 +5,6 @@ runs in Triton's interpreter, in processes of their own. Where a score is a sum 
 order than PyTorch: keys may then differ whose scores in float64 are within `CLOSE` of the threshold, and no other.
 """
 import math
-import random
 import re
 from collections import Counter
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from covering import covering
+from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb import baselines, hash_attention
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, OneList, Quest
@@ -28,12 +27,6 @@ from sparse_nb.core.selection import Selection, budget_counts, first_slots, weig
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLOSE = 2**-18  # of the sum of the terms' sizes
 SMALL = dict(sample=32, sift=(64, 64), count=(64, 64), select=64, score=(64, 4), page=(8, 4))
-
-
-def drawn(factors, seed=0):
-    draw = random.Random(seed)
-    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
-    return [cases[i] for i in covering(cases)]
 
 
 # the list
@@ -1017,6 +1010,7 @@ if not INTERPRETED:
         assert warps <= 32  # a program has 1,024 threads at most, which a compiler does not ask
         return compiled_usage(getattr(kernels, named(name)), known, types, capability, warps)
 
+    @pytest.mark.kernels
     @pytest.mark.budget(26)
     @pytest.mark.parametrize("capability, kind, U", [(80, "fp16", 1), (90, "bf16", 16), (90, "fp32", 1)])
     def test_registers_and_spills(capability, kind, U):
@@ -1084,6 +1078,7 @@ if not INTERPRETED:
             print(name, used)
             assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
 
+    @pytest.mark.kernels
     @pytest.mark.budget(40)
     @pytest.mark.parametrize("shard", range(4))
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")

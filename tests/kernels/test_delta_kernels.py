@@ -4,13 +4,12 @@
 runs in Triton's interpreter, in processes of their own.
 """
 import math
-import random
 import re
 
 import pytest
 import torch
 
-from covering import covering
+from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core.exact import assert_close
 
@@ -120,12 +119,6 @@ def check(q, k, v, starts, *, tiles=None, rtol=0, **settings):
         Q, N = q.shape[2], k.shape[2]
         for b in range(len(q)): assert not out[b, :, :max(0, min(Q, int(starts[b]) - N + Q))].any()
     return out
-
-
-def drawn(factors, seed=0):
-    draw = random.Random(seed)
-    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
-    return [cases[i] for i in covering(cases)]
 
 
 SMALL = (16, 16, 4, 2, None)  # rows and keys of a tile, warps, stages, registers: small tiles have full neighbours
@@ -324,6 +317,7 @@ if not INTERPRETED:
         if correction == "none": known["delta_ptr"] = None
         return compiled_usage(delta._window_kernel, known, types | dict(mean_ptr=kind), capability, warps, registers)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("launch", ["whole", "window"])
     @pytest.mark.parametrize("capability, correction, engine, kind, D", [
         (80, "tangent", False, "bf16", 128), (90, "delta", True, "bf16", 128), (90, "tangent", True, "bf16", 128),
@@ -344,6 +338,7 @@ if not INTERPRETED:
             assert C % 32 == 0 and abs(-(-N // C) - parts) <= parts // 8, (tiles, N, C)
         assert _keys_of_a_part(1, 5000, 64, places) == 1024 and _keys_of_a_part(1, 70, 64, 2) == 128
 
+    @pytest.mark.kernels
     @pytest.mark.budget(40)
     @pytest.mark.parametrize("shard", range(4))
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")

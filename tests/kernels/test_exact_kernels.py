@@ -4,13 +4,12 @@ and a window alone.
 """
 import importlib.util
 import math
-import random
 import re
 
 import pytest
 import torch
 
-from covering import covering
+from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core import selection
 from sparse_nb.core.exact import assert_close, attention
@@ -47,17 +46,10 @@ FACTORS = dict(dtype=(BF16, FP16, FP32), D=(64, 80, 128, 256), R=(1, 3, 4, 20), 
                ragged=(False, True), scale=(None, 0.5))
 
 
-def drawn_cases():
-    "Cases in which each pair of values of two factors appears, of 400 that are drawn."
-    draw = random.Random(0)
-    cases = [{name: draw.choice(values) for name, values in FACTORS.items()} for _ in range(400)]
-    return [cases[i] for i in covering(cases)]
-
-
 def some_cases():
     "All cases on a GPU; in the interpreter ten, among them every value."
     met, first, rest = set(), [], []
-    for case in drawn_cases():
+    for case in drawn(FACTORS):
         values = set(case.items())
         (rest if values <= met else first).append(case)
         met |= values
@@ -175,11 +167,8 @@ WINDOW_FACTORS = dict(dtype=(BF16, FP32, FP16), D=(64, 80, 128), R=(1, 4, 3), la
 
 def window_cases():
     "As `some_cases`, of sinks and windows."
-    draw = random.Random(1)
-    cases = [{name: draw.choice(values) for name, values in WINDOW_FACTORS.items()} for _ in range(400)]
-    cases = [cases[i] for i in covering(cases)]
     met, first, rest = set(), [], []
-    for case in cases:
+    for case in drawn(WINDOW_FACTORS, 1):
         values = {(name, type(x), x) for name, x in case.items()}
         (rest if values <= met else first).append(case)
         met |= values
@@ -435,6 +424,7 @@ if not INTERPRETED:
         x = torch.ones(1, 2, 1, change.get("D", 16), dtype=change["dtype"])
         with pytest.raises((TypeError, ValueError), match=re.escape(message)): full_attention(x, x, x, backend="triton")
 
+    @pytest.mark.kernels
     @pytest.mark.budget(12)
     @pytest.mark.skipif(not TRITON, reason="needs Triton")
     @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -446,6 +436,7 @@ if not INTERPRETED:
             most = 1024 * (113 if row["by"] == "engine" else 99)                             # two programs at once
             assert row["spills"] == 0 and row["registers"] <= 255 and row["shared"] <= most, row
 
+    @pytest.mark.kernels
     @pytest.mark.budget(40)
     @pytest.mark.parametrize("shard", range(2))
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")

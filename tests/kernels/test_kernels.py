@@ -814,6 +814,7 @@ if not INTERPRETED:
                 and "ValueError: q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got cpu"
                 in done.stderr)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_rows_kernel_compiles(capability):
         from triton.backends.compiler import GPUTarget
@@ -826,6 +827,7 @@ if not INTERPRETED:
                                   target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
             assert made.asm["cubin"] and "ld.global" in made.asm["ptx"]
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("bf16", 128, 1), ("fp16", 80, 8), ("bf16", 256, 8),
                                              ("fp32", 128, 4), ("fp32", 256, 4)])
     @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -841,6 +843,7 @@ if not INTERPRETED:
             assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind,
                 used)
 
+    @pytest.mark.kernels
     @pytest.mark.budget(30)
     @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("fp16", 256, 8), ("fp32", 128, 1)])
     @pytest.mark.parametrize("capability", [80, 90])
@@ -878,6 +881,7 @@ if not INTERPRETED:
             assert used["spills"] <= 8 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind,
                 used)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("name, known_before", [
         ("code", ("w1_ptr", "b1_ptr", "w2_ptr", "b2_ptr")), ("gather", ()), ("scores", ()), ("put", ()),
         ("box", ()), ("guess_channels", ()), ("ask", ()), ("guess_codes", ()), ("box_row", ()),
@@ -921,6 +925,7 @@ if not INTERPRETED:
         if name != "gather":  # the next launch reads before it waits
             assert "griddepcontrol.launch_dependents" in after and "griddepcontrol.launch_dependents" not in before
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("name", ["box", "channel", "distance"])
     def test_scores_beside_the_marks_end_after_them(name):
         """The launch before has waited when it lets these start, so they read at once; and the next launch waits only
@@ -945,6 +950,7 @@ if not INTERPRETED:
         last = before.rpartition("st.global")[2]
         assert "%ctaid.x" in before and re.search(r"@%p\d+ bra", last)  # by one program: others do not hold their place
 
+    @pytest.mark.kernels
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
     @pytest.mark.budget(100)
     @pytest.mark.parametrize("shard", range(4))
@@ -962,6 +968,7 @@ if not INTERPRETED:
         print(said)
         assert not code and re.search(r"\d\d passed", said), said[-4000:]
 
+    @pytest.mark.kernels
     @pytest.mark.budget(60)
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_registers_and_spills(capability, capsys):
@@ -1771,6 +1778,7 @@ def test_counts_in_a_graph_and_in_the_compiler():
 
 
 if not INTERPRETED:
+    @pytest.mark.kernels
     @pytest.mark.parametrize("kind, D, LR", [("bf16", 128, 4), ("fp16", 80, 1), ("bf16", 256, 4), ("fp32", 256, 4)])
     @pytest.mark.parametrize("capability", [80, 90, 100])
     def test_the_gather_of_counted_slots_does_not_spill(capability, kind, D, LR):

@@ -4,14 +4,13 @@
 runs in Triton's interpreter, in processes of their own.
 """
 import math
-import random
 import re
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from covering import covering
+from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core.exact import assert_close, attention
 
@@ -150,12 +149,6 @@ def check(p, *, tiles=None, rtol=0, centroids=None, ask=None, guess=None, factor
     assert out.dtype == p.q.dtype
     assert_close(out, want, rtol=max(rtol, TOLERANCE[p.q.dtype]), name=s.tail)
     return out
-
-
-def drawn(factors, seed=0):
-    draw = random.Random(seed)
-    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
-    return [cases[i] for i in covering(cases)]
 
 
 CASES = drawn(dict(tail=TAILS, density=(True, False), route=("moments", "centroid", "before", "given"),
@@ -628,6 +621,7 @@ if not INTERPRETED:
         kernel_ = getattr(saap, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("capability, kind, D, tail", [
         (80, "bf16", 128, "drop"), (90, "bf16", 128, "first_order"), (90, "fp16", 80, "second_order"),
         (90, "fp32", 128, "first_order")])
@@ -654,6 +648,7 @@ if not INTERPRETED:
             few = 8 * (name == "select")  # two numbers outside the loop: the fastest of its tiles all the same
             assert used["spills"] <= few and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("capability, kind, D", [(80, "fp16", 128), (90, "bf16", 128), (90, "fp32", 96)])
     def test_registers_and_spills_of_the_index(capability, kind, D):
         pytest.importorskip("triton")
@@ -668,6 +663,7 @@ if not INTERPRETED:
             print(name, used)
             assert used["spills"] == 0 and used["shared"] <= (227 if capability == 90 else 163) * 1024, (name, used)
 
+    @pytest.mark.kernels
     @pytest.mark.budget(40)
     @pytest.mark.parametrize("shard", range(3))
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")

@@ -4,13 +4,12 @@
 problems runs in Triton's interpreter, in processes of their own.
 """
 import math
-import random
 import re
 
 import pytest
 import torch
 
-from covering import covering
+from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, assert_codes_close, kernel, poisoned
 from sparse_nb import sketch_walk
 from sparse_nb.core.exact import assert_close, attention
@@ -87,12 +86,6 @@ def check(p, *, density=0.3, index="fine4", block=64, scale=None, tiles=None, he
     assert found.out.dtype == p.q.dtype
     assert_close(found.out, out.to(DEVICE), rtol=TOLERANCE[p.q.dtype])
     return found
-
-
-def drawn(factors, seed=0):
-    draw = random.Random(seed)
-    cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(400)]
-    return [cases[i] for i in covering(cases)]
 
 
 CASES = drawn(dict(index=KINDS, block=(32, 64, 128), density=(0.01, 0.3, 0.77, 1.0), dtype=(BF16, FP16, FP32),
@@ -631,6 +624,7 @@ if not INTERPRETED:
         kernel_ = getattr(kernels, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
 
+    @pytest.mark.kernels
     @pytest.mark.budget(15)
     @pytest.mark.parametrize("capability, kind, D, index", [
         (80, "fp16", 128, "mean"), (90, "bf16", 128, "fine4"), (90, "fp32", 80, "fine16")])
@@ -660,6 +654,7 @@ if not INTERPRETED:
             print(name, used)
             assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (name, used)
 
+    @pytest.mark.kernels
     @pytest.mark.budget(40)
     @pytest.mark.parametrize("shard", range(4))
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")

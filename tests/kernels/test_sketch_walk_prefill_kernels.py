@@ -97,6 +97,7 @@ def compare(q, k, starts=None, scale=None, engine=None, **settings):
 
 
 def drawn(factors, seed=0):
+    if not (GPU or INTERPRETED): return []
     draw = random.Random(seed)
     cases = [{name: draw.choice(values) for name, values in factors.items()} for _ in range(300)]
     slow = dict(index="fine4", pool="max", block=64)      # 16 rows of 16 sub-blocks: seconds in the interpreter
@@ -457,10 +458,12 @@ if not INTERPRETED:
         kernel = kernels._sums_kernel if launch == "sums" else kernels._shares_kernel
         return compiled_usage(kernel, known, types, capability, warps)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("launch", ["queries", "keys", "sums", "shares", "choose"])
     @pytest.mark.parametrize("index, capability", [("mean", 90), ("fine16", 90), ("fine4", 90), ("fine4", 80)])
     def test_registers_and_spills(launch, index, capability): fits(launch, index, capability)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("launch, more", [
         ("exact", {}), ("exact, each", {}), ("exact", dict(D=256)), ("exact", dict(kind="fp32")), ("refine", {}),
         ("refine", dict(BS=2048))], ids=str)
@@ -473,6 +476,7 @@ if not INTERPRETED:
         most = (227 if capability == 90 else 163) * 1024
         assert used["spills"] <= SPILLS.get((launch, index), 0) and used["shared"] <= most, used
 
+    @pytest.mark.kernels
     @pytest.mark.budget(40)
     @pytest.mark.parametrize("shard", range(2))
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")

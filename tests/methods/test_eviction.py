@@ -393,6 +393,7 @@ def test_what_kernels_are_given(method, monkeypatch):
         assert torch.equal(stats.budget, fixed.lists.count.expand(2, 6, 1)) and found[2].requires_grad
         for x in found: assert_close(x, want, 1e-5)
 
+@pytest.mark.kernels
 @pytest.mark.budget(20)
 @pytest.mark.skipif(INTERPRETED, reason="is it")
 def test_the_kernels_in_the_interpreter(forked_pytest):

@@ -50,9 +50,8 @@ def test_slow(): spend(0.3)
 @pytest.mark.parametrize("load, slower, failed", [(0, 1, 2), (0, 10, 0), (1000, 1, 0)])
 def test_a_test_over_its_time_fails(forked_pytest, tmp_path, load, slower, failed):
     "But not on a machine that takes longer for all; on one with much other work it is not named either."
-    for name in "conftest.py", "covering.py": shutil.copy(HERE / name, tmp_path)
+    for name in "conftest", "covering", "inputs", "changed": shutil.copy(HERE / f"{name}.py", tmp_path)
     (tmp_path / "test_time.py").write_text(SPENT.format(load=load, slower=slower))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    budget\n    slow\n    gpu\n    witness\n")
     code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", tmp_path, tmp_path)
     assert code == bool(failed) and f"{6 - failed} passed" in said, said
     for name, seconds in (("test_over", 0.05), ("test_over_with_its_fixture", 0.05), ("test_a_little_over", 0.2)):
