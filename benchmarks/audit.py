@@ -5,11 +5,12 @@ from pathlib import Path
 import torch
 
 from sparse_nb.audit import audit, key_boxes
-from sparse_nb.bench import SHAPES, Case, Protocol, Refused, Shape
+from sparse_nb.bench import SHAPES, Protocol, Shape
 from sparse_nb.core.methods import TopK
 from sparse_nb.core.selection import weighted_attention
 from sparse_nb.metrics import relative_error
 from benchmarks.recorder import Recorder, measure_dense
+from benchmarks.timing import Case, Refused
 
 
 LENGTHS = 8192, 32768, 131072

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparse_nb.bench import Refused, dense_bytes
+from benchmarks.timing import Refused, dense_bytes
 
 
 @dataclass(frozen=True)

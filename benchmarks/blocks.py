@@ -4,10 +4,11 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparse_nb.bench import SHAPES, Protocol, Refused, Shape
+from sparse_nb.bench import SHAPES, Protocol, Shape
 from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern
 from sparse_nb.kernels.blocks import launch_blocks, launch_streaming, tile_settings
 from benchmarks.recorder import Recorder
+from benchmarks.timing import Refused
 
 
 def _checker(q, k, v, seen):

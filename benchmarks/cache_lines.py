@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_nb.bench import LEFT, SHAPES, Case, Protocol, Shape, check_sampled
+from sparse_nb.bench import LEFT, SHAPES, Protocol, Shape
 from sparse_nb.kernels.saap import Settings
 from benchmarks import saap_launches, sketch_walk_launches, vattention_launches
 from benchmarks.decode import contenders
 from benchmarks.exact import measure_tiles
 from benchmarks.recorder import Recorder, measure_dense
 from benchmarks.baselines import DENSE
+from benchmarks.timing import Case, check_sampled
 
 
 LENGTHS = 8192, 32768, 131072, 524288

@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 
 from sparse_nb.baselines import CUT, Adamas, DoubleSparsity, HashAttention, Quest
-from sparse_nb.bench import SHAPES, Case, Refused, Shape
+from sparse_nb.bench import SHAPES, Shape
 from sparse_nb.core.methods import Predictor, State
 from sparse_nb.hash_attention import BITS, PARTS
 from sparse_nb.kernels.choose import Place, launch_list, score
 from sparse_nb.kernels.gather import attend
 from benchmarks.gather import check_lists
 from benchmarks.recorder import Recorder, measure_dense
+from benchmarks.timing import Case, Refused
 
 
 LENGTHS, DENSITY, HIDDEN = (32768, 131072, 524288), 0.1, 128  # keys, share of them, hidden numbers of a network

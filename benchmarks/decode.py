@@ -10,12 +10,13 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
-from sparse_nb.bench import (
-    COMPARED, DENSE_ERROR, SHAPES, Case, Protocol, Refused, bandwidth, bytes_needed, cache_bytes, captured, check_dense,
-    check_sampled, cold_times, flash_bytes, quartiles, santa_bytes)
+from sparse_nb.bench import SHAPES, Protocol, bandwidth, captured, cold_times, quartiles
 from sparse_nb.plots import SERIES, palette
 from benchmarks.recorder import machine, need_gpu, read_record, record_path, recorded, write_record
 from benchmarks.baselines import DENSE, Contender, build_flashinfer
+from benchmarks.timing import (
+    COMPARED, DENSE_ERROR, Case, Refused, bytes_needed, cache_bytes, check_dense, check_sampled, flash_bytes,
+    santa_bytes)
 from sparse_nb.santa import Santa, santa_decode
 
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 
-from sparse_nb.bench import SHAPES, Case, Shape, check_dense
+from sparse_nb.bench import SHAPES, Shape
 from sparse_nb.kernels.common import by_engine
 from sparse_nb.kernels.exact import Tiles, launch, tile_settings
 from benchmarks.recorder import Recorder, measure_dense
+from benchmarks.timing import Case, check_dense
 
 
 LENGTHS = 2048, 8192, 32768, 131072, 524288, 1048576

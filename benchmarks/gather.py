@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 
-from sparse_nb.bench import SHAPES, Case, Refused, Shape
+from sparse_nb.bench import SHAPES, Shape
 from sparse_nb.core.selection import Selection, weighted_attention
 from sparse_nb.kernels.gather import attend
 from benchmarks.recorder import Recorder, measure_copy, measure_dense, to_host
+from benchmarks.timing import Case, Refused
 
 
 LENGTHS, DENSITY, HOST = (32768, 131072, 524288, 1048576), 0.1, 131072  # keys, share of them, keys in host memory

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
-from sparse_nb.bench import SHAPES, Protocol, Refused, Shape, cold_times, quartiles
+from sparse_nb.bench import SHAPES, Protocol, Shape, cold_times, quartiles
 from sparse_nb.kernels.host import rows
 from benchmarks.recorder import Recorder, to_host
+from benchmarks.timing import Refused
 
 
 KEYS, DENSITIES, RUNS = 131072, (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), 20

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparse_nb
-from sparse_nb.bench import SHAPES, Protocol, Refused, Shape
+from sparse_nb.bench import SHAPES, Protocol, Shape
 from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern
 from sparse_nb.kernels.blocks import attend_blocks, attend_streaming
 from sparse_nb.kernels.delta import (
@@ -25,6 +25,7 @@ from sparse_nb.patterns import RandomBlocks, VerticalSlash
 from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
 from sparse_nb.plots import METHOD_COLOURS, palette
 from benchmarks.recorder import Recorder, need_gpu, record_path
+from benchmarks.timing import Refused
 
 
 class Setting(NamedTuple):

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 
 import sparse_nb
-from sparse_nb.bench import Case, Protocol, Refused, bandwidth, captured, check_dense, cold_times, quartiles
+from sparse_nb.bench import Protocol, bandwidth, captured, cold_times, quartiles
 from sparse_nb.device import kernel_device
 from benchmarks.baselines import DENSE
+from benchmarks.timing import Case, Refused, check_dense
 
 
 def _version(package):

@@ -9,10 +9,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparse_nb.bench import SHAPES, Case, Protocol, Refused, Shape
+from sparse_nb.bench import SHAPES, Protocol, Shape
 from sparse_nb.core.exact import attention
 from sparse_nb.kernels.saap import Index, Settings, assign, build_index, cluster_sums, launch, lists_of, network
 from benchmarks.recorder import Recorder, measure_copy, measure_dense, to_host
+from benchmarks.timing import Case, Refused
 
 
 LENGTHS, DENSITY, CLUSTERS, SINKS, WINDOW = (171008, 524288, 1048576), 0.044, 1024, 1, 2047

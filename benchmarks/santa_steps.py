@@ -6,11 +6,12 @@ from statistics import median
 
 import torch
 
-from sparse_nb.bench import SHAPES, Case, Refused, Shape, captured, check_sampled
+from sparse_nb.bench import SHAPES, Shape, captured
 from sparse_nb.core.streams import fold_in
 from sparse_nb.kernels.common import device_limits
 from sparse_nb.kernels.santa import launch, launch_settings
 from benchmarks.recorder import Recorder
+from benchmarks.timing import Case, Refused, check_sampled
 from sparse_nb.santa import bernoulli_scores, santa_decode
 from sparse_nb.santa_keys import Int8Keys, quantise
 

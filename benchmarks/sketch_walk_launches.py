@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_nb.bench import SHAPES, Case, Refused, Shape
+from sparse_nb.bench import SHAPES, Shape
 from sparse_nb.kernels.sketch_walk import Index, Settings, launch, pack
 from benchmarks.recorder import Recorder, measure_dense
+from benchmarks.timing import Case, Refused
 from sparse_nb.sketch_walk import Summary, block_scores, signed_hadamard
 
 

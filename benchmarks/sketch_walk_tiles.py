@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sparse_nb.bench import SHAPES, Case, Protocol, Shape
+from sparse_nb.bench import SHAPES, Protocol, Shape
 from sparse_nb.core.blocks import BlockPattern
 from sparse_nb.kernels import sketch_walk as steps, sketch_walk_prefill as choice
 from sparse_nb.kernels.blocks import attend_blocks, launch_blocks, tile_settings
@@ -14,6 +14,7 @@ from sparse_nb.kernels.common import LOG2E
 from benchmarks.prefill import BLOCK, Prompt, Setting, Truth, chosen
 from benchmarks.recorder import Recorder
 from benchmarks.sketch_walk_launches import Indexed, indexed, worst_error
+from benchmarks.timing import Case
 from sparse_nb.sketch_walk import SketchWalk, pattern_of
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from sparse_nb.bench import SHAPES, Case, Refused, Shape
+from sparse_nb.bench import SHAPES, Shape
 from sparse_nb.kernels.vattention import GUESS, Found, Settings, launch
 from benchmarks.recorder import Recorder, measure_copy, measure_dense, to_host
+from benchmarks.timing import Case, Refused
 from sparse_nb.vattention import read_rows
 
 

@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparse_nb import bench
 from sparse_nb.attention import assert_close, attention
 from sparse_nb.baselines import Quest
-from sparse_nb.bench import (
-    Case, Protocol, Refused, Shape, bytes_needed, cache_bytes, check_dense, check_sampled, cold_times, dense_bytes,
-    exact_moments, flash_bytes, quartiles, santa_bytes)
+from sparse_nb.bench import Protocol, Shape, cold_times, quartiles
 from sparse_nb.core.methods import Exact, Streaming
 from sparse_nb.eviction import SnapKV
 from sparse_nb.hash_attention import HashAttention
@@ -25,6 +23,9 @@ from benchmarks import decode, first_token, generate, recorder
 from benchmarks.decode import add_ratios, bench_decode, contenders, measure, read
 from benchmarks.recorder import RECORDS, Recorder, read_record, recorded, run_record, write_record
 from benchmarks.baselines import DENSE, Contender
+from benchmarks.timing import (
+    Case, Refused, bytes_needed, cache_bytes, check_dense, check_sampled, dense_bytes, exact_moments, flash_bytes,
+    santa_bytes)
 from sparse_nb.santa import SCHEMES, Santa, santa_decode, variance_trace
 
 ROOT = Path(__file__).parents[2]
