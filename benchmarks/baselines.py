@@ -1,11 +1,12 @@
-"""Dense attention as others have made it fast, asked in every way that it allows"""
+"""Dense attention as others have made it fast, on the problems of the benches"""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.timing import Refused, dense_bytes
+from sparse_nb import bench
+from benchmarks.timing import dense_bytes
 
 
 @dataclass(frozen=True)
@@ -16,31 +17,6 @@ class Contender:
     samples: int | None = None        # value rows for each head; None: dense
     reference: Callable | None = None # case -> what a sampling kernel should return, or None
     compile_s: float = math.inf       # seconds that all its builds together may take
-
-
-_PAGE = 16  # tokens
-
-def _single(case, tensor_cores):
-    from flashinfer import single_decode_with_kv_cache as decode
-    q, k, v = case.q[0, :, 0], *(x[0] for x in case.by_position)
-    return lambda: decode(q, k, v, kv_layout="NHD", use_tensor_cores=tensor_cores)[None, :, None]
-
-def _paged(case, tensor_cores):
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-    if case.n % _PAGE: raise Refused(f"pages of {_PAGE} tokens do not divide {case.n} keys")
-    pages = torch.arange(case.B + 1, dtype=torch.int32) * (case.n // _PAGE)
-    workspace = torch.zeros(256 * 2**20, dtype=torch.uint8, device=case.device)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
-    numbers, last = torch.arange(int(pages[-1]), dtype=torch.int32, device=case.device), torch.full((case.B,), _PAGE)
-    wrapper.plan(pages, numbers, last.int(), case.shape.H, case.shape.G, case.shape.D, _PAGE,
-                 q_data_type=case.dtype, kv_data_type=case.dtype)
-    q, cache = case.q[:, :, 0], tuple(x.view(-1, _PAGE, case.shape.G, case.shape.D) for x in case.by_position)
-    return lambda: wrapper.run(q, cache)[:, :, None]
-
-def _flashinfer(tensor_cores):
-    def build(case):
-        return {"single": _single(case, tensor_cores)} if case.B == 1 else {"paged": _paged(case, tensor_cores)}
-    return build
 
 
 def build_flashinfer(
@@ -65,18 +41,11 @@ def build_flashinfer(
     return [spec.name for spec in specs]
 
 
-def _sdpa(backend):
-    def build(case):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-        from torch.nn.functional import scaled_dot_product_attention as sdpa
-        q, k, v, kind = case.q, case.k, case.v, getattr(SDPBackend, backend)
-        rows = q.view(case.B, case.shape.G, -1, case.shape.D)
-        def gqa():
-            with sdpa_kernel(kind): return sdpa(q, k, v, enable_gqa=True)
-        def heads_as_rows():
-            with sdpa_kernel(kind): return sdpa(rows, k, v).reshape(q.shape)
-        return {"enable_gqa": gqa, "heads as rows": heads_as_rows}
-    return build
+def _flashinfer(name):
+    "By the case's copy of the cache in FlashInfer's order, of which all builds take the same."
+    return lambda case: bench.DENSE[name](case.q, *(x.transpose(1, 2) for x in case.by_position))
+
+def _sdpa(name): return lambda case: bench.DENSE[name](case.q, case.k, case.v)
 
 def _flex(case):
     from torch.nn.attention.flex_attention import flex_attention
@@ -85,8 +54,6 @@ def _flex(case):
     return {"enable_gqa": lambda: compiled(case.q, case.k, case.v, enable_gqa=True)}
 
 
-DENSE = {
-    "flashinfer": Contender(_flashinfer(False)), "flashinfer_tc": Contender(_flashinfer(True)),
-    "sdpa_flash": Contender(_sdpa("FLASH_ATTENTION")), "sdpa_cudnn": Contender(_sdpa("CUDNN_ATTENTION")),
-    "flex": Contender(_flex, compile_s=60),
-}
+DENSE = {name: Contender(_flashinfer(name)) for name in ("flashinfer", "flashinfer_tc")}
+DENSE |= {name: Contender(_sdpa(name)) for name in ("sdpa_flash", "sdpa_cudnn")}
+DENSE |= {"flex": Contender(_flex, compile_s=60)}
