@@ -20,7 +20,7 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 NBTEST = .venv/bin/nbdev_test $(if $(filter auto,$(WORKERS)),,--n_workers $(WORKERS))
 
-.PHONY: setup demo lab test test-all newest gpu-day layers bench quick witness notebooks readme docs preview
+.PHONY: setup demo lab test test-all newest gpu-day layers bench quick witness wheel notebooks readme docs preview
 
 setup: .venv/installed
 
@@ -87,6 +87,13 @@ notebooks: setup
 	.venv/bin/nbdev_export
 	for nb in $(NOTEBOOKS); do echo $$nb; .venv/bin/python tools/book.py execute $$nb --flags "$(FLAGS)" || exit 1; done
 	.venv/bin/nbdev_clean
+
+# the wheel into dist/, and what an index would say of it
+wheel: setup
+	rm -rf build dist
+	.venv/bin/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+	.venv/bin/twine check --strict dist/*.whl
+	.venv/bin/check-wheel-contents dist/*.whl
 
 # README's tables, figure and shown output, made again from benchmarks/results
 readme: setup

@@ -1,5 +1,6 @@
 """What is installed, what it needs, and whether the documents point at things that exist."""
 import configparser
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
+from sparse_nb.core.methods import METHODS
+
+ROOT, BIN = Path(__file__).parents[2], Path(sys.executable).parent
 POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
           "README.md", "scores.json"]
 
@@ -31,6 +34,26 @@ def wheel(tmp_path_factory):
     with zipfile.ZipFile(path) as opened: yield opened
 
 
+@pytest.fixture(scope="module")
+def elsewhere(wheel, tmp_path_factory):
+    """Runs a command of an environment that holds the wheel, and what the tests' own has beside it, in a folder of its
+    own: exit code, standard output and standard error."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+    python = folder / "env" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index",
+                    wheel.filename], check=True)
+    (packages,) = (folder / "env").glob("lib/python*/site-packages")
+    beside = [x for x in sys.path if x.endswith("site-packages")]  # of them no .pth file is read: no editable install
+    (packages / "others.pth").write_text("\n".join(beside))
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | dict(COLUMNS="100")
+    (folder / "empty").mkdir()
+    def run(*args):
+        return subprocess.run([folder / "env/bin" / args[0], *args[1:]], cwd=folder / "empty", env=env, text=True,
+                              capture_output=True)
+    return run
+
+
 def member(wheel, name):
     (path,) = [p for p in wheel.namelist() if p.endswith(f".dist-info/{name}")]
     return wheel.read(path).decode()
@@ -43,6 +66,49 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     data |= {f"sparse_nb/pocket_methods/{name}.safetensors" for name in ("hash_attention", "saap")}
     assert {n for n in names if ".dist-info/" not in n} == modules | data
     assert "Apache License" in member(wheel, "licenses/LICENSE")
+
+
+@pytest.mark.parametrize("check", [["twine", "check", "--strict"], ["check-wheel-contents"]], ids=" ".join)
+def test_an_index_would_take_the_wheel(wheel, check):
+    done = subprocess.run([BIN / check[0], *check[1:], wheel.filename], text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheel_alone_lists_its_methods(elsewhere):
+    found = elsewhere("sparse-nb", "methods")
+    assert found.returncode == 0 and not found.stderr, found
+    assert {row.path.partition(":")[2].lower() for row in METHODS.values()} <= {*found.stdout.lower().split()}
+
+
+IN_A_WHEEL = """
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+import sparse_nb
+assert "torch" not in sys.modules and Path(sparse_nb.__file__).is_relative_to(sys.prefix), sparse_nb.__file__
+assert find_spec("benchmarks") is find_spec("experiments") is None
+from sparse_nb import *
+from sparse_nb.santa import santa_decode
+from sparse_nb import claims
+for ask in claims.claims, claims.rows, claims.missing:
+    try: ask()
+    except ValueError as error: assert "source tree" in str(error), error
+    else: raise AssertionError(ask)
+"""
+
+
+def test_the_wheel_alone_has_the_front_door_and_says_what_needs_a_clone(elsewhere):
+    found = elsewhere("python", "-c", IN_A_WHEEL)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.budget(30)
+def test_the_wheel_alone_runs_the_snippets_of_readme(elsewhere):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    found = [elsewhere("python", "-W", "ignore", "-c", code) for code in snippets]
+    assert len(found) >= 2 and all(x.returncode == 0 for x in found), [x.stderr for x in found]
+    assert found[0].stdout in text.replace("```text\n", "")
 
 
 def test_pocket_model_is_small(wheel):
