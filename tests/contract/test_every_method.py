@@ -196,10 +196,8 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from sparse_nb.hf import sparsify
-from test_hf import IDS, build
-from test_hf import SMALL as TINY
-
-GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
+from inputs import GREEDY, IDS
+from models import SMALL as TINY, build
 
 
 @pytest.fixture(scope="module")

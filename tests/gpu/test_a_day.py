@@ -431,7 +431,7 @@ def play(day, scenes, say=print):
 
 @pytest.fixture(scope="module")
 def small():
-    from test_hf import build
+    from models import build
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 64, (1, n), generator=draw) for n in (40, 44, 36)]
     model = build("llama").double()  # two ways to add up differ by less than any two weights do
@@ -442,7 +442,7 @@ def small():
 @pytest.mark.budget(40)
 @pytest.mark.parametrize("name", [x for x in SCENES if x not in ("memory", "evaluation", "readme")])
 def test_a_day_on_a_cpu(small, monkeypatch, name):
-    from test_replay import taped
+    from models import taped
     played = []
     monkeypatch.setattr(replay, "captured", taped(played))
     for where, what in ((hf, "can_play"), (hf, "on_a_gpu"), (replay, "on_a_gpu")):

@@ -5,8 +5,6 @@ import copy
 import dataclasses
 import math
 import os
-import tempfile
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -26,26 +24,9 @@ from sparse_nb.hash_attention import POCKET_WEIGHTS, save_networks, trained_on
 from sparse_nb.metrics import bytes_read
 from experiments.train.hash_networks import fit_maps, hash_examples, train_hash
 from sparse_nb.sketch_walk import SketchWalk
+from models import FOLDER, random_maps
 
 ALARM = 1e-8  # chance that a check of random numbers fails for a correct sampler; about 100 checks
-
-FOLDER = tempfile.TemporaryDirectory()
-
-@lru_cache
-def random_maps(size=16, heads=6, groups=2, layers=3, planes=False):
-    "A file of random networks, or, with `planes`, of random hyperplanes, the same for queries and keys"
-    g = torch.Generator().manual_seed(size)
-    def network(n):
-        if not planes:
-            return (torch.randn(n, size, 64, generator=g) * size**-0.5, torch.randn(n, 64, generator=g),
-                    torch.randn(n, 64, 32, generator=g) / 8, torch.randn(n, 32, generator=g))
-        drawn, eye = torch.randn(size, 32, generator=torch.Generator().manual_seed(5)), torch.eye(32)
-        return tuple(x.repeat(n, *[1] * x.ndim)
-                     for x in (torch.cat([drawn, -drawn], 1), torch.zeros(64), torch.cat([eye, -eye]), torch.zeros(32)))
-    path = Path(FOLDER.name) / f"{heads}-{groups}-{size}-{layers}-{planes}.safetensors"
-    save_file({f"{layer}.{part}": x.half() for layer in range(layers)
-               for part, x in zip(PARTS, (*network(groups), *network(heads)))}, path)
-    return str(path)
 
 PREDICTORS = [Quest(0.25), Quest(7, page=5), DoubleSparsity(0.25, channels=5),
               DoubleSparsity(9, channels=2, chosen=((3, 1), (0, 15))), Adamas(0.25), Adamas(11),
@@ -671,7 +652,8 @@ def test_the_shipped_file_is_small_and_whole():
 
 def test_train_hash_makes_a_file_for_every_layer(tmp_path):
     from sparse_nb.vattention import VAttention
-    from test_hf import IDS, build
+    from inputs import IDS
+    from models import build
     model, told = build("llama"), []
     learnt = train_hash(model, [IDS[0], IDS[0].flip(0)], steps=3, hidden=16, last=4, others=4,
                         progress=lambda layer, step, loss: told.append((layer, step)))
@@ -788,9 +770,9 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_nb.hf import attention_override, sparsify
-from test_hf import IDS, SMALL, build
+from inputs import GREEDY, IDS
+from models import SMALL, build
 
-GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
 USED = [Quest(0.25, page=4), Adamas(0.25), HashAttention(0.25, random_maps(16, 4), 0),
         DoubleSparsity(0.25, channels=2, chosen=((0, 3), (5, 9))),
         DoubleSparsity(0.25, channels=6), MagicPIG(bits=2, tables=6, sinks=2, window=4)]

@@ -524,7 +524,7 @@ def prompts_of(*lengths):
 
 def tiny(family="llama"):
     pytest.importorskip("transformers")
-    from test_hf import build
+    from models import build
     return build(family)
 
 
@@ -580,7 +580,7 @@ def test_calibration_is_not_misled_by_anchors_that_foretell_each_other():
 def test_calibration_leaves_layers_with_a_sliding_window_out():
     from sparse_nb.tuning import calibrate
     model = tiny("cohere2, layers without rope")
-    from test_hf import whole_layers
+    from models import whole_layers
     chosen = calibrate(model, prompts_of(100), 0.5, method=SMALL, gammas=[1])
     assert [*chosen] == whole_layers(model) and set(chosen.values()) == {replace(SMALL, gamma=1)}
     with pytest.raises(ValueError, match="model must have a layer that sees all keys"):

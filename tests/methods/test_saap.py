@@ -889,7 +889,8 @@ from sparse_nb.evaluate import accuracy
 from sparse_nb.hf import attention_override, capture, prefill, sparsify
 from sparse_nb.saap_training import fit_router, train_partition
 from sparse_nb.tasks import make
-from test_hf import IDS, build, gpt2
+from inputs import IDS
+from models import build, gpt2
 
 GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
 USED = [Saap(budget=5, clusters=6, sinks=1, window=8), Saap(probes=2, clusters=5, window=6, tail="second_order"),

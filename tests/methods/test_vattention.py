@@ -628,8 +628,8 @@ def test_json():
 def test_generation():
     pytest.importorskip("transformers")
     from sparse_nb.hf import sparsify
-    from test_hf import build
-    from test_sparsify import IDS, ids_of, step_by_step
+    from inputs import IDS
+    from models import build, ids_of, step_by_step
     model = build("llama")
     with sparsify(model, decode=VAttention()): assert torch.equal(ids_of(model), ids_of(model))  # 40 keys: exact
     plain = ids_of(model)
@@ -647,7 +647,7 @@ def test_generation():
 
 def test_search_finds_the_least_error_among_those_that_read_little_enough():
     pytest.importorskip("transformers")
-    from test_hf import build
+    from models import build
     from sparse_nb.hf import capture
     model, prompts = build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(i))
                                       for i in range(2)]
@@ -685,7 +685,7 @@ def test_search_finds_the_least_error_among_those_that_read_little_enough():
                            "method must be a VAttention, got TopK"), ])
 def test_search_names_what_is_wrong(call, error, message):
     pytest.importorskip("transformers")
-    from test_hf import build
+    from models import build
     with pytest.raises(error) as found:
         call(build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(0))])
     assert message in str(found.value)
