@@ -15,11 +15,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_nb import hf
 from sparse_nb.attention import fold_in
-from sparse_nb.core.methods import CLASSES, method_class
+from sparse_nb.baselines import Adamas, Quest
+from sparse_nb.core.methods import CLASSES, METHODS, method_class
 from sparse_nb.hash_attention import PARTS
 from sparse_nb.hf import attention_override
 from sparse_nb.models import cache as cache_room, replay
 from sparse_nb.pocket import byte_tokenizer
+from sparse_nb.santa import Santa
 from inputs import GREEDY, IDS
 
 OLD = Version(transformers.__version__) < Version("5.20")  # of its faults, tests say which they meet
@@ -107,6 +109,35 @@ def random_maps(size=16, heads=6, groups=2, layers=3, planes=False):
     save_file({f"{layer}.{part}": x.half() for layer in range(layers)
                for part, x in zip(PARTS, (*network(groups), *network(heads)))}, path)
     return str(path)
+
+# settings of methods for prompts of some hundred tokens, where defaults read all of them or an argument is needed ...
+SETTINGS = {
+    "streaming": dict(sinks=4, window=128), "topk": dict(budget=0.1), "topp": dict(mass=0.9),
+    "uniform": dict(samples=0.5), "quest": dict(budget=0.25), "double_sparsity": dict(budget=0.25),
+    "hash_attention": dict(budget=0.25), "adamas": dict(budget=0.25), "snapkv": dict(budget=0.5),
+    "h2o": dict(budget=0.5), "sketch_walk": dict(density=0.3, dense_layers=0), "delta": dict(window=64, gamma=16),
+    "saap": dict(budget=0.25), "one_list": dict(guess=Adamas(budget=0.25)),
+    "then": dict(keys=Quest(0.5), values=Santa(samples=64))}
+BLOCKS = dict(query_block=32, key_block=32)
+TINY = {            # ... and for prompts of 40 tokens and heads of 16 numbers, over these
+    "streaming": dict(sinks=2, window=6), "topk": dict(budget=7), "topp": dict(mass=0.5), "uniform": dict(samples=8),
+    "santa": dict(samples=6), "vattention": dict(sinks=1, window=4, topk=8, base=8, eps=0.9, delta=0.2),
+    "quest": dict(budget=12, page=4), "double_sparsity": dict(budget=8, channels=4), "adamas": dict(budget=8),
+    "hash_attention": dict(budget=8, maps=random_maps(16, 4)), "one_list": dict(guess=Quest(12, page=4)),
+    "magicpig": dict(bits=3, tables=6, sinks=1, window=3), "reformer": dict(bins=4, sinks=1, window=2),
+    "kdeformer": dict(bins=4, bits=4, sinks=1, window=2), "h2o": dict(budget=12), "snapkv": dict(budget=12, window=4),
+    "saap": dict(budget=4, sinks=2, window=8, clusters=4), "sketch_walk": dict(block=8, dense_layers=0),
+    "delta": dict(window=8, gamma=8, sinks=2, tail=0),
+    "vertical_slash": dict(vertical=16, slash=16, last=32, sinks=2, window=8) | BLOCKS,
+    "flex_prefill": dict(gamma=0.5, min_keys=32) | BLOCKS, "xattention": dict(density=0.3, stride=4) | BLOCKS,
+    "hip": dict(stages=((16, 64), (4, 32)), sinks=8, window=32) | BLOCKS,
+    "oracle_blocks": dict(density=0.3) | BLOCKS, "random_blocks": dict(density=0.3) | BLOCKS,
+    "then": dict(keys=Quest(16, page=4), values=Santa(samples=5))}
+
+def method_of(name, tiny=False):
+    "A method of the table, as a person would write it for a short prompt; `tiny`: for 40 tokens, heads of 16 numbers."
+    given = SETTINGS.get(name, {}) | (TINY.get(name, {}) if tiny else {})
+    return method_class(METHODS[name].path.partition(":")[2])(**given)
 
 def methods_that(role, heads, size):
     "Class name -> method of the table, for small models of these heads with two groups"

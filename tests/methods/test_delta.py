@@ -377,13 +377,6 @@ def by_hand_without(q, k, v, *, anchor, window, sinks, gamma, correction, aligne
 
 # the method
 
-@pytest.mark.parametrize("method", [
-    Delta(), Delta(64, 0, 3, "delta", 1, 0, True), Delta(correction="none", aligned=True), Delta(base=TopK(budget=0.5)),
-    Delta(base=Streaming(window=64)), Delta(parts=4)], ids=repr)
-def test_json(method):
-    assert Method.from_json(method.to_json()) == method and method_class("Delta") is Delta
-
-
 def test_a_base_may_learn_something_of_each_layer():
     class Learned(TopK):
         def at_layer(self, layer): return TopK(budget=10 + layer)

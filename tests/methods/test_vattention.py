@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_nb.attention import (
-    Method, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, method_class,
-    weighted_attention)
+    Method, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, weighted_attention)
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb import vattention
@@ -614,13 +613,6 @@ def test_an_index_keeps_the_lengths_of_the_values_where_the_promise_needs_them(p
 def test_the_lengths_are_counted():
     method = VAttention(predictor=Guess(), eps=0.3, delta=0.3, guarantee="output", **SMALL)
     assert method.decode(q, k, v, seed=2, return_stats=True)[1].index_bytes == 600 + 4 * 300
-
-
-def test_json():
-    for method in (VAttention(), VAttention(0.1, 0.2, 0, 0.5, 7, 0.1, guarantee="output", bound="bernstein",
-                                            replacement=True, plugin="plain", share=False)):
-        assert Method.from_json(method.to_json()) == method and hash(method) == hash(Method.from_json(method.to_json()))
-    assert VAttention.random and method_class("VAttention") is VAttention
 
 
 # generation
