@@ -270,7 +270,7 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS}
 EVERY["hash_attention"] = replace(EVERY["hash_attention"], layer=0)  # outside of a session
 EVICT = "h2o", "snapkv"  # which must have heard the prompt's queries
 DECODES = [x for x, m in EVERY.items() if hasattr(m, "decode")]
-READS = [x for x, m in EVERY.items() if hasattr(m, "prefill") and x != "sketch_walk"]  # which reads by larger blocks
+READS = [x for x, m in EVERY.items() if hasattr(m, "prefill")]
 UNSEEN = "streaming", "uniform", "random_blocks"  # read some keys, and look at no other
 
 g = torch.Generator().manual_seed(0)

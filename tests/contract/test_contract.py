@@ -36,7 +36,7 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "one_list, channels": OneList(DoubleSparsity(8, channels=4)), "one_list, clusters": OneList(CLUSTERS),
     "saap, centroid": Saap(clusters=4, window=8, budget=6, router="centroid", tail="drop"),
     "saap, unread": Saap(clusters=4, window=8, unread=0.2),
-    "sketch_walk, prompt": SketchWalk(block=32, density=0.5),
+    "sketch_walk, small": SketchWalk(block=8, density=0.3, dense_layers=0),
     "sketch_walk, fine": SketchWalk(block=16, density=0.3, index="fine16", dense_layers=0),
     "then, top-k": Then(TopK(8), Santa(samples=5)), "delta, base": Delta(gamma=4, tail=0, base=TopK(budget=4))}
 def direct(name):
@@ -45,16 +45,18 @@ def direct(name):
     return replace(method, layer=0) if hasattr(method, "maps") else method
 
 
-DECODES = [x for x, m in EVERY.items() if hasattr(m, "decode") and x != "sketch_walk, prompt"]
+DECODES = [x for x, m in EVERY.items() if hasattr(m, "decode")]
 READS = [x for x, m in EVERY.items() if hasattr(m, "prefill") and getattr(m, "block", 32) >= 32]  # in prompts
 KEEPS = [x for x in DECODES if direct(x).new_state() is not None]
 EVICT = "h2o", "snapkv"  # which must have heard the prompt's queries, so they decode with a state alone
 ALONE = [x for x in DECODES if x not in EVICT]
 DRAWS = [x for x in METHODS if EVERY[x].random]
 # methods whose lists of a prompt are chosen by queries that come after the ones they are for
-LATER = "sketch_walk, prompt", "vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks"
+LATER = "sketch_walk", "vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks"
 UNREAD = "saap", "saap, unread"  # values that are not read have a part by the mean of their cluster
 PILOTS = "santa, promise",  # which read values to find out how many to draw
+WHOLE = "exact", "vattention, output", "sketch_walk"  # read all of so short a prompt
+STEPS = [x for x in DECODES if x in METHODS and x != "sketch_walk"] + ["sketch_walk, small"]
 NO_GRAPH = [x for x in ALONE if no_graph(EVERY[x])]
 START, N = torch.tensor([0, 9]), 44
 
@@ -329,16 +331,25 @@ def test_sequences_and_groups_draw_from_streams_of_their_own(name):
 
 # in a model
 
+@pytest.fixture(scope="module")
+def short():
+    "A model of one layer, for compiling takes long"
+    model = build("llama")
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    return model
+
+
 @decodes
 def test_ways_to_generate_agree(llama, name):
     "Also where drafts come with the prompt, from which an index may learn"
     torch.manual_seed(1)
-    draft = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    draft = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | dict(num_hidden_layers=1))).eval()
     ids = torch.cat([IDS, IDS[:, :12]], 1)  # whose next token a lookup finds
-    with sparsify(llama, decode=EVERY[name], seed=3, audit=True) as session: want = ids_of(llama, ids)
-    assert session.stats().error.max() > 1e-4 or name in ("exact", "vattention, output")
+    with sparsify(llama, decode=EVERY[name], seed=3, audit=True) as session: want = ids_of(llama, ids, max_new_tokens=3)
+    assert session.stats().error.max() > 1e-4 or name in WHOLE
     with sparsify(llama, decode=EVERY[name], seed=3):
-        assert torch.equal(ids_of(llama, ids), want)
+        assert torch.equal(ids_of(llama, ids, max_new_tokens=3), want)
+        want = ids_of(llama, ids)
         assert torch.equal(ids_of(llama, ids, prompt_lookup_num_tokens=3), want)
         assert torch.equal(ids_of(llama, ids, assistant_model=draft), want)
         assert torch.equal(ids_of(llama, ids, cache_implementation="static"), want)
@@ -360,26 +371,18 @@ def test_a_prompt_that_is_read_in_a_padded_batch_is_its_own(llama, name):
             assert torch.equal(ids_of(llama, IDS[:, :40 - p])[0], together[b])
 
 
-@pytest.mark.parametrize("name", [x for x in DECODES if x in METHODS])
-def test_what_is_played_is_what_is_written(llama, monkeypatch, name):
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_played_is_what_is_written(short, monkeypatch, name):
     "By recorded parts of a step, with a stand-in for graphs, also where the room is full in the middle of it"
     def write():
-        with sparsify(llama, decode=EVERY[name], dense_layers=[0], seed=3):
-            return ids_of(llama, PADDED, attention_mask=MASK, max_new_tokens=28)
+        with sparsify(short, decode=EVERY[name], seed=3):
+            return ids_of(short, PADDED, attention_mask=MASK, max_new_tokens=28)
     want, played = write(), play_on_a_cpu(monkeypatch)
     assert torch.equal(write(), want)
     assert (len(played) > 15) == (name not in ("exact", *NO_GRAPH))
 
 
-@pytest.fixture(scope="module")
-def short():
-    "A model of one layer, for compiling takes long"
-    model = build("llama")
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
-    return model
-
-
-@pytest.mark.parametrize("name", [x for x in DECODES if x in METHODS and x not in NO_GRAPH])
+@pytest.mark.parametrize("name", [x for x in STEPS if x not in NO_GRAPH])
 def test_a_compiled_step_is_one_graph_and_writes_the_same(short, name):
     forget(short)
     given = dict(attention_mask=MASK, max_new_tokens=5)
