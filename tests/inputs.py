@@ -1,4 +1,5 @@
-"""What the tests of kernels share: where they run, how tensors lie in memory, and memory that nobody has written."""
+"""What tests are given: token ids; for kernels where they run, how tensors lie in memory, and memory that nobody has
+written."""
 import math
 import os
 from typing import NamedTuple
@@ -9,6 +10,13 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
+
+IDS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(1))
+PAD = torch.tensor([0, 9])
+PADDED = torch.stack([IDS[0], torch.cat([IDS.new_zeros(9), IDS[0, :31]])])
+MASK = (torch.arange(40) >= PAD[:, None]).long()
+# token 0 is embedded as 0, a tie of all keys
+GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
 
 LAYOUTS = {
     "plain": lambda B, G, N, D, new: new(B, G, N, D),

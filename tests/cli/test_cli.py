@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +17,7 @@ pytest.importorskip("typer")
 
 from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform
 from sparse_nb.baselines import Quest
-from sparse_nb.cli import main, method_from, write_whole
+from sparse_nb.cli import method_from, write_whole
 from sparse_nb.compose import Then
 from sparse_nb.core.methods import CLASSES, method_class
 from sparse_nb.patterns import HiP
@@ -26,6 +25,8 @@ from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
+from commands import one_line, run
+from models import save_llama
 
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 ENV.pop("TRITON_INTERPRET", None)
@@ -41,20 +42,6 @@ def child(*args, cwd=None, code=None, input=None, **env):
                           env=ENV | {"PYTHONPATH": path} | env)
 
 
-def run(*args):
-    "Exit code, standard output and standard error of the command, in this process."
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stop: main([*map(str, args)])
-    return subprocess.CompletedProcess(args, stop.value.code, out.getvalue(), err.getvalue())
-
-
-def one_line(result, *words):
-    assert result.returncode == 2, result
-    assert result.stdout == "" and "Traceback" not in result.stderr
-    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("sparse-nb: "), result.stderr
-    for word in words: assert word in result.stderr, (word, result.stderr)
-
-
 def text_of(result, err=""):
     assert result.returncode == 0 and result.stderr == err, result
     return result.stdout
@@ -64,19 +51,6 @@ def text_of(result, err=""):
 def _columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def save_llama(folder, vocabulary=None, **settings):
-    "A tiny random Llama that reads bytes."
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    sizes = dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2,
-                 max_position_embeddings=4096, bos_token_id=tokenizer.bos_token_id, eos_token_id=None)
-    config = transformers.LlamaConfig(vocab_size=vocabulary or len(tokenizer), **sizes | settings)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,23 @@
-"""Everything wrong that was tried on `sparse_nb.attention`: each must be refused with the right exception and a message
-that says what is wrong.
+"""Everything wrong that was tried on `sparse_nb.attention` and on every method of the table: each must be refused with
+the right exception and a message that says what is wrong.
 """
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from sparse_nb.attention import (
-    Exact, Method, Selection, SoftmaxState, Streaming, TopK, TopP, Uniform, assert_close, attention, attention_scores,
+    Method, Selection, SoftmaxState, Streaming, TopK, TopP, Uniform, assert_close, attention, attention_scores,
     attention_weights, fold_in,
     partial_attention, philox, select_sinks_window, select_topk, select_topp, select_uniform, weighted_attention)
+from sparse_nb.baselines import MagicPIG, OneList
+from sparse_nb.core.methods import METHODS
+from sparse_nb.hash_attention import HashAttention
+from sparse_nb.saap import Saap
+from sparse_nb.santa import Santa
+from models import method_of, random_maps
 
 q, k, v = torch.ones(2, 6, 3, 16), torch.ones(2, 2, 40, 16), torch.ones(2, 2, 40, 16)
 nan, inf = math.nan, math.inf
@@ -126,9 +133,6 @@ FUNCTIONS = [
     ("select_topk", lambda q, k, **more: select_topk(q, k, budget=0.5, **more), SHAPES + SCORES),
     ("select_topp", lambda q, k, **more: select_topp(q, k, mass=0.5, **more), SHAPES + SCALES + SCORES),
     ("select_uniform", lambda q, k, **more: select_uniform(q, k, samples=0.5, **more), SHAPES + SEEDS),
-    *((f"{m}.decode", lambda q, k, m=m, **more: m.decode(q, k, k, **more),
-       SHAPES + SCALES + SEEDS + (SCORES if m.scores_all else []))
-      for m in (Exact(), Streaming(sinks=1, window=0.5), TopK(0.5), TopP(0.5), Uniform(0.5))),
 ]
 SHARED = [(f"{function}: {name}", lambda f=f, call=call: call(f), error, text) for function, f, cases in FUNCTIONS
           for name, call, error, text in cases]
@@ -258,3 +262,74 @@ def test_bad_input(call, error, text):
     with pytest.raises(error) as caught: call()
     assert type(caught.value) is error
     assert text in str(caught.value)
+
+
+# every method of the table
+
+EVERY = {name: method_of(name, tiny=True) for name in METHODS}
+EVERY["hash_attention"] = replace(EVERY["hash_attention"], layer=0)  # outside of a session
+EVICT = "h2o", "snapkv"  # which must have heard the prompt's queries
+DECODES = [x for x, m in EVERY.items() if hasattr(m, "decode")]
+READS = [x for x, m in EVERY.items() if hasattr(m, "prefill")]
+UNSEEN = "streaming", "uniform", "random_blocks"  # read some keys, and look at no other
+
+g = torch.Generator().manual_seed(0)
+Q, K, V = (torch.randn(2, h, n, 16, generator=g, dtype=torch.float64) for h, n in ((4, 5), (2, 44), (2, 44)))
+CALLS = [
+    (dict(q=None), "q must be a torch.Tensor, got NoneType"), (dict(k=None), "k must be a torch.Tensor, got NoneType"),
+    (dict(v=None), "v must be a torch.Tensor, got NoneType"), (dict(q=[1.0]), "q must be a torch.Tensor, got list"),
+    (dict(v=V.long()), "v must be float16"), (dict(k=K.float()), "k must have the dtype of q"),
+    (dict(k=K[0]), "k must have 4 axes"), (dict(v=V[:, :, :9]), "v must have the shape of k"),
+    (dict(q=Q[:, :3]), "q must have a multiple of the heads of k"), (dict(scale=-1.0), "scale must be positive"),
+    (dict(scale="1"), "scale must be a number, got str"), (dict(kv_start=[0, 0]), "kv_start must be an integer tensor"),
+    (dict(kv_start=torch.tensor([0, -1])), "kv_start"), (dict(seed=1.5), "seed must be an int or an integer tensor"),
+    (dict(seed=-1), "seed must lie in"),
+    (dict(q=Q * math.nan), "must be finite, got NaN")]
+DECODE_CALLS = [(dict(causal=1), "causal must be a bool, got int"),
+                (dict(kv_len=torch.tensor([45, 44])), "kv_len = 45"),
+                (dict(return_stats="yes"), "return_stats must be a bool, got str"), (dict(state=[1]), "state")]
+
+
+def refused(name, call, wrong, message):
+    "Is the call refused by name?"
+    seed = dict(seed=torch.arange(8).view(2, 4)) if EVERY[name].random else {}
+    with pytest.raises((TypeError, ValueError), match=message) as error: call(**dict(q=Q, k=K, v=V) | seed | wrong)
+    assert not isinstance(error.value, AttributeError)
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_bad_calls_of_decode(name):
+    method = EVERY[name]
+    for wrong, message in (CALLS[:-1] if name in EVICT else CALLS) + DECODE_CALLS:
+        refused(name, method.decode, wrong, message)
+    if name in EVICT:
+        message = "state must have heard the prompt's queries .in a session of `sparsify`., got None"
+        return refused(name, method.decode, {}, message)
+    for x in nan, inf:
+        spoilt_keys = K.clone()
+        spoilt_keys[1, 0, 20, 3] = x
+        if name not in UNSEEN: refused(name, method.decode, dict(k=spoilt_keys), "finite")
+    for what, call, error, text in SHAPES + SCALES + SEEDS + (SCORES if method.scores_all else []):
+        with pytest.raises(error) as caught: call(lambda q, k, **more: method.decode(q, k, k, **more))
+        assert type(caught.value) is error and text in str(caught.value), what
+
+
+@pytest.mark.parametrize("name", READS)
+def test_bad_calls_of_prefill(name):
+    for wrong, message in CALLS: refused(name, EVERY[name].prefill, wrong, message)
+    for x in nan, inf:
+        spoilt_keys = K.clone()
+        spoilt_keys[1, 0, 20, 3] = x
+        if name not in UNSEEN: refused(name, EVERY[name].prefill, dict(k=spoilt_keys), "finite")
+
+
+def test_files_are_named_before_layers():
+    for method, where in ((HashAttention(maps="/no/file"), "maps .* '/no/file'"), (Saap(partition="/no/file"),
+                                                                                 "partition .* '/no/file'")):
+        with pytest.raises(ValueError, match=where): method.decode(Q, K, V)
+    with pytest.raises(ValueError, match=r"layer must be one of .*, \[0, 1, 2\], outside of a session, got None"):
+        HashAttention(maps=random_maps(16, 4)).decode(Q, K, V)
+    with pytest.raises(ValueError, match="samples must be at least 1 and at most 1048576, got 1000000000"):
+        Santa(samples=10**9)
+    for guess in Saap(probes=2), MagicPIG():
+        with pytest.raises(TypeError, match="guess.budget must be an int"): OneList(guess)

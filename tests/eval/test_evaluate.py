@@ -12,7 +12,6 @@ transformers = pytest.importorskip("transformers")
 
 from sparse_nb import hf, tasks
 from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform, attention_scores
-from sparse_nb.core.methods import CLASSES, method_class
 from sparse_nb.evaluate import accuracy, answers, compare, forced_decode, prefill_rows, summary
 from sparse_nb.pocket import byte_tokenizer
 from experiments import vattention_pocket
@@ -21,8 +20,7 @@ from experiments.santa_pocket import Reference
 from experiments.vattention_pocket import answer_steps, denominator_errors, pareto_methods, promise_counts
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
-from test_baselines import random_maps
-from test_played import play_on_a_cpu
+from models import methods_that, play_on_a_cpu
 
 @pytest.fixture(scope="module")
 def tiny():
@@ -106,12 +104,6 @@ def test_a_reader_of_everything_changes_nothing(tiny):
     model, tokenizer = tiny
     run = lambda prefill: answers(model, tokenizer, unlike(tokenizer), METHODS, batch=3, setup="B", prefill=prefill)
     assert run(Exact()) == run(Streaming(window=4096)) == run(None)
-
-def methods_that(role, heads, size):
-    "Class name -> method of the table, for small models of these heads with two groups"
-    own = dict(DoubleSparsity=dict(channels=4), HashAttention=dict(maps=random_maps(size, heads)),
-               SketchWalk=dict(dense_layers=0))
-    return {name: method_class(name)(**own.get(name, {})) for name in CLASSES if hasattr(method_class(name), role)}
 
 @pytest.mark.budget(15)
 @pytest.mark.parametrize("setup", ["A", "B"])

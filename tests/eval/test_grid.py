@@ -11,9 +11,6 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from test_cli import one_line, run as command, save_llama
-from test_evaluate import methods_that
-from test_played import play_on_a_cpu
 
 from sparse_nb import grid as room
 from sparse_nb.attention import Exact, Streaming, TopK, Uniform
@@ -24,6 +21,8 @@ from sparse_nb.pocket import byte_tokenizer
 from benchmarks.recorder import read_record
 from experiments.archive.santa_schedule import POCKET, learned_by_jobs, record_witness_jobs, rewards_by_jobs
 from sparse_nb.tasks import make, prompt_tokens
+from commands import one_line, run as command
+from models import methods_that, play_on_a_cpu, save_llama
 
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")

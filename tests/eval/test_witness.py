@@ -4,12 +4,12 @@ import zipfile
 
 import pytest
 import torch
-from test_cli import one_line, run as command
 
 from sparse_nb import hf, witness
 from sparse_nb.attention import Exact, Streaming, TopK, assert_close
 from sparse_nb.evaluate import accuracy
 from sparse_nb.tasks import make, prompt_tokens
+from commands import one_line, run as command
 
 
 @pytest.fixture

@@ -34,41 +34,20 @@ transformers = pytest.importorskip("transformers")
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from sparse_nb import hf, pocket
-from sparse_nb.core.methods import METHODS, method_class
+from sparse_nb.core.methods import METHODS
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hf import sparsify
 from sparse_nb.models import replay
 from sparse_nb.tasks import make
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))  # in stock Python, and in processes that it starts
+from models import SETTINGS, TINY, build, method_of, taped
+
 NEW, SEED = 8, 5           # tokens of an answer, five of them by a recorded part; of the sessions
 EVICTS = "h2o", "snapkv"   # what they evicted is gone where tokens are taken back
-SETTINGS = {        # of methods whose defaults read all of so short a prompt, or that need an argument
-    "streaming": dict(sinks=4, window=128), "topk": dict(budget=0.1), "topp": dict(mass=0.9),
-    "uniform": dict(samples=0.5), "quest": dict(budget=0.25), "double_sparsity": dict(budget=0.25),
-    "hash_attention": dict(budget=0.25), "adamas": dict(budget=0.25), "snapkv": dict(budget=0.5),
-    "h2o": dict(budget=0.5), "sketch_walk": dict(density=0.3, dense_layers=0), "delta": dict(window=64, gamma=16),
-    "saap": dict(budget=0.25)}
 GRAPHED = "vattention", "quest", "adamas", "magicpig", "snapkv", "h2o", "saap", "sketch_walk"  # a kind of state each
 SHORT = "exact", "streaming", "santa", "vattention", "quest", "snapkv", "saap", "sketch_walk", "delta"
-
-
-def method_of(name, small=False):
-    "A method of the table, as a person would write it; `small`: for prompts of 40 tokens and any model."
-    from sparse_nb.baselines import Adamas, Quest
-    from sparse_nb.santa import Santa
-    given = SETTINGS.get(name, {})
-    if small: given = given | SMALL.get(name, {})
-    if name == "one_list": given = dict(guess=Adamas(budget=0.25))
-    if name == "then": given = dict(keys=Quest(16, 4) if small else Quest(0.5), values=Santa(samples=64))
-    return method_class(METHODS[name].path.partition(":")[2])(**given)
-
-
-SMALL = {"streaming": dict(window=12), "quest": dict(budget=12, page=4), "double_sparsity": dict(channels=4),
-         "magicpig": dict(bits=4, tables=8), "reformer": dict(bins=4, window=4), "kdeformer": dict(bins=4, window=4),
-         "saap": dict(budget=8, sinks=2, window=8, clusters=4), "sketch_walk": dict(density=0.5),
-         "vattention": dict(sinks=2, window=2, topk=4, base=4), "delta": dict(window=8, gamma=4, sinks=2),
-         "santa": dict(samples=32), "uniform": dict(samples=8)}
 
 
 class Day:
@@ -431,7 +410,6 @@ def play(day, scenes, say=print):
 
 @pytest.fixture(scope="module")
 def small():
-    from test_hf import build
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 64, (1, n), generator=draw) for n in (40, 44, 36)]
     model = build("llama").double()  # two ways to add up differ by less than any two weights do
@@ -442,7 +420,6 @@ def small():
 @pytest.mark.budget(40)
 @pytest.mark.parametrize("name", [x for x in SCENES if x not in ("memory", "evaluation", "readme")])
 def test_a_day_on_a_cpu(small, monkeypatch, name):
-    from test_replay import taped
     played = []
     monkeypatch.setattr(replay, "captured", taped(played))
     for where, what in ((hf, "can_play"), (hf, "on_a_gpu"), (replay, "on_a_gpu")):
@@ -463,7 +440,7 @@ def test_a_day():
 def test_every_method_of_the_table_has_a_place_in_the_day():
     for name in METHODS: assert any(callable(getattr(method_of(name, small), x, None)) for small in (False, True)
                                     for x in ("decode", "prefill"))
-    assert {*SETTINGS, *SMALL, *SHORT, *GRAPHED} <= {*METHODS}
+    assert {*SETTINGS, *TINY, *SHORT, *GRAPHED} <= {*METHODS}
 
 
 def main():

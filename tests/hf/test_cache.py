@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import test_hf
+import models
 from sparse_nb.attention import State, TopK, assert_close
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import answer, capture, prefill, sparsify
@@ -25,25 +25,21 @@ from sparse_nb.models.override import cache_of
 from sparse_nb.models.rotation import (Rotation, as_complex, candidate_rotations, no_rotation, random_rotation,
                                        rotation_of, stored_keys, unrotate)
 from sparse_nb.santa import Santa
-from test_hf import IDS, OLD, SMALL, Letters, rope, whole_layers
+from inputs import IDS
+from models import FOUR, GEMMA3N, OLD, SMALL, TWO, Letters, rope, whole_layers
 
 MLA = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
            v_head_dim=16, first_k_dense_replace=9)
 YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 LLAMA4 = dict(head_dim=16, intermediate_size_mlp=64, num_local_experts=2, num_hidden_layers=4)
-TWO, FOUR = dict(layer_types=["sliding_attention", "full_attention"]), dict(num_hidden_layers=4,
-    num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2)
 GEMMA4 = dict(head_dim=16, global_head_dim=32, sliding_window=16, vocab_size_per_layer_input=64,
               hidden_size_per_layer_input=8)
-GEMMA3N = FOUR | dict(head_dim=16, sliding_window=16, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
-                      laurel_rank=4, intermediate_size=[64] * 4, activation_sparsity_pattern=[0.0] * 4)
-
 def longrope(width, **kwargs):
     return dict(original_max_position_embeddings=16) | rope(rope_type="longrope", original_max_position_embeddings=16,
                                                             short_factor=[1.0] * width,
                                                             long_factor=[1.0 + i for i in range(width)], **kwargs)
 
-FAMILIES = test_hf.FAMILIES | {
+FAMILIES = models.FAMILIES | {
     "linear": ("Llama", rope(rope_type="linear", factor=4.0)),
     "dynamic": ("Llama", rope(rope_type="dynamic", factor=4.0) | dict(max_position_embeddings=16)),
     "longrope": ("Phi3", longrope(8)),

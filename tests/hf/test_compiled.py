@@ -31,8 +31,8 @@ from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
-from test_hf import SMALL as SMALL_MODEL, build
-from test_sparsify import IDS, MASK, PADDED, ids_of
+from inputs import IDS, MASK, PADDED
+from models import SMALL as SMALL_MODEL, build, compiling, forget, ids_of
 
 SMALL = dict(sinks=2, window=8, clusters=4)
 METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), Santa(samples=32),
@@ -59,17 +59,6 @@ def one_of_each_state(methods):
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
-
-def forget(model):
-    "Compile anew."
-    torch.compiler.reset()
-    model.__dict__.pop("_compiled_call", None)
-
-def compiling(backend="eager"):
-    "How `generate` is to compile its steps: into one graph, on a CPU, too."
-    config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
-    config._compile_all_devices = True
-    return config
 
 def compiled(model, ids=IDS, backend="eager", **settings):
     "What `generate` writes with a static cache and steps that are compiled."

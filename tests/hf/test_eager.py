@@ -19,7 +19,8 @@ from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
-from test_hf import IDS, OLD, SMALL
+from inputs import IDS
+from models import OLD, SMALL
 
 class Operations(TorchDispatchMode):
     "Counts what torch is asked to do."

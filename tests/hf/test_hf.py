@@ -1,67 +1,19 @@
 "Attention override, capture and answer on small random models of many families"
 import pytest
 import torch
-from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
 from sparse_nb.attention import Exact, TopK, Uniform, assert_close, attention
 from sparse_nb.hf import answer, attention_override, capture, prefill
-
-OLD = Version(transformers.__version__) < Version("5.20")  # of its faults, tests say which they meet
-
-SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2,
-             max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-
-def rope(**kwargs): return dict(rope_parameters=dict(rope_type="default", rope_theta=1e4) | kwargs)
-
-FAMILIES = {
-    "llama": ("Llama", {}),
-    "llama3 scaling": ("Llama", rope(rope_type="llama3", factor=4.0, original_max_position_embeddings=64,
-                                     low_freq_factor=1.0, high_freq_factor=4.0)),
-    "yarn": ("Llama", rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)),
-    "mistral, window": ("Mistral", dict(sliding_window=16)),
-    "qwen2, window": ("Qwen2", dict(use_sliding_window=True, sliding_window=16, max_window_layers=1)),
-    "qwen3, key norm": ("Qwen3", dict(head_dim=16)),
-    "gemma2, capped": ("Gemma2", dict(head_dim=16, sliding_window=16, attn_implementation="eager")),
-    "gemma3, window": ("Gemma3Text", dict(head_dim=16, sliding_window=16)),
-    "phi3, fused": ("Phi3", {}),
-    "phi, partial": ("Phi", rope(partial_rotary_factor=0.5)),
-    "gpt-neox, partial, fused": ("GPTNeoX", rope(partial_rotary_factor=0.25)),
-    "cohere, interleaved": ("Cohere", {}),
-    "cohere2, layers without rope": ("Cohere2", dict(sliding_window=16, num_hidden_layers=4)),
-    "glm, partial, interleaved": ("Glm", dict(head_dim=16)),
-    "smollm3, layers without rope": ("SmolLM3", dict(num_hidden_layers=4)),
-    "granite, own scale": ("Granite", dict(attention_multiplier=0.3)),
-    "gpt-oss, sinks": ("GptOss", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)),
-}
-REFUSED = {"gemma2, capped": "softcap", "gpt-oss, sinks": "s_aux"}
-
-def whole_layers(model):
-    "Layers whose mask has no sliding window"
-    config = model.config
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if getattr(config, "sliding_window", None)
-                                                     else "full_attention"] * config.num_hidden_layers
-    return [i for i, kind in enumerate(kinds) if kind != "sliding_attention"]
-
-def build(family):
-    torch.manual_seed(0)
-    name, settings = FAMILIES[family]
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers,
-        name + "Config")(**SMALL | settings)).eval()
+from inputs import IDS
+from models import FAMILIES, REFUSED, Letters, build, gpt2, whole_layers
 
 @pytest.fixture(params=FAMILIES)
 def family(request): return request.param
 
 @pytest.fixture
 def llama(): return build("llama")
-
-IDS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(1))
-
-class Letters:
-    "A tokenizer that writes token i as a character and never a line break"
-    def decode(self, ids, **kwargs): return "".join(chr(0x4E00 + i) for i in ids)
 
 def per_query(module, query, key, value, attention_mask, scaling=None, **kwargs):
     "Attention of one sequence, query by query over the keys that the mask shows"
@@ -238,10 +190,6 @@ def test_an_answer_stops_at_a_stop_character_once_begun(llama):
         def decode(self, ids, **kwargs): return next(self.texts)
     got = answer(llama, prefill(llama, IDS), IDS[:, :1], Exact(), tokenizer=Lines(), stop="\n.")
     assert got.text == "\n47" and len(got.ids) <= 4
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=64,
-        bos_token_id=1, eos_token_id=2)).eval()
 
 @pytest.mark.parametrize("call, error, message", [
     (lambda m: attention_override(m, None).__enter__(), TypeError, "fn must be a function, got NoneType"),

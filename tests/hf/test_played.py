@@ -27,9 +27,8 @@ from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
-from test_hf import OLD, build
-from test_replay import taped
-from test_sparsify import IDS, MASK, PADDED, ids_of
+from inputs import IDS, MASK, PADDED
+from models import OLD, build, ids_of, play_on_a_cpu
 
 TOKENS = 28
 METHODS = [TopK(budget=0.3), Streaming(sinks=2, window=0.3), Streaming(sinks=4, window=12), Santa(samples=32),
@@ -45,15 +44,6 @@ some = pytest.mark.parametrize("method", FEW, ids=lambda m: type(m).__name__)
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
-
-
-def play_on_a_cpu(monkeypatch):
-    "Recorded parts run again, from and to the same places; a number for each. Rooms are of 64 keys."
-    found = []
-    monkeypatch.setattr(replay, "captured", taped(found))
-    monkeypatch.setattr(cache_room, "SPARE", 0)
-    for name in ("can_play", "on_a_gpu"): monkeypatch.setattr(hf, name, lambda x: True)
-    return found
 
 
 @pytest.fixture

@@ -15,30 +15,14 @@ from sparse_nb.models import cache as cache_room, replay
 from sparse_nb.models.replay import places_of, replayed, weights_of
 from sparse_nb.saap import Partition, Saap
 from sparse_nb.santa import Santa
-from test_compiled import compiling, forget
-from test_hf import build
-from test_sparsify import IDS, MASK, PADDED, ids_of
+from inputs import IDS, MASK, PADDED
+from models import build, compiling, forget, ids_of, taped
 
 TOKENS = 6
 
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
-
-
-def taped(found):
-    "Stands for `captured`: what is recorded runs again, from and to the same places, and adds a number to `found`."
-    def tape(run, device, pools=None):
-        first = []
-        def play():
-            out = run()
-            found.append(len(found))
-            if not first: first.append(out)
-            for x, y in zip(tree_leaves(first[0]), tree_leaves(out)):
-                if isinstance(x, torch.Tensor): x.copy_(y)
-            return first[0]
-        return play
-    return tape
 
 
 @pytest.fixture

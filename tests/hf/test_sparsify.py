@@ -21,40 +21,17 @@ from sparse_nb.patterns import OracleBlocks, VerticalSlash
 from sparse_nb.santa import Santa
 from sparse_nb.santa_keys import quantise
 from sparse_nb.sketch_walk import SketchWalk
-from test_cache import GEMMA3N
-from test_hf import FAMILIES, IDS, OLD, REFUSED, SMALL, Letters, build, whole_layers
+from inputs import GREEDY, IDS, MASK, PAD, PADDED
+from models import (FAMILIES, GEMMA3N, OLD, REFUSED, SMALL, Letters, build, ids_of, step_by_step,
+                    whole_layers)
 
-# token 0 is embedded as 0, a tie of all keys
-GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
 METHODS = [TopK(budget=0.25), Streaming(sinks=2, window=6), TopP(mass=0.5), Uniform(samples=0.3), Santa(samples=5)]
-PAD = torch.tensor([0, 9])
-PADDED = torch.stack([IDS[0], torch.cat([IDS.new_zeros(9), IDS[0, :31]])])
-MASK = (torch.arange(40) >= PAD[:, None]).long()
-
 pytestmark = pytest.mark.filterwarnings("ignore:every layer of .* has a sliding window:UserWarning")
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
 
-def ids_of(model, ids=IDS, **kwargs):
-    settings = GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs
-    return model.generate(ids, **settings)[:, ids.shape[1]:]
-
 def ids_of_cache(model): return model.generate(IDS, **GREEDY, return_dict_in_generate=True).past_key_values
-
-def step_by_step(model, method, ids, new, seed=0):
-    "Greedy tokens of one sequence: the prompt exactly, then each query and head by itself, with streams written out"
-    cache, exact = DynamicCache(config=model.config), ALL_ATTENTION_FUNCTIONS["sdpa"]
-    def attend(module, query, key, value, mask, scaling=None, **kwargs):
-        if query.shape[2] > 1 or kwargs.get("sliding_window") is not None:
-            return exact(module, query, key, value, mask, scaling=scaling, **kwargs)
-        streams = fold_in(fold_in(seed, 0), module.layer_idx, torch.arange(query.shape[1]), key.shape[2] - 1)[None]
-        return method.decode(query, key, value, scale=scaling, seed=streams if method.random
-                             else None).transpose(1, 2), None
-    with torch.no_grad(), attention_override(model, attend, mask="sdpa"):
-        found = [model(ids, past_key_values=cache).logits[:, -1].argmax(-1)]
-        for _ in range(new - 1): found.append(model(found[-1][:, None], past_key_values=cache).logits[:, -1].argmax(-1))
-    return torch.stack(found, 1)
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_generate_is_the_method_step_by_step(llama, method):

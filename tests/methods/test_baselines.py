@@ -5,8 +5,6 @@ import copy
 import dataclasses
 import math
 import os
-import tempfile
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -19,33 +17,15 @@ from scipy import stats
 
 from sparse_nb.attention import CLASSES, Method, Streaming, TopK, assert_close, attention, attention_scores
 from sparse_nb.baselines import (
-    CUT, PARTS, Adamas, DoubleSparsity, Fitted, HashAttention, MagicPIG, Predictor, Quest, hadamard, hash_maps,
+    CUT, PARTS, Adamas, DoubleSparsity, Fitted, HashAttention, MagicPIG, Quest, hadamard, hash_maps,
     heavy_channels, inclusion_probability, signatures)
 from sparse_nb.core.methods import BlockState, weights_id
 from sparse_nb.hash_attention import POCKET_WEIGHTS, save_networks, trained_on
-from sparse_nb.metrics import bytes_read
 from experiments.train.hash_networks import fit_maps, hash_examples, train_hash
 from sparse_nb.sketch_walk import SketchWalk
+from models import FOLDER, random_maps
 
 ALARM = 1e-8  # chance that a check of random numbers fails for a correct sampler; about 100 checks
-
-FOLDER = tempfile.TemporaryDirectory()
-
-@lru_cache
-def random_maps(size=16, heads=6, groups=2, layers=3, planes=False):
-    "A file of random networks, or, with `planes`, of random hyperplanes, the same for queries and keys"
-    g = torch.Generator().manual_seed(size)
-    def network(n):
-        if not planes:
-            return (torch.randn(n, size, 64, generator=g) * size**-0.5, torch.randn(n, 64, generator=g),
-                    torch.randn(n, 64, 32, generator=g) / 8, torch.randn(n, 32, generator=g))
-        drawn, eye = torch.randn(size, 32, generator=torch.Generator().manual_seed(5)), torch.eye(32)
-        return tuple(x.repeat(n, *[1] * x.ndim)
-                     for x in (torch.cat([drawn, -drawn], 1), torch.zeros(64), torch.cat([eye, -eye]), torch.zeros(32)))
-    path = Path(FOLDER.name) / f"{heads}-{groups}-{size}-{layers}-{planes}.safetensors"
-    save_file({f"{layer}.{part}": x.half() for layer in range(layers)
-               for part, x in zip(PARTS, (*network(groups), *network(heads)))}, path)
-    return str(path)
 
 PREDICTORS = [Quest(0.25), Quest(7, page=5), DoubleSparsity(0.25, channels=5),
               DoubleSparsity(9, channels=2, chosen=((3, 1), (0, 15))), Adamas(0.25), Adamas(11),
@@ -131,32 +111,6 @@ def test_all_keys_give_exact_attention(method):
     else: method = type(method)(**{**{f: getattr(method, f) for f in method.__dataclass_fields__}, "budget": 1.0})
     for masks in (dict(), dict(causal=True), dict(causal=True, kv_start=torch.tensor([0, 7]))):
         assert_close(method.decode(q, k, v, **masks), attention(q, k, v, **masks), 1e-12)
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("method", METHODS, **NAMES)
-def test_decode_keeps_the_dtype_and_counts(method, dtype):
-    q, k, v = inputs(dtype=dtype)
-    out, stats_ = method.decode(q, k, v, return_stats=True, kv_start=torch.tensor([0, 8]))
-    assert out.dtype == dtype and out.shape == q.shape and out.isfinite().all()
-    assert torch.equal(out, method.decode(q, k, v, kv_start=torch.tensor([0, 8])))
-    visible = torch.tensor([40, 32]).view(2, 1, 1).expand(2, 6, 3)
-    assert torch.equal(stats_.budget, method.select(q, k, kv_start=torch.tensor([0, 8])).budget)
-    assert torch.equal(stats_.keys_scored, stats_.budget) and torch.equal(stats_.values_read, stats_.budget)
-    assert_close(stats_.density, stats_.budget / visible)
-    assert_close(bytes_read(stats_, 16, 2).index, visible * method.index_bytes(16))
-
-@pytest.mark.parametrize("method", METHODS, **NAMES)
-@pytest.mark.parametrize("start", [5, 20])
-def test_hidden_keys_leave_no_trace(method, start):
-    "A padded row is the row alone, whatever stands in the padding"
-    q, k, v = inputs()
-    masks = dict(kv_start=torch.tensor([0, start]), kv_len=torch.tensor([40, 33]))
-    together = method.decode(q, k, v, causal=True, **masks)
-    k_, v_ = k.clone(), v.clone()
-    for x in (k_, v_): x[1, :, :start], x[1, :, 33:] = math.nan, math.inf
-    assert torch.equal(method.decode(q, k_, v_, causal=True, **masks), together)
-    assert_close(method.decode(q[:1], k[:1], v[:1], causal=True), together[:1], 1e-12)
-    assert_close(method.decode(q[1:], k[1:, :, start:33], v[1:, :, start:33], causal=True), together[1:], 1e-12)
 
 def told(state, k, shown):
     "Append keys with what a cache says of them, to a state that hears it"
@@ -671,7 +625,8 @@ def test_the_shipped_file_is_small_and_whole():
 
 def test_train_hash_makes_a_file_for_every_layer(tmp_path):
     from sparse_nb.vattention import VAttention
-    from test_hf import IDS, build
+    from inputs import IDS
+    from models import build
     model, told = build("llama"), []
     learnt = train_hash(model, [IDS[0], IDS[0].flip(0)], steps=3, hidden=16, last=4, others=4,
                         progress=lambda layer, step, loss: told.append((layer, step)))
@@ -691,11 +646,6 @@ def test_train_hash_makes_a_file_for_every_layer(tmp_path):
     for i in (0, 2): assert torch.equal(found[i][0], found[i + 1][0]) and found[i][1].equals(found[i + 1][1])
 
 # settings and bad input
-
-@pytest.mark.parametrize("method", METHODS, **NAMES)
-def test_json_round_trip(method):
-    assert Method.from_json(method.to_json()) == method and Predictor.from_json(method.to_json()) == method
-    assert hash(method) == hash(Method.from_json(method.to_json()))
 
 def test_the_base_is_no_method():
     assert {"Quest", "DoubleSparsity", "Adamas", "HashAttention", "MagicPIG"} <= CLASSES.keys()
@@ -788,9 +738,9 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_nb.hf import attention_override, sparsify
-from test_hf import IDS, SMALL, build
+from inputs import GREEDY, IDS
+from models import build
 
-GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
 USED = [Quest(0.25, page=4), Adamas(0.25), HashAttention(0.25, random_maps(16, 4), 0),
         DoubleSparsity(0.25, channels=2, chosen=((0, 3), (5, 9))),
         DoubleSparsity(0.25, channels=6), MagicPIG(bits=2, tables=6, sinks=2, window=4)]
@@ -820,17 +770,6 @@ def test_generation_is_the_method_step_by_step(llama, method):
     if not isinstance(method, MagicPIG):
         assert_close(torch.tensor(seen.bytes.to_numpy()), (2 * (n / 4).ceil() * 64 + n * method.index_bytes(16)).mean()
                      .expand(len(seen)), 1e-9)
-
-@pytest.mark.parametrize("method", USED, **NAMES)
-def test_ways_to_generate_agree(llama, method):
-    torch.manual_seed(1)
-    draft = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
-    with sparsify(llama, decode=method):
-        want = ids_of(llama)
-        assert torch.equal(ids_of(llama, prompt_lookup_num_tokens=3), want)
-        assert torch.equal(ids_of(llama, cache_implementation="static"), want)
-        assert torch.equal(ids_of(llama, assistant_model=draft), want)
-        assert torch.equal(ids_of(llama, IDS.expand(2, -1)), want.expand(2, -1))
 
 @pytest.mark.parametrize("method", USED, **NAMES)
 def test_beams_are_followed(llama, method):

@@ -146,8 +146,7 @@ def test_the_step_is_that_of_the_selecting_method(method):
 def test_a_step_goes_through_the_layers_of_a_model():
     pytest.importorskip("transformers")
     from sparse_nb.hf import sparsify
-    from test_hf import build
-    from test_sparsify import ids_of
+    from models import build, ids_of
     class Kept(Walk):
         made = []
         def new_step(self):
@@ -244,8 +243,8 @@ def test_squared_errors_of_the_two_stages_add_up():
 def test_generation_under_sparsify():
     pytest.importorskip("transformers")
     from sparse_nb.hf import sparsify
-    from test_hf import build
-    from test_sparsify import IDS, ids_of, step_by_step
+    from inputs import IDS
+    from models import build, ids_of, step_by_step
     model = build("llama")
     for keys in (TopK(12), Quest(budget=12, page=4)):
         method = Then(keys, Santa(samples=6))

@@ -377,13 +377,6 @@ def by_hand_without(q, k, v, *, anchor, window, sinks, gamma, correction, aligne
 
 # the method
 
-@pytest.mark.parametrize("method", [
-    Delta(), Delta(64, 0, 3, "delta", 1, 0, True), Delta(correction="none", aligned=True), Delta(base=TopK(budget=0.5)),
-    Delta(base=Streaming(window=64)), Delta(parts=4)], ids=repr)
-def test_json(method):
-    assert Method.from_json(method.to_json()) == method and method_class("Delta") is Delta
-
-
 def test_a_base_may_learn_something_of_each_layer():
     class Learned(TopK):
         def at_layer(self, layer): return TopK(budget=10 + layer)
@@ -524,7 +517,7 @@ def prompts_of(*lengths):
 
 def tiny(family="llama"):
     pytest.importorskip("transformers")
-    from test_hf import build
+    from models import build
     return build(family)
 
 
@@ -580,7 +573,7 @@ def test_calibration_is_not_misled_by_anchors_that_foretell_each_other():
 def test_calibration_leaves_layers_with_a_sliding_window_out():
     from sparse_nb.tuning import calibrate
     model = tiny("cohere2, layers without rope")
-    from test_hf import whole_layers
+    from models import whole_layers
     chosen = calibrate(model, prompts_of(100), 0.5, method=SMALL, gammas=[1])
     assert [*chosen] == whole_layers(model) and set(chosen.values()) == {replace(SMALL, gamma=1)}
     with pytest.raises(ValueError, match="model must have a layer that sees all keys"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inputs import INTERPRETED
-from sparse_nb.attention import Method, Selection, TopK, assert_close, attention, weighted_attention
+from sparse_nb.attention import Selection, TopK, assert_close, attention, weighted_attention
 from sparse_nb.cli import method_from, rehearse
 from sparse_nb.eviction import H2O, Held, SnapKV, all_but_least, most_voted
 from sparse_nb.grid import needs_queries
@@ -446,10 +446,6 @@ def test_bad_input():
         method.decode(asked, k, v, state=state, kv_len=torch.tensor([40, 40]))
     k[0, 0, 3] = math.nan
     with pytest.raises(ValueError, match="NaN"): method.decode(asked, k, v, state=told(method, q, k, v))
-
-
-@pytest.mark.parametrize("method", METHODS, **NAMES)
-def test_json(method): assert Method.from_json(method.to_json()) == method
 
 
 TEXTS = ["The key of Berlin is 4711. The key of Rome is 22. The key of Berlin is", "One, two, three, four,"]

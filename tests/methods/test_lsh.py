@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_nb.attention import Method, assert_close, attention, attention_weights
+from sparse_nb.attention import assert_close, attention, attention_weights
 from sparse_nb.hf import sparsify
 from sparse_nb.lsh import KDEformer, LshCodes, Reformer, gray_place, random_directions, same_bin
 from sparse_nb.vattention import VAttention
@@ -113,17 +113,6 @@ def test_decode_keeps_the_dtype_and_counts(method, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS, **NAMES)
-def test_hidden_keys_leave_no_trace(method):
-    q, k, v = inputs()
-    masks = dict(causal=True, kv_start=torch.tensor([0, 9]), kv_len=torch.tensor([40, 33]))
-    together = method.decode(q, k, v, **masks)
-    k_, v_ = k.clone(), v.clone()
-    for x in (k_, v_): x[1, :, :9], x[1, :, 33:] = math.nan, math.inf
-    assert torch.equal(method.decode(q, k_, v_, **masks), together)
-    assert_close(method.decode(q[1:], k[1:, :, 9:33], v[1:, :, 9:33], causal=True), together[1:], 1e-12)
-
-
-@pytest.mark.parametrize("method", METHODS, **NAMES)
 def test_a_state_that_grew_is_a_new_one(method):
     q, k, v = inputs()
     state = method.new_state()
@@ -172,10 +161,6 @@ def test_bad_settings(kind, wrong):
     (Reformer, dict(rounds=65)), (Reformer, dict(neighbour=1)), (Reformer, dict(own_query=None))], ids=str)
 def test_bad_settings_of_one(method, wrong):
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))): method(**wrong)
-
-
-@pytest.mark.parametrize("method", METHODS, **NAMES)
-def test_json(method): assert Method.from_json(method.to_json()) == method
 
 
 def test_a_promise_on_top():

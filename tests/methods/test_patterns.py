@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparse_nb import patterns
 from sparse_nb.core.blocks import block_attention, sinks_window_pattern
 from sparse_nb.core.exact import assert_close, attention, attention_weights
-from sparse_nb.core.methods import Method
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hf import capture, sparsify
 from sparse_nb.patterns import (
@@ -439,12 +438,6 @@ def test_seeds(method):
     torch.manual_seed(0)
     assert torch.equal(*(method.prefill(q, k, v) for _ in range(2))) != method.random
     with pytest.raises(ValueError, match="seed must lie in"): method.prefill(q, k, v, seed=-1)
-
-
-@pytest.mark.parametrize("method", METHODS + EVERYTHING, ids=repr)
-def test_json(method):
-    again = Method.from_json(method.to_json())
-    assert again == method and hash(again) == hash(method)
 
 
 @pytest.mark.parametrize("make_method, said", [

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparse_nb import saap, saap_training
 from sparse_nb.attention import (
-    Exact, Method, Predictor, assert_close, attention, attention_scores, attention_weights)
+    Exact, Method, assert_close, attention, attention_scores, attention_weights)
 from sparse_nb.core import methods
 from sparse_nb.core.methods import weights_id
 from sparse_nb.metrics import clopper_pearson, relative_error
@@ -704,9 +704,7 @@ def test_vattention_asks_it():
 
 # settings and bad input
 
-@pytest.mark.parametrize("s", [Saap(), *CASES], **NAMES)
-def test_json_round_trip(s):
-    assert Method.from_json(s.to_json()) == s and hash(Predictor.from_json(s.to_json())) == hash(s)
+def test_a_budget_stands_where_nothing_else_says_how_much():
     assert Saap().budget == 0.04 and Saap(probes=3).budget is None and Saap(unread=0).budget is None
 
 Q, K, V = inputs(dtype=torch.float32)
@@ -889,7 +887,8 @@ from sparse_nb.evaluate import accuracy
 from sparse_nb.hf import attention_override, capture, prefill, sparsify
 from sparse_nb.saap_training import fit_router, train_partition
 from sparse_nb.tasks import make
-from test_hf import IDS, build, gpt2
+from inputs import IDS
+from models import build, gpt2
 
 GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
 USED = [Saap(budget=5, clusters=6, sinks=1, window=8), Saap(probes=2, clusters=5, window=6, tail="second_order"),

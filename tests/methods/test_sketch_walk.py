@@ -711,7 +711,7 @@ def test_calls_that_cannot_work():
 # inside a model
 
 transformers = pytest.importorskip("transformers")
-from test_hf import FAMILIES, REFUSED, build
+from models import FAMILIES, REFUSED, build
 
 def has_holes(model):
     "Do layers with a window stand between others?"

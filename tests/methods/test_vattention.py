@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_nb.attention import (
-    Method, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, method_class,
-    weighted_attention)
+    Method, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, weighted_attention)
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb import vattention
@@ -616,20 +615,13 @@ def test_the_lengths_are_counted():
     assert method.decode(q, k, v, seed=2, return_stats=True)[1].index_bytes == 600 + 4 * 300
 
 
-def test_json():
-    for method in (VAttention(), VAttention(0.1, 0.2, 0, 0.5, 7, 0.1, guarantee="output", bound="bernstein",
-                                            replacement=True, plugin="plain", share=False)):
-        assert Method.from_json(method.to_json()) == method and hash(method) == hash(Method.from_json(method.to_json()))
-    assert VAttention.random and method_class("VAttention") is VAttention
-
-
 # generation
 
 def test_generation():
     pytest.importorskip("transformers")
     from sparse_nb.hf import sparsify
-    from test_hf import build
-    from test_sparsify import IDS, ids_of, step_by_step
+    from inputs import IDS
+    from models import build, ids_of, step_by_step
     model = build("llama")
     with sparsify(model, decode=VAttention()): assert torch.equal(ids_of(model), ids_of(model))  # 40 keys: exact
     plain = ids_of(model)
@@ -647,7 +639,7 @@ def test_generation():
 
 def test_search_finds_the_least_error_among_those_that_read_little_enough():
     pytest.importorskip("transformers")
-    from test_hf import build
+    from models import build
     from sparse_nb.hf import capture
     model, prompts = build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(i))
                                       for i in range(2)]
@@ -685,7 +677,7 @@ def test_search_finds_the_least_error_among_those_that_read_little_enough():
                            "method must be a VAttention, got TopK"), ])
 def test_search_names_what_is_wrong(call, error, message):
     pytest.importorskip("transformers")
-    from test_hf import build
+    from models import build
     with pytest.raises(error) as found:
         call(build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(0))])
     assert message in str(found.value)
