@@ -1,10 +1,8 @@
 """What an audit costs beside the step that it audits, by the reference on a GPU"""
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from sparse_nb.audit import audit, key_boxes
+from sparse_nb.audit import audit as audited, key_boxes
 from sparse_nb.bench import SHAPES, Case, Protocol, Refused, Shape
 from sparse_nb.core.methods import TopK
 from sparse_nb.core.selection import weighted_attention
@@ -32,26 +30,20 @@ def measure_audits(
         if below > DELTA: raise Refused(f"{below:.1%} of the bounds are below the error")
         return below
     for name, index in INDEXES.items():
-        call = lambda: audit(out, q, k, v, read, samples=SAMPLES, delta=DELTA, seed=1, **index).bound
+        call = lambda: audited(out, q, k, v, read, samples=SAMPLES, delta=DELTA, seed=1, **index).bound
         recorder.measure_row(call, check, plain=plain, what="audit", index=name, n=case.n)
         recorder.measure_row(lambda: key_boxes(k, seen, **index)[1], None, plain=plain, what="index", index=name,
                              n=case.n)
-    call = lambda: audit(out, q, k, v, read, samples=SAMPLES, delta=DELTA, seed=1, bound="clt").bound
+    call = lambda: audited(out, q, k, v, read, samples=SAMPLES, delta=DELTA, seed=1, bound="clt").bound
     recorder.measure_row(call, None, plain=plain, what="audit", index="none: not proven", n=case.n)
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; small heads on a CPU
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time audits and write the record. Raises ValueError without a GPU, but for the quick form."
-    recorder = Recorder("audit", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def audit(recorder):
+    "Time audits."
+    gpu, quick = recorder.gpu, recorder.quick
     for n in LENGTHS if not quick else (8192,) if gpu else (400,):
         case = Case(SHAPES["llama3"] if gpu else Shape(2, 1, 16), n, device=recorder.device)
         measure_dense(recorder, case, kernels=("sdpa_cudnn", "sdpa_flash"))
         measure_audits(recorder, case)
         if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, samples=SAMPLES, delta=DELTA, density=DENSITY)
+    return dict(samples=SAMPLES, delta=DELTA, density=DENSITY)

@@ -1,8 +1,6 @@
 """What a step costs after a cache full of written lines, of lines that were read, and of a layer's weights"""
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -73,15 +71,9 @@ def measure_after(
     recorder.rows[before:] = [dict(left=left) | row for row in recorder.rows[before:]]
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # one length and few runs; on a CPU small heads, and keys chosen in the first state only
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time steps after each kind of work; write the record. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("cache_lines", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def cache_lines(recorder):
+    "Time steps after each kind of work."
+    gpu, quick = recorder.gpu, recorder.quick
     if not gpu:  # a buffer in any case
         recorder.protocol = Protocol(warmup=1, runs=1, buffer_mb=1)
         recorder.buffer = recorder.protocol.buffer(recorder.device)
@@ -89,11 +81,11 @@ def record(
     for n in LENGTHS if not quick else (8192,) if gpu else (200,):
         made = make(Case(shape, n, device=recorder.device), sizes)
         for left in LEFT:
-            say(f"{n} keys, after a buffer that is left as {left}:")
+            recorder.say(f"{n} keys, after a buffer that is left as {left}:")
             measure_after(recorder, made, sizes, left, gpu or left == LEFT[0])
         del made
         if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, l2=LEFT, buffer_mb=recorder.protocol.buffer_mb)
+    return dict(l2=LEFT, buffer_mb=recorder.protocol.buffer_mb)
 
 
 def over_dense(

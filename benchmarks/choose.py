@@ -1,8 +1,6 @@
 """Where the time of a step goes that guesses, chooses a tenth of the keys and reads them, beside the dense kernels of
 the same run"""
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -107,18 +105,12 @@ def measure_method(
                 nbytes=2 * lists * rows.shape[-1] * D * case.k.element_size())
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; small heads on a CPU
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time steps that choose keys and write the record. Raises ValueError without a GPU, but for the quick form."
-    recorder = Recorder("choose", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def choose(recorder):
+    "Time steps that choose keys."
+    gpu, quick = recorder.gpu, recorder.quick
     for n in LENGTHS if not quick else (16384,) if gpu else (200,):
         case = Case(SHAPES["llama3"] if gpu else Shape(2, 1, 32), n, device=recorder.device)
         measure_dense(recorder, case, kernels=("sdpa_cudnn", "sdpa_flash"))
         for method in METHODS: measure_method(recorder, asked(case, method))
         if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, density=DENSITY, hidden=HIDDEN)
+    return dict(density=DENSITY, hidden=HIDDEN)

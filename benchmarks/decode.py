@@ -14,7 +14,8 @@ from sparse_nb.bench import (
     COMPARED, DENSE_ERROR, SHAPES, Case, Protocol, Refused, bandwidth, bytes_needed, cache_bytes, captured, check_dense,
     check_sampled, cold_times, flash_bytes, quartiles, santa_bytes)
 from sparse_nb.plots import SERIES, palette
-from benchmarks.recorder import machine, need_gpu, read_record, record_path, recorded, write_record
+from benchmarks.machine import machine
+from benchmarks.recorder import need_gpu, read_record, record_path, recorded, write_record
 from benchmarks.baselines import DENSE, Contender, build_flashinfer
 from sparse_nb.santa import Santa, santa_decode
 
@@ -268,25 +269,18 @@ def bench_decode(
     return path
 
 
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # two lengths and one batch size; on a CPU one small case
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    """Measure one decode step of every contender and write the record.
+def bench_recorded(recorder):
+    "On a GPU."
+    bench_decode(out=recorder.out, quick=recorder.quick, command=recorder.command, say=recorder.say)
 
-    Raises ValueError without a CUDA device, but for the quick form.
-    """
-    if torch.cuda.is_available() or not quick:
-        command = "python -m benchmarks.run decode" + " --quick" * quick
-        return bench_decode(out=out, quick=quick, command=command, say=say)
+def decode(recorder):
+    "One decode step of every contender; in the quick form two lengths and one batch size, on a CPU one small case."
+    if recorder.gpu: return bench_recorded(recorder)
     known, protocol = contenders(samples=8), Protocol(warmup=1, runs=2, buffer_mb=1)
     case = Case(SHAPES["pocket"], 128, dtype=torch.float32, device="cpu")
     few = "sdpa_flash", "santa_systematic", "santa_int8", "santa_rescored"
-    rows = measure(case, {x: known[x] for x in few}, protocol, say=say)
-    meta = machine("cpu") | dict(protocol=asdict(protocol), command="python -m benchmarks.run decode --quick")
-    return write_record(out, meta, rows)
+    recorder.rows += measure(case, {x: known[x] for x in few}, protocol, say=recorder.say)
+    return machine("cpu") | dict(protocol=asdict(protocol))
 
 
 _LOOK = { # label, colour, dashes, marker

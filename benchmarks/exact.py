@@ -1,6 +1,4 @@
 """The exact kernels with the tiles that ship and with others, beside the dense kernels of the same run"""
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -25,18 +23,12 @@ def measure_tiles(
                          method="exact", n=case.n, tiles=used, shipped=shipped, nbytes=2 * k.nbytes)
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs, one of the other tiles; small heads on a CPU
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time exact attention and write the record. Raises ValueError without a GPU, but for the quick form."
-    recorder = Recorder("exact", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def exact(recorder):
+    "Time exact attention."
+    gpu, quick = recorder.gpu, recorder.quick
     for n in LENGTHS if not quick else (8192,) if gpu else (200,):
         case = Case(SHAPES["llama3"] if gpu else Shape(2, 1, 16), n, device=recorder.device)
         measure_dense(recorder, case, kernels=("sdpa_cudnn", "sdpa_flash"))
         for tiles in (None, *(TRIED[:1] if quick else TRIED)): measure_tiles(recorder, case, tiles)
         if gpu: torch.cuda.empty_cache()
-    return recorder.write(out)
+    return {}

@@ -11,7 +11,8 @@ from sparse_nb.bench import quartiles
 from sparse_nb.core.methods import Method, Streaming
 from sparse_nb.delta import Delta
 from benchmarks.generate import LLAMA, TINY, random_model
-from benchmarks.recorder import machine, need_gpu, write_record
+from benchmarks.machine import machine
+from benchmarks.recorder import need_gpu, write_record
 from sparse_nb.sketch_walk import SketchWalk
 
 
@@ -37,7 +38,7 @@ def reading_ways(
             **{f"Sketch&Walk {x:.0%}": SketchWalk(density=x) for x in densities}, "no attention": Nothing()}
 
 @torch.no_grad()
-def first_token(
+def time_first_token(
     model,                   # a transformers decoder
     input_ids: torch.Tensor, # prompt [1, N]
     way,                     # one of `reading_ways`
@@ -79,26 +80,20 @@ def bench_first_token(
             continue
         ids = torch.randint(1, shape["vocab_size"], (1, n), generator=torch.Generator().manual_seed(0)).to(device)
         warm = ways if not rows else ["no attention"]  # kernels are compiled at the first length; memory is taken anew
-        for name in warm: first_token(model, ids, ways[name])
+        for name in warm: time_first_token(model, ids, ways[name])
         times = {name: [] for name in ways}
         for _ in range(runs):
-            for name, method in ways.items(): times[name].append(first_token(model, ids, method)[0])
+            for name, method in ways.items(): times[name].append(time_first_token(model, ids, method)[0])
         for name, found in times.items():
             rows.append(dict(way=name, n=n, runs=runs) | quartiles(found)._asdict())
             say(f"n={n}, {name}: {rows[-1]['median_us'] / 1e6:.2f} s, {time.perf_counter() - start:.0f} s")
         write_record(out, meta, rows)
     return Path(out)
 
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # a tiny model; on a CPU, too
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Measure a whole model's first token and write the record. Raises ValueError without a GPU, but for the quick form."
-    command = "python -m benchmarks.run first_token" + " --quick" * quick
-    if not quick: return bench_first_token(out, command=command, say=say)
-    small = dict(lengths=((300, 2), (310, 1)), shape=TINY, device="cuda" if torch.cuda.is_available() else "cpu")
-    ways = reading_ways(32, 8, 8)
-    if small["device"] == "cpu": del ways["cuDNN"]
-    return bench_first_token(out, **small, ways=ways, command=command, say=say)
+def first_token(recorder):
+    "A whole model's first token in every way; a tiny model in the quick form."
+    small, about = {}, dict(command=recorder.command, say=recorder.say)
+    if recorder.quick: small = dict(lengths=((300, 2), (310, 1)), shape=TINY, device=recorder.device,
+                                    ways=reading_ways(32, 8, 8))
+    if recorder.quick and not recorder.gpu: del small["ways"]["cuDNN"]
+    bench_first_token(recorder.out, **small, **about)

@@ -1,14 +1,13 @@
 """Ten percent of the keys at random, with shared lists and without, beside the dense kernels of the same run"""
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from sparse_nb.bench import SHAPES, Case, Refused, Shape
 from sparse_nb.core.selection import Selection, weighted_attention
 from sparse_nb.kernels.gather import attend
-from benchmarks.recorder import Recorder, measure_copy, measure_dense, to_host
+from benchmarks.recorder import measure_copy, measure_dense, to_host
 
 
 LENGTHS, DENSITY, HOST = (32768, 131072, 524288, 1048576), 0.1, 131072  # keys, share of them, keys in host memory
@@ -41,15 +40,9 @@ def _measure_lists(recorder, case, index, weight, far):
     if far: recorder.measure_row(lambda: attend(q, *far, index, weight), close, **row, memory="host")
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; small heads on a CPU
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time attention over chosen rows and write the record. Raises ValueError without a GPU, but for the quick form."
-    recorder = Recorder("gather", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def gather(recorder):
+    "Time attention over chosen rows."
+    gpu, quick = recorder.gpu, recorder.quick
     shape, host = SHAPES["llama3"] if gpu else Shape(2, 1, 16), 4096 if quick and gpu else HOST if gpu else 96
     for n in (host,) if quick else LENGTHS:
         case, generator = Case(shape, n, device=recorder.device), torch.Generator(recorder.device).manual_seed(0)
@@ -58,4 +51,4 @@ def record(
         for lists in (shape.G, shape.H): _measure_lists(recorder, case, *_lists(case, lists, generator), far)
         if far: measure_copy(recorder, [case.k, case.v], far, lists="all", memory="host")
         if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, density=DENSITY)
+    return dict(density=DENSITY)

@@ -21,7 +21,8 @@ from sparse_nb.core.methods import Exact, Method, Streaming, TopK
 from sparse_nb.eviction import SnapKV
 from sparse_nb.grid import needs_queries
 from sparse_nb.hash_attention import BITS, HashAttention
-from benchmarks.recorder import machine, need_gpu, read_record, record_path, write_record
+from benchmarks.machine import machine
+from benchmarks.recorder import need_gpu, read_record, record_path, write_record
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
@@ -589,21 +590,15 @@ def quick_methods() -> dict: # name -> method
     "Some of `generate_methods`: one that draws, and one with an index."
     return {name: method for name, method in generate_methods().items() if type(method) in (Santa, Quest)}
 
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # a tiny model; on a CPU, too
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Measure a whole model and write the record. Raises ValueError without a CUDA device, but for the quick form."
-    given = dict(out=out, command="python -m benchmarks.run generate" + " --quick" * quick, say=say)
-    given["limit_s"] = float("inf")
+def generate(recorder):
+    "A whole model with a static cache and with a growing one; a tiny model in the quick form."
+    given = dict(out=recorder.out, command=recorder.command, say=recorder.say, limit_s=float("inf"))
     static, growing = dict(static=True, lengths=((32768, 1), (131072, 1), (524288, 1))), dict(offload=True, append=True)
-    if quick:
-        small = dict(lengths=((200, 1),), tokens=2, shape=TINY, device="cuda" if torch.cuda.is_available() else "cpu")
+    if recorder.quick:
+        small = dict(lengths=((200, 1),), tokens=2, shape=TINY, device=recorder.device)
         static, growing = static | small, growing | small | dict(methods=quick_methods())
     bench_generate(**given, **static)
-    return bench_generate(**given, **growing)
+    bench_generate(**given, **growing)
 
 
 LIMITS = (("SANTA", 32768, 5.9), ("vAttention", 131072, 6.5), ("vAttention", 524288, 8.4)) # ms a token at most

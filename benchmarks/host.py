@@ -1,12 +1,10 @@
 """A copy of all keys by the copy engine, against rows read by a kernel, from one in a thousand to one in three"""
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from sparse_nb.bench import SHAPES, Protocol, Refused, Shape, cold_times, quartiles
 from sparse_nb.kernels.host import rows
-from benchmarks.recorder import Recorder, to_host
+from benchmarks.recorder import to_host
 
 
 KEYS, DENSITIES, RUNS = 131072, (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), 20
@@ -24,15 +22,9 @@ def _measure(recorder, protocol, call, want, **row):
     recorder.rows.append(row | dict(bytes=want.nbytes, **times._asdict(), checked=True))
     recorder.say(f"{row}: {times.median_us:.0f} us, {want.nbytes / times.median_us / 1000:.1f} GB/s")
 
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys; small heads on a CPU
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time copies and rows from host memory and write a record. Raises ValueError without a GPU, but for the quick form."
-    recorder = Recorder("host", quick=quick, say=say)
-    device, keys = recorder.device, 1000 if quick else KEYS
+def host(recorder):
+    "Time copies and rows from host memory."
+    device, quick, keys = recorder.device, recorder.quick, 1000 if recorder.quick else KEYS
     shape, protocol = SHAPES["llama3"] if device == "cuda" else Shape(2, 1, 16), Protocol(3, 2 if quick else RUNS, 0)
     (x,) = to_host(torch.randn(1, shape.G, keys, shape.D, dtype=torch.bfloat16, device=device))
     _measure(recorder, protocol, lambda: x.to(device, non_blocking=True, copy=True), x, what="copy")
@@ -41,4 +33,4 @@ def record(
         for order, index in _orders(keys, round(density * keys), shape.G, device, generator).items():
             want = x.gather(2, index.cpu()[..., None].expand(-1, -1, -1, shape.D))
             _measure(recorder, protocol, lambda: rows(x, index), want, what="rows", density=density, order=order)
-    return recorder.write(out, keys=keys, mode="eager", l2="warm", runs=protocol.runs)
+    return dict(keys=keys, mode="eager", l2="warm", runs=protocol.runs)

@@ -24,7 +24,7 @@ from sparse_nb.kernels.delta import (
 from sparse_nb.patterns import RandomBlocks, VerticalSlash
 from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
 from sparse_nb.plots import METHOD_COLOURS, palette
-from benchmarks.recorder import Recorder, need_gpu, record_path
+from benchmarks.recorder import Recorder, record_path
 
 
 class Setting(NamedTuple):
@@ -574,36 +574,31 @@ def bench_prefill(
     "Measure prompts on this machine's GPU and write the record. Raises ValueError without one, and for bad lengths."
     lengths = sorted(set(lengths))
     check_lengths(lengths)
-    need_gpu("prefill")
-    start, recorder, path = time.perf_counter(), Recorder("prefill", quick=quick, say=say), record_path("prefill", out)
+    start, recorder = time.perf_counter(), Recorder("prefill", record_path("prefill", out), quick=quick, say=say)
     recorder.command = command or recorder.command
     recorder.protocol = Protocol(warmup=2, runs=9, buffer_mb=recorder.protocol.buffer_mb)
     without = compile_all(recorder, lengths, tiles)
     if not find_spec("flash_attn"): without += ["fa4", "fa4_window"]
     if without: say(f"not measured, since not installed or not compiled: {', '.join(without)}")
     prompts = [lambda n=n: Prompt(n, "cuda") for n in lengths]
-    write = lambda: recorder.write(path, **Setting()._asdict())
+    write = lambda: recorder.write(**Setting()._asdict())
     measure_prompts(recorder, prompts, write, tiles=lambda n: list(variants(n)) if tiles else [],
                     until=start + limit_s, without=without)
-    return path
+    return recorder.out
 
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # one short prompt; small heads in Triton's interpreter where there is no GPU
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time prompts and write the record. Raises ValueError without a CUDA device, but for the quick form."
-    if torch.cuda.is_available() or not quick:
-        return bench_prefill(**dict(lengths=(4096,)) if quick else dict(tiles=True), quick=quick, out=out, say=say)
-    recorder, small, tiles = Recorder("prefill", quick=True, say=say), Setting(4, 24, 16, 4, 16), (32, 32, 4, 2, None)
+def prefill(recorder):
+    "Prompts with all that is tried; in the quick form one short prompt."
+    if recorder.gpu:
+        given = dict(lengths=(4096,)) if recorder.quick else dict(tiles=True)
+        bench_prefill(**given, quick=recorder.quick, out=recorder.out, say=recorder.say)
+        return
+    small, tiles = Setting(4, 24, 16, 4, 16), (32, 32, 4, 2, None)
     tried = [("tangent", "window", "near", tiles, None), ("delta", "whole rows", "whole", tiles, 64)]
-    make, write = lambda: Prompt(96, "cpu", Shape(2, 1, 16), small), lambda: recorder.write(out, **small._asdict())
+    make, write = lambda: Prompt(96, "cpu", Shape(2, 1, 16), small), lambda: recorder.write(**small._asdict())
     measure_prompts(recorder, [make], write, tiles=lambda n: tried, listed=(96,), split=(96,),
                     until=time.perf_counter() + 60, without=["fa4", "fa4_window"])
-    return Path(out)
 
 
 _COLOURS = palette("contenders") | palette("corrections")

@@ -1,8 +1,6 @@
 """Where the time of a step goes, beside the dense kernels of the same run; and what the index costs"""
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -214,15 +212,9 @@ def _measure_host(recorder, x, s):
 
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; on a CPU small heads and one part of the launches
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time a step launch by launch, and its index; write the record. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("saap_launches", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def saap_launches(recorder):
+    "Time a step launch by launch, and its index."
+    gpu, quick = recorder.gpu, recorder.quick
     lengths = LENGTHS if not quick else (16384,) if gpu else (200,)
     shapes = (SHAPES["llama3"], ONE_HEAD) if gpu else (Shape(2, 1, 16),)
     clusters, ends, names = (CLUSTERS, (SINKS, WINDOW), LAUNCHES) if gpu else (12, (3, 40), ("select", "merge"))
@@ -241,5 +233,5 @@ def record(
                     _measure_prefill(recorder, case)
                     _measure_host(recorder, x, s)
         if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, density=s.budget, clusters=clusters, sinks=ends[0], window=ends[1],
+    return dict(density=s.budget, clusters=clusters, sinks=ends[0], window=ends[1],
                           inputs="Gaussian keys and centroids")

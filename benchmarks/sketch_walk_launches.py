@@ -1,8 +1,6 @@
 """Where the time of a step goes, for three densities, beside the dense kernels of the same run"""
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -99,15 +97,9 @@ def measure_launches(
         recorder.measure_row(lambda: step().out, check, **row, launch=name, memory="device", nbytes=nbytes[name])
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; on a CPU small heads and one part of the launches
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time a step launch by launch; write the record. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("sketch_walk_launches", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def sketch_walk_launches(recorder):
+    "Time a step launch by launch."
+    gpu, quick = recorder.gpu, recorder.quick
     lengths = LENGTHS if not quick else (16384,) if gpu else (320,)
     shape, names = (SHAPES["llama3"], LAUNCHES) if gpu else (Shape(2, 1, 64), ("select", "merge"))
     for n in lengths:
@@ -121,4 +113,4 @@ def record(
             for block in SMALL: measure_launches(recorder, indexed(case, "fine4", block), 0.1 if gpu else 0.5, names)
         del x
         if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, block=64)
+    return dict(block=64)

@@ -1,8 +1,6 @@
 """How the settings of the kernels were found: each launch of a step, each of a prompt's choice, and attention to the
 lists, with other tiles"""
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -170,15 +168,9 @@ def measure_rules(
 
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # short, and a few settings; on a CPU small heads
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time the kernels of Sketch&Walk with other tiles. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("sketch_walk_tiles", quick=quick, say=say)
-    gpu, some = recorder.device == "cuda", (lambda x: x[:1]) if quick else tuple
+def sketch_walk_tiles(recorder):
+    "Time the kernels of Sketch&Walk with other tiles."
+    gpu, quick, some = recorder.gpu, recorder.quick, (lambda x: x[:1]) if recorder.quick else tuple
     for n in LENGTHS if not quick else (16384,) if gpu else (200,):
         case = Case(SHAPES["llama3"] if gpu else Shape(2, 1, 64), n, device=recorder.device)
         x = indexed(case, "fine4")
@@ -193,22 +185,16 @@ def record(
         measure_rules(recorder, x, some(RULES))
         for more in some(REFINED): measure_rules(recorder, x, RULES[-1:] if quick else RULES[::4], "refined", **more)
     measure_lists(recorder, p, some(LISTS) if gpu else ((32, 16, 4, 2, None),))
-    return recorder.write(out, block=BLOCK, density=DENSITY)
+    return dict(block=BLOCK, density=DENSITY)
 
 
 @torch.no_grad()
-def record_walk(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # short; on a CPU small heads
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time a walk beside the choice and the prompt that it is part of. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("sketch_walk_tiles_walk", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def sketch_walk_tiles_walk(recorder):
+    "Time a walk beside the choice and the prompt that it is part of."
+    gpu, quick = recorder.gpu, recorder.quick
     if gpu: recorder.protocol = Protocol(warmup=2, runs=9, buffer_mb=recorder.protocol.buffer_mb)
     for n in ((8192,) if gpu else (200,)) if quick else (*SHORT, PROMPT):
         p = Prompt(n, recorder.device, *((SHAPES["llama3"], Setting()) if gpu else (Shape(2, 1, 16), Setting(tail=8))))
         for index in WALKED[:1] if quick else WALKED: measure_walk(recorder, p, index)
         measure_rules(recorder, p, RULES[:1])
-    return recorder.write(out, block=BLOCK, density=DENSITY)
+    return dict(block=BLOCK, density=DENSITY)

@@ -1,8 +1,6 @@
 """Where the time of a step goes, beside the dense kernels of the same run, and with the cache in host memory"""
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -103,15 +101,9 @@ def _measure_host(recorder, case, given, chosen):
 
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; on a CPU small heads and one part of the launches
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time a step launch by launch, and write the record. Raises ValueError without a GPU, but for the quick form."
-    recorder = Recorder("vattention_launches", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def vattention_launches(recorder):
+    "Time a step launch by launch,."
+    gpu, quick = recorder.gpu, recorder.quick
     lengths = LENGTHS if not quick else (16384,) if gpu else (128,)
     shape, ends, names = (SHAPES["llama3"], 128, LAUNCHES) if gpu else (Shape(1, 1, 16), 8, ("keep",))
     density, host, tries = (DENSITY, HOST, 3) if gpu else (0.6, (0.6,), 1)
@@ -124,4 +116,4 @@ def record(
         measure_launches(recorder, case, names, given, *chosen[density])
         if n == lengths[0]: _measure_host(recorder, case, given, [chosen[x] for x in host])
         if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, density=DENSITY, inputs="Gaussian, random signatures", eps=EPS, delta=0.1)
+    return dict(density=DENSITY, inputs="Gaussian, random signatures", eps=EPS, delta=0.1)

@@ -1,7 +1,6 @@
 """Every correction of a sparse prefill on the pocket model and on the witness: what prose costs, and which questions
 are still answered"""
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -10,7 +9,7 @@ from sparse_nb.delta import Delta, delta_prefill
 from sparse_nb.grid import Grid, load_named
 from sparse_nb.models.capturing import capture
 from sparse_nb.patterns import FlexPrefill, HiP, VerticalSlash
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import ask
 from sparse_nb.text import speeches, windows
 
 
@@ -93,18 +92,12 @@ def keys_read(
     return rows
 
 
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # one short text, one short task, the pocket model
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask both models everything. Raises as `finish`."
-    wanted = quick_grids() if quick else grids()
-    files = [finish(grid, out, name, say) for name, grid in wanted.items()]
-    work = []
+def delta(recorder):
+    "Ask both models everything, and count the keys. Raises as `ask`."
+    wanted = quick_grids() if recorder.quick else grids()
+    about = ask(recorder, wanted)
     for grid in (x for x in wanted.values() if x.texts):
         methods = {name: x for name, x in grid.prefill.items() if name not in ("exact", "streaming")}
-        work += keys_read(grid.model, grid.lengths[0], methods)
-        say(f"{grid.model}, {grid.lengths[0]} tokens: keys counted")
-    return write_condensed(Path(out), files, condensed(files) + work)
+        recorder.rows += keys_read(grid.model, grid.lengths[0], methods)
+        recorder.say(f"{grid.model}, {grid.lengths[0]} tokens: keys counted")
+    return about

@@ -1,12 +1,10 @@
 """H2O and SnapKV beside streaming, Quest and top-k, at equal rows and at equal bytes: the pocket model's answers,
 with the question known and not known"""
-from pathlib import Path
-
 from sparse_nb.baselines import Quest
 from sparse_nb.core.methods import Streaming, TopK
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import Grid
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import ask
 
 
 SHARE = 0.2  # of the keys, or of the bytes of all keys and values
@@ -41,13 +39,6 @@ def grid_of(
     tasks, prompts = (TASKS[:1], 3) if quick else (TASKS, PROMPTS)
     return Grid("pocket", list(tasks), [LENGTH], methods, prompts=prompts, setup=setup, batch=10 * LENGTH)
 
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # one task, three prompts, two methods
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask the pocket model everything. Raises as `grid.run`; RuntimeError for jobs that failed."
-    files = [finish(grid_of(setup, quick), out, setup, say) for setup in SETUPS]
-    command = "python -m experiments.run eviction" + " --quick" * quick
-    return write_condensed(Path(out), files, condensed(files), command=command, share=SHARE)
+def eviction(recorder):
+    "Ask the pocket model everything. Raises as `ask`."
+    return ask(recorder, {setup: grid_of(setup, recorder.quick) for setup in SETUPS}) | dict(share=SHARE)

@@ -1,7 +1,6 @@
 """Partitions of other texts and of the prompt, ranks, tails and routers on the pocket model and on the witness: which
 questions are still answered, at equal rows"""
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -9,7 +8,7 @@ from sparse_nb.baselines import Quest
 from sparse_nb.core.methods import Streaming, TopK
 from sparse_nb.grid import Grid
 from sparse_nb.hash_attention import HashAttention
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import ask
 from sparse_nb.saap_partition import KINDS, make_partition, partition_path
 from sparse_nb.saap import Partition, Saap
 from sparse_nb.tasks import TASKS
@@ -137,22 +136,9 @@ def partitions_of(
     used = {getattr(x, "partition", None) for x in grid.decode.values()}
     return {(grid.model, kind) for kind in KINDS if partition_path(grid.model, kind) in used}
 
-def make(
-    out: Path,  # the record's file; the grids' files stand beside it
-    name: str,  # of `grids`
-    grid: Grid,
-    say=print,  # hears of it
-) -> Path: # of the grid's results
-    "Do one grid of the record. Raises as `finish`."
-    for wanted in sorted(partitions_of(grid)): make_partition(*wanted, progress=say)
-    return finish(grid, out, name, say)
-
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # one short task, the pocket model
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask both models everything. Raises as `make`."
-    files = [make(out, name, grid, say) for name, grid in (quick_grids() if quick else grids()).items()]
-    return write_condensed(Path(out), files, condensed(files))
+def saap(recorder):
+    "Ask both models everything, with partitions that are made where they are missing. Raises as `ask`."
+    wanted = quick_grids() if recorder.quick else grids()
+    for needed in sorted(set().union(*map(partitions_of, wanted.values()))):
+        make_partition(*needed, progress=recorder.say)
+    return ask(recorder, wanted)

@@ -6,7 +6,6 @@ import torch
 from sparse_nb.core.methods import Exact, TopK
 from sparse_nb.core.streams import fold_in
 from experiments.answers import SANTA_TASKS, GrowingRecord, PocketModel
-from benchmarks.recorder import need_gpu
 from sparse_nb.santa import (
     Santa, bernoulli_decode, bernoulli_scores, select_santa, unique_keys, variance_trace, variance_trace_replicates)
 
@@ -155,18 +154,9 @@ def _questions(size, layers):
     few = size.budgets[1:4:2] or size.budgets
     for label in ("multikey", "flat_words"): yield "accuracy", label, size.lengths[0], santa_methods(few), "B"
 
-def record(
-    out,                  # JSON file to write; one that is there and not complete is gone on with
-    *,
-    quick: bool = False,  # one short prompt of each task, also without a GPU
-    say=print,            # hears of each step
-): # the file
-    """Measure what `SANTA, measured` says of the pocket model's answers and attention, and write it.
-
-    Raises ValueError without a GPU, unless `quick`, and for a file that was begun in another way.
-    """
-    if not quick: need_gpu("santa_pocket")
-    size, pocket, steps = QUICK if quick else FULL, PocketModel(), {}
+def santa_pocket(recorder):
+    "Measure what `SANTA, measured` says of the pocket model's answers and attention, step by step."
+    size, pocket, steps = QUICK if recorder.quick else FULL, PocketModel(), {}
     for length in size.lengths:
         steps[f"values and features {length}"] = lambda length=length: _captured_rows(pocket, length, size.captures)
     for part, label, length, methods, setup in _questions(size, len(pocket.layers)):
@@ -175,5 +165,4 @@ def record(
         steps[f"{part} {label} {length} {setup}"] = answered
     settings = {name: x for name, x in asdict(size).items() if name != "tokens"}
     tasks = {label: dict(task=task, **own) for label, (task, own) in SANTA_TASKS.items()}
-    command = f"python -m experiments.run santa_pocket{' --quick' if quick else ''}"
-    return GrowingRecord(out, say, **settings, tasks=tasks, command=command).make(steps)
+    GrowingRecord(recorder.out, recorder.say, **settings, tasks=tasks, command=recorder.command).make(steps)

@@ -2,7 +2,6 @@
 which questions are still answered"""
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,7 @@ from sparse_nb.hf import attention_override, prefill
 from sparse_nb.models.cache import fork_cache
 from sparse_nb.models.capturing import capture
 from sparse_nb.patterns import FlexPrefill, VerticalSlash, XAttention, pairs_read
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import ask
 from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.tasks import TASKS, make as make_task, prompt_tokens
@@ -239,20 +238,15 @@ def pairs_of(
     return rows
 
 
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # two short tasks, the pocket model
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask both models everything. Raises as `finish`."
-    wanted = quick_grids() if quick else grids()
-    files, counted = [finish(grid, out, name, say) for name, grid in wanted.items()], []
-    for name, grid in (list(wanted.items())[-1:] if quick else loss_grids().items()):
-        counted += losses(grid)
-        say(f"{name}: losses")
+def sketch_walk(recorder):
+    "Ask both models everything; losses of given answers, and shares of pairs. Raises as `ask`."
+    wanted = quick_grids() if recorder.quick else grids()
+    about = ask(recorder, wanted)
+    for name, grid in (list(wanted.items())[-1:] if recorder.quick else loss_grids().items()):
+        recorder.rows += losses(grid)
+        recorder.say(f"{name}: losses")
     reading = {(grid.model, grid.lengths[0]): grid for grid in wanted.values() if len(grid.prefill) > 1}
     for (model, length), grid in reading.items():
-        counted += pairs_of(grid)
-        say(f"{model}, {length} tokens: pairs counted")
-    return write_condensed(Path(out), files, condensed(files) + counted)
+        recorder.rows += pairs_of(grid)
+        recorder.say(f"{model}, {length} tokens: pairs counted")
+    return about

@@ -11,7 +11,7 @@ from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import Grid, frame_of, load_named, needs_queries, read_results
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.models.capturing import capture
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import answered, condensed, finish
 from sparse_nb.santa import Santa
 from sparse_nb.tasks import TASKS
 from sparse_nb.text import speeches
@@ -98,10 +98,8 @@ def equal_grid(
     return replace(grid, decode=methods)
 
 
-def rows_of_two(
-    files: list, # of `ask` and `look`
-) -> list:       # of dicts
-    "`condensed`, with the parts pocket, witness, and, of what `look` asked, plain and chat."
+def rows_of_two(files: list) -> list:
+    "`condensed`, with the parts pocket, witness, and, of what `look_grid` asked, plain and chat."
     rows = []
     for file in files:
         about, of_equal, looks = read_results(file)[0], ".equal." in Path(file).name, ".look." in Path(file).name
@@ -110,45 +108,14 @@ def rows_of_two(
         rows += own
     return rows
 
-def write_two(
-    out: Path,   # JSON file to write
-    files: list, # of `ask` and `look`
-    **more,      # of meta
-) -> Path: # the file
-    "The record of what the files hold. Raises as `write_condensed`."
-    return write_condensed(out, files, rows_of_two(files), **more)
-
-
-def ask(
-    out: Path,   # the record's file; the grids' files stand beside it
-    model: str,  # as of `grid_of`, as are task and length
-    task: str,
-    length: int,
-    quick: bool = False, # the same in small?
-    say=print,           # hears of each grid
-) -> list: # of files
-    "Do one cell of the record. Raises as `grid.run`; RuntimeError for jobs that failed."
-    grid, name = grid_of(model, task, length, quick), f"{model}.{task.replace(':', '.')}.{length}"
-    file = finish(grid, out, name, say)
-    return [file] if task == "text" else [file, finish(equal_grid(grid, file), out, f"equal.{name}", say)]
-
-def look(
-    out: Path,   # as of `ask`
-    length: int, # tokens
-    chat: bool,  # through the chat template?
-    say=print,   # hears of it
-) -> list: # of one file
-    "Do what `look_grid` asks. Raises as `ask`."
-    return [finish(look_grid(length, chat), out, f"look.{'chat' if chat else 'plain'}.{length}", say)]
-
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # one task, a short prompt, the pocket model
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask both models everything. Raises as `ask`."
-    wanted = [("pocket", "needle", 700)] if quick else cells()
-    files = [] if quick else [file for n in LENGTHS for chat in (True, False) for file in look(out, n, chat, say)]
-    for what in wanted: files += ask(out, *what, quick=quick, say=say)
-    return write_two(Path(out), files)
+def two_models(recorder):
+    "Ask both models everything; in the quick form one task, a short prompt, the pocket model. Raises as `finish`."
+    out, quick, say = recorder.out, recorder.quick, recorder.say
+    files = [] if quick else [
+        finish(look_grid(length, chat), out, f"look.{'chat' if chat else 'plain'}.{length}", say)
+        for length in LENGTHS for chat in (True, False)]
+    for model, task, length in [("pocket", "needle", 700)] if quick else cells():
+        grid, name = grid_of(model, task, length, quick), f"{model}.{task.replace(':', '.')}.{length}"
+        files.append(finish(grid, out, name, say))
+        if task != "text": files.append(finish(equal_grid(grid, files[-1]), out, f"equal.{name}", say))
+    return answered(recorder, files, rows_of_two(files))

@@ -13,7 +13,6 @@ from sparse_nb.core.methods import Exact, Method, Streaming, TopK, TopP, Uniform
 from sparse_nb.core.selection import Selection
 from sparse_nb.evaluate import forced_decode
 from experiments.answers import GrowingRecord, PocketModel
-from benchmarks.recorder import need_gpu
 from sparse_nb.corpus import HELD_OUT, texts
 from sparse_nb.vattention import VAttention
 
@@ -224,24 +223,14 @@ def generation_rows(pocket, size):
     return rows, methods
 
 
-def record(
-    out,                  # JSON file to write; one that is there and not complete is gone on with
-    *,
-    quick: bool = False,  # one short prompt of a few tasks, also without a GPU
-    say=print,            # hears of each step
-): # the file
-    """Measure what the vAttention chapter says of the pocket model at full length, and write it.
-
-    Raises ValueError without a GPU, unless `quick`, and for a file that was begun in another way.
-    """
-    if not quick: need_gpu("vattention_pocket")
-    size, pocket = QUICK if quick else FULL, PocketModel()
+def vattention_pocket(recorder):
+    "Measure what the vAttention chapter says of the pocket model at full length, step by step."
+    size, pocket = QUICK if recorder.quick else FULL, PocketModel()
     asked, methods = answer_steps(pocket, size)
     settings = {name: x for name, x in asdict(size).items() if name != "tokens"}
-    command = f"python -m experiments.run vattention_pocket{' --quick' if quick else ''}"
     told = lambda given: {name: method_settings(name, m, pocket.layers) for name, m in given.items()}
     settings["methods"] = {part: told(given) for part, given in methods.items()}
-    growing = GrowingRecord(out, say, **settings, command=command)
+    growing = GrowingRecord(recorder.out, recorder.say, **settings, command=recorder.command)
 
     def generation():
         rows, used = generation_rows(pocket, size)
@@ -249,4 +238,4 @@ def record(
         return rows
 
     steps = promise_steps(pocket, size) | asked["accuracy"] | asked["setups"]
-    return growing.make(steps | {f"generation {size.length}": generation} | asked["pareto"])
+    growing.make(steps | {f"generation {size.length}": generation} | asked["pareto"])

@@ -23,7 +23,8 @@ from sparse_nb.eviction import SnapKV
 from sparse_nb.hash_attention import HashAttention
 from benchmarks import decode, first_token, generate, recorder
 from benchmarks.decode import add_ratios, bench_decode, contenders, measure, read
-from benchmarks.recorder import RECORDS, Recorder, read_record, recorded, run_record, write_record
+from benchmarks.recorder import Recorder, read_record, recorded, run_record, write_record
+from benchmarks.registry import REGISTRY
 from benchmarks.baselines import DENSE, Contender
 from sparse_nb.santa import SCHEMES, Santa, santa_decode, variance_trace
 
@@ -369,28 +370,28 @@ def test_steps_are_timed_after_each_kind_of_work(tmp_path):
 # The table of records, and single kernels.
 
 def test_every_measurement_has_its_function():
-    for name, record in RECORDS.items():
-        assert list(inspect.signature(record.load()).parameters) == ["out", "quick", "say"], name
+    for name, record in REGISTRY.items():
+        assert list(inspect.signature(record.load()).parameters) == ["recorder"], name
 
 
 def test_every_result_belongs_to_a_record():
-    names = [x.file for x in RECORDS.values()]
+    names = [x.file for x in REGISTRY.values()]
     known = {name.format(gpu=gpu) for name in names for gpu in ("nvidia_h200", "nvidia_h100_80gb_hbm3")}
-    by_processor = {x.file.format(gpu="cpu") for x in RECORDS.values() if not x.gpu}
+    by_processor = {x.file.format(gpu="cpu") for x in REGISTRY.values() if not x.gpu}
     days = {f"{gpu}_a_day.json" for gpu in ("nvidia_h200", "nvidia_h100_80gb_hbm3")}  # of `make gpu-day`
     assert {p.name for p in recorder.results().iterdir()} <= known | by_processor | days
-    assert len({*names}) == len(RECORDS)
+    assert len({*names}) == len(REGISTRY)
 
 
 def test_records_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="name must be one of decode, .*, got 'speed'"): run_record("speed")
-    for name in (name for name, record in RECORDS.items() if record.gpu):
+    for name in (name for name, record in REGISTRY.items() if record.gpu):
         with pytest.raises(ValueError, match=f"{name}: there is no CUDA device here"):
             run_record(name, tmp_path / "new")
     for name in "santa_steps", "vattention_launches", "gather", "host", "decode", "generate":
         with pytest.raises(ValueError, match=f"{name}: there is no CUDA device here"):
-            RECORDS[name].load()(tmp_path / "x.json")
+            Recorder(name, tmp_path / "x.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -398,7 +399,7 @@ def test_a_quick_form_does_not_stand_among_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # what the quick form would turn on for the rest of this process
     made = []
-    monkeypatch.setattr(generate, "record", lambda out, *, quick, say: made.append((out, quick)))
+    monkeypatch.setattr(generate, "generate", lambda recorder: made.append((recorder.out, recorder.quick)))
     path = run_record("generate", quick=True)
     assert made == [(path, True)] and path.name == "cpu_generate.json" and ROOT not in path.parents
     assert (run_record("generate", tmp_path, quick=True) == tmp_path / "cpu_generate.json" and run_record("generate",
@@ -408,9 +409,10 @@ def test_a_quick_form_does_not_stand_among_the_results(tmp_path, monkeypatch):
 def test_the_first_token_is_timed_in_every_way(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="first_token: there is no CUDA device"): first_token.record(tmp_path / "x")
+    with pytest.raises(ValueError, match="first_token: there is no CUDA device"):
+        run_record("first_token", tmp_path / "x")
     said = []
-    meta, rows = read_record(first_token.record(tmp_path / "x.json", quick=True, say=said.append)).values()
+    meta, rows = read_record(run_record("first_token", tmp_path / "x.json", quick=True, say=said.append)).values()
     ways = [way for way in first_token.reading_ways() if way != "cuDNN"]
     assert [(row["n"], row["way"]) for row in rows] == [(n, way) for n in (300, 310) for way in ways]
     assert len(said) == 1 + len(rows) and meta["command"] == "python -m benchmarks.run first_token --quick"
@@ -511,7 +513,7 @@ def test_bad_lengths_of_prompts(prefill, lengths, why):
 def test_prompts_need_a_gpu(prefill, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="prefill: there is no CUDA device"): prefill.bench_prefill(out=tmp_path)
-    with pytest.raises(ValueError, match="prefill: there is no CUDA device"): prefill.record(tmp_path / "x.json")
+    with pytest.raises(ValueError, match="prefill: there is no CUDA device"): run_record("prefill", tmp_path / "x.json")
     assert not list(tmp_path.iterdir())
 
 
