@@ -15,10 +15,7 @@ SAMPLES, DELTA, DENSITY = 256, 0.05, 0.1
 INDEXES = {"codes of 4 bits": dict(bits=4, page=64), "boxes of 16 keys": dict(bits=0, page=16)}
 EAGER = Protocol(warmup=2, runs=9)
 
-def measure_audits(
-    recorder: Recorder,
-    case: Case,
-):
+def measure_audits(recorder: Recorder, case: Case):
     "Rows of audits with each index, of a uniform sample, and of making an index."
     q, k, v = case.q, case.k, case.v
     read = TopK(DENSITY).select(q, k)

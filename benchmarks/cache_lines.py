@@ -37,10 +37,7 @@ class Made(NamedTuple):
     walk: sketch_walk_launches.Indexed
     saap: saap_launches.Parted
 
-def make(
-    case: Case,
-    sizes: Sizes = Sizes(),
-) -> Made:
+def make(case: Case, sizes: Sizes = Sizes()) -> Made:
     "Make indices, settings and references."
     ours = {name: contenders(sizes.samples)[name] for name in ("santa_systematic", "santa_int8")}
     given = vattention_launches.signatures(case, torch.Generator(case.device).manual_seed(0))
@@ -50,13 +47,7 @@ def make(
                 saap_launches.parted(case, sizes.clusters, 1, sizes.window))
 
 
-def measure_after(
-    recorder: Recorder,
-    made: Made,
-    sizes: Sizes,
-    left: str,             # how the buffer is used before each run: one of `LEFT`
-    choosers: bool = True, # also vAttention, Sketch&Walk and SAAP, which choose keys?
-):
+def measure_after(recorder: Recorder, made: Made, sizes: Sizes, left: str, choosers: bool = True):
     "Time whole steps of every method after such work; the rows are the recorder's."
     recorder.protocol, before, case = replace(recorder.protocol, left=left), len(recorder.rows), made.case
     measure_dense(recorder, case)
@@ -88,9 +79,7 @@ def cache_lines(recorder):
     return dict(l2=LEFT, buffer_mb=recorder.protocol.buffer_mb)
 
 
-def over_dense(
-    rows: list, # of the record
-) -> list:      # a dict for each length, state and method: n, left, method, density, median_us, and times as fast
+def over_dense(rows: list) -> list:
     "Times of the methods, and of the fastest dense kernel in the same state, which is the row \"dense\"."
     found = []
     for n, left in dict.fromkeys((row["n"], row["left"]) for row in rows):

@@ -30,20 +30,14 @@ class Asked(NamedTuple):
     given: tuple
     place: Place
 
-def drawn_networks(
-    case: Case,
-    hidden: int = HIDDEN, # numbers between the layers
-) -> dict:                # the parts of `hash_maps`
+def drawn_networks(case: Case, hidden: int = HIDDEN) -> dict:
     "Gaussian networks for the keys and for the queries."
     (H, G, D), generator = case.shape, torch.Generator(case.device).manual_seed(1)
     draw = lambda *size: torch.randn(*size, device=case.device, generator=generator) * size[-2]**-0.5
     sizes = lambda heads: ((heads, D, hidden), (heads, hidden), (heads, hidden, BITS), (heads, BITS))
     return {part: draw(*size) for part, size in zip(PARTS, sizes(G) + sizes(H))}
 
-def asked(
-    case: Case,
-    method: Predictor, # one of `METHODS`
-) -> Asked:
+def asked(case: Case, method: Predictor) -> Asked:
     "The index of its keys."
     state, place, number = method.new_state(), Place(case.n), case.shape.D**-0.5
     if isinstance(method, HashAttention): state.held = drawn_networks(case)
@@ -84,10 +78,7 @@ def list_error(
     return error
 
 
-def measure_method(
-    recorder: Recorder,
-    x: Asked,
-):
+def measure_method(recorder: Recorder, x: Asked):
     "Rows of the step up to each launch, and of the attention to its list and to that of each group's first head."
     case, (H, G, D), held = x.case, x.case.shape, {}
     _, index, weight = step(x)

@@ -11,11 +11,7 @@ from benchmarks.recorder import Recorder, measure_dense
 LENGTHS = 2048, 8192, 32768, 131072, 524288, 1048576
 TRIED = Tiles(64, 4, 4, 2, 8), Tiles(64, 4, 3, 3, 8, 168), Tiles(64, 4, 3, 2, 0)  # beside those that ship
 
-def measure_tiles(
-    recorder: Recorder,
-    case: Case,
-    tiles: Tiles | None = None, # None: those that ship
-):
+def measure_tiles(recorder: Recorder, case: Case, tiles: Tiles | None = None):
     "A row: the kernels with these tiles."
     q, k, v, shipped = case.q, case.k, case.v, tiles is None
     used = tile_settings(case.shape.D, q.element_size(), by_engine(q, k, v)) if shipped else tiles

@@ -24,12 +24,7 @@ class Parted(NamedTuple):
     ids: torch.Tensor       # cluster of each key [1, G, N]
     index: Index
 
-def parted(
-    case: Case,
-    clusters: int, # C
-    sinks: int,    # keys before the lists
-    window: int,   # keys behind them
-) -> Parted:
+def parted(case: Case, clusters: int, sinks: int, window: int) -> Parted:
     "Clusters of the keys of a case, and the index of those that are far."
     device, (_, G, D) = case.device, case.shape
     generator = torch.Generator(device).manual_seed(1)
@@ -111,21 +106,12 @@ def worst_error(
     return worst
 
 
-def read_bytes(
-    x: Parted,
-    read: int, # rows that a group reads
-) -> dict:     # of each launch
+def read_bytes(x: Parted, read: int) -> dict:
     "What each launch has to read: means, rows of keys and values with their numbers, and means of values."
     (_, G, D), C = x.case.shape, x.index.clusters
     return dict(route=2 * G * C * D, select=12 * G * C, read=G * (4 * D * read + 4 * read + 2 * C * D), merge=0)
 
-def measure_launches(
-    recorder: Recorder,
-    x: Parted,
-    s: Settings,
-    names: tuple = LAUNCHES,
-    **row,                   # what the rows say beside method, n, density and bytes
-):
+def measure_launches(recorder: Recorder, x: Parted, s: Settings, names: tuple = LAUNCHES, **row):
     "Time the steps up to each of these launches; returns nothing, the rows are the recorder's."
     case, index = x.case, x.index
     found = launch(case.q, case.k, case.v, index, s)
@@ -138,12 +124,7 @@ def measure_launches(
         recorder.measure_row(lambda: step()[0], check, **row, launch=name, memory="device", nbytes=nbytes[name])
 
 
-def measure_network(
-    recorder: Recorder,
-    x: Parted,
-    s: Settings,
-    layers: tuple, # of `layers_of`
-):
+def measure_network(recorder: Recorder, x: Parted, s: Settings, layers: tuple):
     "Time the networks alone, and a whole step that they route; returns nothing, the rows are the recorder's."
     case, index, want = x.case, x.index, guess_in_float64(x.case.q, layers)
     def step(): return launch(case.q, case.k, case.v, index, s, guess=network(case.q, *layers))

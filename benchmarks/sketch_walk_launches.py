@@ -22,11 +22,7 @@ class Indexed(NamedTuple):
     rows: torch.Tensor # as the chapter keeps them [1, G, M, C, W + 2]
     index: Index       # as the kernels read them
 
-def indexed(
-    case: Case,
-    kind: str,       # of index
-    block: int = 64, # keys of a block
-) -> Indexed:
+def indexed(case: Case, kind: str, block: int = 64) -> Indexed:
     "The index of the keys of a case, whose first block begins at key 0."
     summary, device, rows = Summary(kind, block), case.device, []
     for keys in case.k.split(AT_ONCE * block, 2):
@@ -68,22 +64,13 @@ def worst_error(
     return worst
 
 
-def read_bytes(
-    x: Indexed,
-    read: float, # keys that a group reads, mean over groups
-) -> dict:     # of each launch
+def read_bytes(x: Indexed, read: float) -> dict:
     "What each launch has to read: packed rows with their words, the guesses of all heads, keys and values."
     (H, G, D), parts = x.case.shape, (x.index.rows, x.index.facts, x.index.radius)
     return dict(score=sum(y.nbytes for y in parts if y is not None), select=4 * H * x.rows.shape[2],
                 read=round(G * 4 * D * read), merge=0)
 
-def measure_launches(
-    recorder: Recorder,
-    x: Indexed,
-    density: float,
-    names: tuple = LAUNCHES,
-    heads: str = "group", # who shares a list; or nobody ("each")
-):
+def measure_launches(recorder: Recorder, x: Indexed, density: float, names: tuple = LAUNCHES, heads: str = "group"):
     "Time the steps up to each of these launches; returns nothing, the rows are the recorder's."
     case, s = x.case, Settings(x.summary.block, density, x.summary.index, heads)
     found = launch(case.q, case.k, case.v, x.index, s)

@@ -41,12 +41,7 @@ WALKED = "mean", "fine4"  # indexes that a walk is timed on
 ALONE = Protocol(warmup=1, runs=5)  # of calls in which PyTorch's launches are few beside their work
 
 
-def measure_step(
-    recorder: Recorder,
-    x: Indexed,
-    name: str,   # of the launch
-    value,       # its tiles
-):
+def measure_step(recorder: Recorder, x: Indexed, name: str, value):
     "A row: the step with these tiles of one launch."
     tiles, s = steps.Tiles()._replace(**{name: value}), steps.Settings(x.summary.block, DENSITY)
     call = lambda: steps.launch(x.case.q, x.case.k, x.case.v, x.index, s, tiles=tiles)
@@ -95,12 +90,7 @@ class Choice:
                 "choose": lambda: self.choose(tiles)[1].float(), "exact": lambda: self.exact(tiles),
                 "refine": lambda: self.refine(tiles)[1].float()}
 
-def measure_choice(
-    recorder: Recorder,
-    p: Prompt,
-    index: str,
-    tried: dict, # setting -> tiles
-):
+def measure_choice(recorder: Recorder, p: Prompt, index: str, tried: dict):
     "Rows of the launches of a choice, with the shipped tiles and with those that are tried."
     c, usual = Choice(p, index), choice.Tiles()
     row = dict(what="choice", n=p.n, index=index)
@@ -112,11 +102,7 @@ def measure_choice(
                     recorder.measure_row(call, None, **row, launch=name, tiles=value, shipped=False)
 
 
-def measure_walk(
-    recorder: Recorder,
-    p: Prompt,
-    index: str,         # as of `SketchWalk`
-):
+def measure_walk(recorder: Recorder, p: Prompt, index: str):
     "Rows of a choice and of one that walks on from a layer below, both from the kernels' shares; and of a step's walk."
     s, step, row = SketchWalk(BLOCK, DENSITY, index, walk="softmax"), {}, dict(what="walk", n=p.n, index=index)
     ask = lambda s, step: pattern_of(s, p.q, p.k, None, None, "triton", step=step).count.float()
@@ -136,11 +122,7 @@ def measure_walk(
         recorder.measure_row(call, None, plain=ALONE, **row, launch=name)
 
 
-def measure_lists(
-    recorder: Recorder,
-    p: Prompt,
-    tried: tuple,
-):
+def measure_lists(recorder: Recorder, p: Prompt, tried: tuple):
     "Rows of the attention to the lists of one choice."
     check, lists = Truth(p).check("sketch_walk_10"), chosen(p, "sketch_walk_10")
     for tiles in tried:
@@ -148,13 +130,7 @@ def measure_lists(
         recorder.measure_row(call, check, what="lists", n=p.n, tiles=tiles, kept=True, ahead=1,
                              shipped=tiles == tile_settings(128, 2, True, True))
 
-def measure_rules(
-    recorder: Recorder,
-    p: Prompt,
-    rules: tuple,
-    what: str = "rule",
-    **more,             # settings of the choice
-):
+def measure_rules(recorder: Recorder, p: Prompt, rules: tuple, what: str = "rule", **more):
     "Rows of whole prompts read by each rule, the choice inside the time, and of the choice alone."
     sizes, truth = dict(query_block=BLOCK, key_block=BLOCK), Truth(p)
     for index, heads, pool in rules:

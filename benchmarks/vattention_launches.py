@@ -14,23 +14,14 @@ LENGTHS, DENSITY, HOST = (131072, 524288, 1048576), 0.1, (0.05, 0.1, 0.2, 0.4)  
 LAUNCHES = "code", "guess", "count", "keep", "look", "sample", "merge"
 EPS, SEED = 0.1, 7
 
-def signatures(
-    case: Case,
-    generator: torch.Generator,
-) -> dict: # codes, maps and seed, as `launch` takes them
+def signatures(case: Case, generator: torch.Generator) -> dict:
     "Random signatures of the keys, and random networks of the queries."
     (H, G, D), M, device = case.shape, 64, case.device
     normal = lambda *shape: (torch.randn(*shape, device=device, generator=generator) / 10).half()
     codes = torch.randint(-2**31, 2**31, (1, G, case.n, 1), device=device, generator=generator).int()
     return dict(codes=codes, maps=(normal(H, D, M), normal(H, M), normal(H, M, 32), normal(H, 32)), seed=SEED)
 
-def settings_for(
-    case: Case,
-    density: float, # share of the keys to read
-    ends: int,      # sinks, and keys of the window
-    given: dict,    # of `signatures`
-    tries: int = 3, # launches
-) -> tuple:         # (settings, what they find, what the row says)
+def settings_for(case: Case, density: float, ends: int, given: dict, tries: int = 3) -> tuple:
     "Settings that read this share of the keys, as far as what they must draw leaves room."
     topk, base, n = density / 2, density / 4, case.n
     for _ in range(tries):
@@ -72,15 +63,7 @@ def _read_bytes(case, given, row):
     return dict(code=sum(x.nbytes for x in given["maps"]), guess=4 * GUESS * G, count=4 * n * G, keep=n * G,
                 look=rows(row["kept"] + row["base"]), sample=rows(row["extra"]), merge=0)
 
-def measure_launches(
-    recorder: Recorder,
-    case: Case,
-    names: tuple,  # of `LAUNCHES`
-    given: dict,   # of `signatures`
-    s: Settings,   # with what follows: of `settings_for`
-    found: Found,
-    row: dict,
-):
+def measure_launches(recorder: Recorder, case: Case, names: tuple, given: dict, s: Settings, found: Found, row: dict):
     "Time the steps up to each of these launches."
     nbytes = _read_bytes(case, given, row)
     for name in names:

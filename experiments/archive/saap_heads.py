@@ -19,7 +19,7 @@ from sparse_nb.grid import task_of
 from sparse_nb.models.capturing import capture
 from benchmarks.machine import machine
 from benchmarks.recorder import read_record
-from experiments.saap import PAGE, Pages
+from experiments.configs.saap import PAGE, Pages
 from sparse_nb.saap_partition import KINDS, lesson_texts, make_partition
 from sparse_nb.saap import (
     Partition, Saap, keys_to_read, nearest_cluster, newest_of_each, partition_parts, router_scores, save_partition,

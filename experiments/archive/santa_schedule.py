@@ -21,7 +21,7 @@ from sparse_nb.models.cache import fork_cache
 from experiments.answers import stacked
 from benchmarks.machine import machine
 from benchmarks.recorder import read_record, write_record
-from experiments.sketch_walk import sized_alike
+from experiments.configs.sketch_walk import sized_alike
 from sparse_nb.santa import Santa, largest_remainder, variance_trace
 
 

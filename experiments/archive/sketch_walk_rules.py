@@ -15,7 +15,7 @@ from sparse_nb.grid import Grid, Worker
 from sparse_nb.hf import attention_override, prefill
 from sparse_nb.models.cache import fork_cache
 from benchmarks.machine import machine
-from experiments.sketch_walk import HARD, sized_alike
+from experiments.configs.sketch_walk import HARD, sized_alike
 from sparse_nb.sketch_walk import (
     SketchWalk, block_scores, heaviest_blocks, in_blocks, prompt_blocks, signed_hadamard)
 

@@ -22,9 +22,7 @@ from sparse_nb.tasks import TASKS, make as make_task, prompt_tokens
 
 PIECED = ("fine4", 32), ("fine4", 16), ("fine4", 8), ("fine4", 4), ("oracle", 16)  # index and keys of a block
 
-def blocks_by(
-    density: float, # share of the visible blocks
-) -> dict:          # name -> method
+def blocks_by(density: float) -> dict:
     "Ways to choose blocks, for prompts and for single queries; those whose indexes are one stand together."
     new = lambda **settings: SketchWalk(density=density, **settings)
     found = {index: new(index=index) for index in ("fine4", "fine16", "mean", "oracle", "random")}
@@ -36,10 +34,7 @@ def blocks_by(
                     "fine4 walk": new(index="fine4", walk="softmax"),
                     "paper": new(index="sketch", walk="literal", heads="averaged")}
 
-def deciders(
-    density: float, # share of the visible keys
-    length: int,    # tokens of a prompt
-) -> dict:          # name -> method
+def deciders(density: float, length: int) -> dict:
     "Smaller blocks and lists of heads, and rivals, that choose keys for single queries; SAAP's near keys are counted."
     near, found = 4 + 64, {f"{index} of {size}": SketchWalk(size, density, index) for index, size in PIECED}
     found |= {f"{name} each": replace(found[name], heads="each") for name in ("fine4 of 16", "fine4 of 4")}
@@ -47,10 +42,7 @@ def deciders(
     return found | {"quest-16": Quest(density, 16), "quest-64": Quest(density, 64), "topk": TopK(density),
             "saap": Saap(max(1, round(density * length) - near), sinks=4, window=64)}
 
-def readers(
-    density: float, # share of the visible blocks, or about that of the pairs
-    length: int,    # tokens of a prompt
-) -> dict:          # name -> method
+def readers(density: float, length: int) -> dict:
     "Lists of heads, and rivals that choose blocks of prompts."
     lines, each = max(64, round(density * length / 4)), blocks_by(density)
     found = {f"{name} each": replace(each[name], heads="each")
@@ -64,10 +56,7 @@ def shared_readers() -> dict: # name -> method
     "Rivals that set their own share."
     return {f"flexprefill {x}": FlexPrefill(x, min_keys=64, query_block=64, key_block=64) for x in (0.9, 0.7)}
 
-def named(
-    wanted: dict, # density -> names
-    *makers,      # functions from a density to a dict from name to method
-) -> dict:
+def named(wanted: dict, *makers) -> dict:
     "The methods of these names with the share in each name; those whose indexes are one stand together."
     found = {}
     for density, names in wanted.items():
@@ -198,11 +187,7 @@ def forced_loss(
                        logits_to_keep=ids.shape[1] - prompt).logits
     return bits_of(logits, ids[:, prompt:]).mean(1) * math.log(2)
 
-def losses(
-    grid: Grid,       # with decode methods, one task and one length
-    worker=None,      # its `Worker`
-    at_once: int = 8, # prompts
-) -> list: # of dicts: part, task, length, method, nll and seed (lists)
+def losses(grid: Grid, worker=None, at_once: int = 8) -> list:
     "The loss of each arm for each prompt of the grid."
     worker = Worker(grid) if worker is None else worker
     model, found = worker.model, {}
@@ -221,9 +206,7 @@ def losses(
             for name, row in found.items()]
 
 
-def pairs_of(
-    grid: Grid, # with prefill methods
-) -> list: # of dicts: part, model, length, method, density (share of the causal pairs)
+def pairs_of(grid: Grid) -> list:
     "What share of the pairs of query and key each arm reads, of the grid's first prompt."
     (length,), (task,) = grid.lengths, grid.tasks
     model, tokenizer = load_named(grid.model)

@@ -9,17 +9,12 @@ from experiments.answers import ask
 
 SHARE = 0.2  # of the keys, or of the bytes of all keys and values
 
-def equal_rows(
-    share: float = SHARE, # of the keys
-) -> dict:                # name -> method
+def equal_rows(share: float = SHARE) -> dict:
     "Methods that read as many rows."
     return {"streaming": Streaming(4, share), "topk": TopK(share), "quest": Quest(share), "h2o": H2O(share),
             "snapkv": SnapKV(share)}
 
-def equal_bytes(
-    head_dim: int,        # numbers in a key D
-    share: float = SHARE, # of the bytes of all keys and values
-) -> dict:                # name -> method
+def equal_bytes(head_dim: int, share: float = SHARE) -> dict:
     "Methods that read as many bytes, index included. ValueError where the index alone takes more."
     quest = share - Quest().index_bytes(head_dim) / (4 * head_dim)
     if quest <= 0: raise ValueError(f"share must be more than an index reads, {share - quest:.4g}, got {share}")
@@ -29,10 +24,7 @@ def equal_bytes(
 
 TASKS, LENGTH, PROMPTS, SETUPS = ("multikey", "kv"), 576, 50, ("prompt", "context")
 
-def grid_of(
-    setup: str,          # of `Grid`
-    quick: bool = False, # the same in small?
-) -> Grid:
+def grid_of(setup: str, quick: bool = False) -> Grid:
     "What one file of the record holds."
     methods = equal_rows() | {"quest-bytes": equal_bytes(64)["quest"]}  # of H2O that would be a key less
     if quick: methods = {name: methods[name] for name in ("quest", "snapkv")}

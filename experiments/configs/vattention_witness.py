@@ -21,13 +21,7 @@ from sparse_nb.text import token_bits
 from sparse_nb.vattention import VAttention
 
 
-def promised(
-    eps: float,  # tolerance of the denominator
-    delta: float, # chance to miss it
-    topk: float, # share of heavy keys
-    base: float, # share of the base sample
-    **settings,  # further ones of `VAttention`
-) -> VAttention:
+def promised(eps: float, delta: float, topk: float, base: float, **settings) -> VAttention:
     "vAttention whose heads choose for themselves."
     return VAttention(eps, delta, topk=topk, base=base, share=False, **dict(sinks=4, window=16) | settings)
 
@@ -37,10 +31,7 @@ def sampled_arms() -> dict: # name -> `VAttention`
             "vattention 0.4": promised(0.4, 0.2, 0.02, 0.015),
             "vattention+adamas 0.1": promised(0.1, 0.1, 0.025, 0.025, predictor=Adamas(0.025))}
 
-def equal_grid(
-    grid: Grid, # with `sampled_arms`
-    file: Path, # its results
-) -> Grid:
+def equal_grid(grid: Grid, file: Path) -> Grid:
     "The predictors alone, with as many rows as vAttention has read with them."
     read, methods = frame_of(file).groupby("decode").density.mean(), {}
     for name, method in grid.decode.items():
@@ -136,17 +127,13 @@ class Size:
 FULL = Size("witness", ("needle", "multikey:keys=2", "multikey:keys=4"), 4096, 200, 50, 2, 4096, 256)
 QUICK = Size("pocket", ("needle", "multikey"), 700, 2, 2, 1, 64, 32)
 
-def writers(
-    model, # that writes
-) -> dict: # name -> method, or a dict from layer to one; None: exact attention
+def writers(model) -> dict:
     "The paper's setting for long generations, with the oracle and with learned signatures, and exact attention."
     paper = promised(0.05, 0.05, 0.025, 0.025, sinks=128, window=128)
     hashed = {i: replace(paper, predictor=HashAttention(0.025, layer=i)) for i in attention_layers(model)}
     return {"vattention": paper, "vattention+hash": hashed, "exact": None}
 
-def grids(
-    size: Size,
-) -> dict: # name -> `Grid`
+def grids(size: Size) -> dict:
     "What is asked: `answers` at equal reads, and `prompt` and `context`, the two set-ups."
     found = {}
     def add(what, task, arms, prompts, at_once, **settings):
@@ -161,12 +148,7 @@ def grids(
     return found
 
 
-def write_text(
-    out: Path,  # the result's file; that of the text stands beside it
-    name: str,  # of `writers`
-    text: int,  # its number, and its seed
-    size: Size,
-) -> Path:      # a file of one row, which is kept if it is there
+def write_text(out: Path, name: str, text: int, size: Size) -> Path:
     "A text that a method writes."
     path = Path(out).with_suffix(f".generation.{name}.{text}.json")
     if path.exists(): return path

@@ -15,11 +15,7 @@ from sparse_nb.text import speeches, windows
 
 CORRECTIONS = "recompute", "delta", "tangent"  # Eq. 5, Eq. 6, ours
 
-def arms(
-    sizes,       # of windows, keys
-    gammas,      # rows from anchor to anchor
-    tails=(0,),  # exact rows at the end
-) -> dict:       # name -> method
+def arms(sizes, gammas, tails=(0,)) -> dict:
     "Sinks and window, with and without what anchors teach."
     found = {}
     for size in sizes:
@@ -31,9 +27,7 @@ def arms(
                 found |= {f"w{size} g{gamma} {x}{end}": replace(own, gamma=gamma, correction=x) for x in CORRECTIONS}
     return found
 
-def based(
-    length: int, # tokens of a prompt, to which sizes are set
-) -> dict:       # name -> method
+def based(length: int) -> dict:
     "Patterns as bases: alone, with Eq. 6, and with the tangent, which for them is a heuristic."
     bases = {"vertical-slash": VerticalSlash(length // 16, length // 8, rounding="pool"),
              "flexprefill": FlexPrefill(0.9, min_keys=length // 16, query_block=64, key_block=64),
@@ -70,11 +64,7 @@ def quick_grids() -> dict: # name -> `Grid`
             "pocket.multikey.700": Grid("pocket", ["multikey"], [700], {}, methods, prompts=3)}
 
 
-def keys_read(
-    model: str,  # "pocket" or "witness"
-    length: int, # tokens
-    methods: dict, # name -> method, of `arms` and `based`
-) -> list: # of dicts: part, model, length, method, keys (a row's mean), density (share of the causal pairs)
+def keys_read(model: str, length: int, methods: dict) -> list:
     "How many keys a row reads, anchors and tail included."
     it, tokenizer = load_named(model)
     ids = windows(tokenizer, speeches(2000)[::-1], length, 1)[0].ids
