@@ -5,16 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_nb.bench import LEFT, SHAPES, Case, Protocol, Shape, check_sampled
+from sparse_nb.bench import LEFT, Case, Protocol, Shape, check_sampled
 from sparse_nb.kernels.saap import Settings
 from benchmarks import saap_launches, sketch_walk_launches, vattention_launches
 from benchmarks.decode import contenders
-from benchmarks.exact import measure_tiles
+from benchmarks.attention import measure_tiles
 from benchmarks.recorder import Recorder, measure_dense
-from benchmarks.baselines import DENSE
 
-
-LENGTHS = 8192, 32768, 131072, 524288
 
 class Sizes(NamedTuple):
     "How much the methods read."
@@ -56,37 +53,20 @@ def measure_after(recorder: Recorder, made: Made, sizes: Sizes, left: str, choos
         check = partial(check_sampled, case=case, samples=sizes.samples, reference=reference)
         recorder.measure_row(call, check, method=name, n=case.n, samples=sizes.samples)
     if choosers:
-        vattention_launches.measure_launches(recorder, case, ("merge",), *made.vattention)
-        sketch_walk_launches.measure_launches(recorder, made.walk, sizes.walk, ("merge",))
-        saap_launches.measure_launches(recorder, made.saap, Settings(sizes.saap), ("merge",))
+        vattention_launches.measure_step(recorder, case, ("merge",), *made.vattention)
+        sketch_walk_launches.measure_step(recorder, made.walk, sizes.walk, ("merge",))
+        saap_launches.measure_step(recorder, made.saap, Settings(sizes.saap), ("merge",))
     recorder.rows[before:] = [dict(left=left) | row for row in recorder.rows[before:]]
 
 @torch.no_grad()
 def cache_lines(recorder):
-    "Time steps after each kind of work."
-    gpu, quick = recorder.gpu, recorder.quick
-    if not gpu:  # a buffer in any case
-        recorder.protocol = Protocol(warmup=1, runs=1, buffer_mb=1)
-        recorder.buffer = recorder.protocol.buffer(recorder.device)
-    shape, sizes = (SHAPES["llama3"], Sizes()) if gpu else (Shape(2, 1, 64), SMALL)
-    for n in LENGTHS if not quick else (8192,) if gpu else (200,):
-        made = make(Case(shape, n, device=recorder.device), sizes)
+    "Steps after each kind of work; on a CPU keys are chosen in the first state only."
+    if not recorder.gpu: recorder.protocol = Protocol(warmup=1, runs=1, buffer_mb=1)  # a buffer in any case
+    sizes = Sizes() if recorder.gpu else SMALL
+    for case in recorder.cases((8192, 32768, 131072, 524288), 8192, 200, Shape(2, 1, 64)):
+        made = make(case, sizes)
         for left in LEFT:
-            recorder.say(f"{n} keys, after a buffer that is left as {left}:")
-            measure_after(recorder, made, sizes, left, gpu or left == LEFT[0])
+            recorder.say(f"{case.n} keys, after a buffer that is left as {left}:")
+            measure_after(recorder, made, sizes, left, recorder.gpu or left == LEFT[0])
         del made
-        if gpu: torch.cuda.empty_cache()
     return dict(l2=LEFT, buffer_mb=recorder.protocol.buffer_mb)
-
-
-def over_dense(rows: list) -> list:
-    "Times of the methods, and of the fastest dense kernel in the same state, which is the row \"dense\"."
-    found = []
-    for n, left in dict.fromkeys((row["n"], row["left"]) for row in rows):
-        here = [row for row in rows if (row["n"], row["left"]) == (n, left)]
-        is_dense = lambda row: row["method"] in (*DENSE, "exact")
-        dense = min(row["median_us"] for row in here if is_dense(row))
-        own = [dict(method="dense", median_us=dense), *(row for row in here if not is_dense(row))]
-        found += [dict(n=n, left=left, method=row["method"], density=row.get("density"), median_us=row["median_us"],
-                       times=dense / row["median_us"]) for row in own]
-    return found

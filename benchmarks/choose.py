@@ -6,16 +6,16 @@ from typing import NamedTuple
 import torch
 
 from sparse_nb.baselines import CUT, Adamas, DoubleSparsity, HashAttention, Quest
-from sparse_nb.bench import SHAPES, Case, Refused, Shape
+from sparse_nb.bench import Case, Refused, Shape
 from sparse_nb.core.methods import Predictor, State
 from sparse_nb.hash_attention import BITS, PARTS
 from sparse_nb.kernels.choose import Place, launch_list, score
 from sparse_nb.kernels.gather import attend
-from benchmarks.gather import check_lists
+from benchmarks.attention import check_lists
 from benchmarks.recorder import Recorder, measure_dense
 
 
-LENGTHS, DENSITY, HIDDEN = (32768, 131072, 524288), 0.1, 128  # keys, share of them, hidden numbers of a network
+DENSITY, HIDDEN = 0.1, 128  # share of the keys, hidden numbers of a network
 LAUNCHES = "score", "sift", "select", "list", "attend"         # the marks are within `score`
 COUNTED = "score", "list", "attend"                           # where scores are counted as they are made
 METHODS = Quest(DENSITY), DoubleSparsity(DENSITY), Adamas(DENSITY), HashAttention(DENSITY, layer=0)
@@ -97,11 +97,8 @@ def measure_method(recorder: Recorder, x: Asked):
 
 @torch.no_grad()
 def choose(recorder):
-    "Time steps that choose keys."
-    gpu, quick = recorder.gpu, recorder.quick
-    for n in LENGTHS if not quick else (16384,) if gpu else (200,):
-        case = Case(SHAPES["llama3"] if gpu else Shape(2, 1, 32), n, device=recorder.device)
+    "Steps that choose keys."
+    for case in recorder.cases((32768, 131072, 524288), 16384, 200, Shape(2, 1, 32)):
         measure_dense(recorder, case, kernels=("sdpa_cudnn", "sdpa_flash"))
         for method in METHODS: measure_method(recorder, asked(case, method))
-        if gpu: torch.cuda.empty_cache()
     return dict(density=DENSITY, hidden=HIDDEN)

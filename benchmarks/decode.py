@@ -20,9 +20,7 @@ from benchmarks.baselines import DENSE, Contender, build_flashinfer
 from sparse_nb.santa import Santa, santa_decode
 
 
-def contenders(
-    samples: int = 128, # of all but flash, which draws 16 times as many; keys of eight bits are drawn systematically
-) -> dict:              # name -> Contender
+def contenders(samples: int = 128) -> dict:
     "What `decode` measures, rivals first."
     def santa(samples, moved=santa_bytes, **settings):
         def decode(case, backend, state=None):
@@ -45,9 +43,7 @@ FIELDS = ("method", "variant", "n", "B", "H", "G", "D", "dtype", "samples", "mod
 
 def _key(row): return tuple(row[x] for x in ("n", "B", "H", "G", "D", "dtype", "mode"))
 
-def add_ratios(
-    rows: list, # of dicts
-) -> list:      # the same dicts
+def add_ratios(rows: list) -> list:
     """Set `ratio_to_fastest_dense`: the median of the fastest dense method of the same case and mode over a row's own.
 
     Above one is faster than dense; None where nothing dense was measured.
@@ -87,11 +83,7 @@ class _Bench:
         return dict(times._asdict(), mode=mode, checked=True, error=float(f"{error:.4g}"))
 
 
-def measure_one(
-    bench: _Bench,
-    name: str,         # of the method
-    method: Contender,
-) -> list:             # its rows, without ratios: the fastest variant of each mode
+def measure_one(bench: _Bench, name: str, method: Contender) -> list:
     "Check and time a method on a case. One that is not installed, raises, or fails its check is said."
     case, start, best, reference = bench.case, time.perf_counter(), {}, None
     if bench.spent.get(name, 0) > method.compile_s:
@@ -119,23 +111,14 @@ def measure_one(
         start = time.perf_counter()
     return [{x: row[x] for x in FIELDS} for row in best.values()]
 
-def measure(
-    case: Case,
-    methods: Mapping,                   # name -> Contender
-    protocol: Protocol = Protocol(),
-    *,
-    buffer: torch.Tensor | None = None, # see `cold_times`
-    say: Callable = print,              # told, in one line, what was refused
-    spent: dict | None = None,          # seconds of building so far for each method; updated
-) -> list:                              # of dicts with the keys `FIELDS`
+def measure(case: Case, methods: Mapping, protocol: Protocol = Protocol(), *, buffer: torch.Tensor | None = None, say:
+            Callable = print, spent: dict | None = None) -> list:
     "Check and time every method on a case; one that is not installed, raises, or fails its check gets no row."
     bench = _Bench(case, protocol, buffer, say, {} if spent is None else spent)
     return add_ratios([row for name, method in methods.items() for row in measure_one(bench, name, method)])
 
 
-def read(
-    path=None, # a file of this record; None: the first of benchmarks/results
-) -> dict:     # meta, rows
+def read(path=None) -> dict:
     """A record of decode steps.
 
     Raises ValueError, with the file's name, for rows that miss a field, were not checked, have no order in their
@@ -160,15 +143,7 @@ def read(
 LENGTHS = 4096, 8192, 32768, 131072, 524288, 1048576
 BATCHES = 1, 8, 32
 
-def check_request(
-    *,
-    lengths, # numbers of keys
-    batches, # numbers of sequences
-    shapes,  # names in SHAPES
-    methods, # names in `contenders()`
-    samples, # value rows for each head
-    dtype,   # of the cache
-):
+def check_request(*, lengths, batches, shapes, methods, samples, dtype):
     "Raise ValueError for unknown names, for counts below one, for nothing to do and for another dtype."
     for name, given, allowed in (("shapes", shapes, SHAPES), ("methods", methods, contenders())):
         if unknown := [x for x in given if x not in allowed]:
@@ -179,14 +154,7 @@ def check_request(
         if not list(given): raise ValueError(f"{name} must name at least one")
     if dtype not in DENSE_ERROR: raise ValueError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
 
-def plan_cases(
-    shapes, batches, lengths, # names in SHAPES, numbers of sequences, numbers of keys
-    *,
-    dtype: torch.dtype,       # of the cache
-    budget_gb: float,         # largest cache, in 10**9 bytes
-    until: float,             # of `time.perf_counter`: no case is started later
-    say: Callable,            # told what is left out
-):                            # yields (its name, case)
+def plan_cases(shapes, batches, lengths, *, dtype: torch.dtype, budget_gb: float, until: float, say: Callable):
     "Cases one by one, those that fit now."
     for name, B, n in ((name, B, n) for name in shapes for B in batches for n in lengths):
         case, what = Case(SHAPES[name], n, B, dtype=dtype), f"{name}, n={n}, B={B}"

@@ -25,12 +25,7 @@ class Nothing(Method):
         "The queries."
         return q
 
-def reading_ways(
-    window: int = 2048, # last keys that a row sees
-    gamma: int = 64,    # rows from anchor to anchor
-    tail: int = 128,    # last rows, which are exact
-    densities: Sequence = (0.1, 0.2), # shares of the visible blocks
-) -> dict:              # name -> method of `sparsify`, or the kernel of PyTorch's own attention
+def reading_ways(window: int = 2048, gamma: int = 64, tail: int = 128, densities: Sequence = (0.1, 0.2)) -> dict:
     "What is compared."
     def delta(correction): return Delta(window=window, gamma=gamma, tail=tail, correction=correction)
     return {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -55,17 +50,8 @@ def time_first_token(
 LENGTHS = (32768, 3), (131072, 1)  # tokens of the prompt, runs of each way, by turns
 
 @torch.no_grad()
-def bench_first_token(
-    out,                      # file ending in .json
-    *,
-    lengths=LENGTHS,
-    shape: Mapping = LLAMA,   # of a Llama
-    device: str = "cuda",
-    ways: Mapping | None = None, # as of `reading_ways`
-    limit_s: float = 150,     # no length is begun later
-    command: str = "",        # for the record
-    say: Callable = print,    # told what happens, line by line
-) -> Path:                    # the file
+def bench_first_token(out, *, lengths=LENGTHS, shape: Mapping = LLAMA, device: str = "cuda", ways: Mapping | None =
+                      None, limit_s: float = 150, command: str = "", say: Callable = print) -> Path:
     "Measure every way at every length and write the record. Raises ValueError for device \"cuda\" without one."
     if device == "cuda": need_gpu("first_token")
     start, ways, rows = time.perf_counter(), reading_ways() if ways is None else ways, []

@@ -5,13 +5,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
 import sparse_nb
-from sparse_nb.bench import Case, Protocol, Refused, bandwidth, captured, check_dense, cold_times, quartiles
+from sparse_nb.bench import (
+    SHAPES, Case, Protocol, Refused, Shape, bandwidth, captured, check_dense, cold_times, quartiles)
 from sparse_nb.device import kernel_device
 from benchmarks.baselines import DENSE
 from benchmarks.machine import file_word, machine
@@ -127,6 +128,12 @@ class Recorder:
         "Since it was made."
         return time.perf_counter() - self.began
 
+    def cases(self, lengths, quick: int, cpu: int, shape: Shape):
+        "Cases of Llama 3's heads, one by one; of one length in the quick form, which on a CPU has heads of its own."
+        for n in lengths if not self.quick else (quick if self.gpu else cpu,):
+            yield Case(SHAPES["llama3"] if self.gpu else shape, n, device=self.device)
+            if self.gpu: torch.cuda.empty_cache()
+
     def measure_row(
         self,
         call: Callable,                # returns the tensor that it fills
@@ -165,6 +172,14 @@ class Recorder:
             if self.speed: meta |= bandwidth(self.device, gigabytes=4 if self.gpu else 0.01)
         self.say(f"{self.out}: {len(self.rows)} rows, {self.seconds():.0f} s")
         return write_record(self.out, meta, self.rows)
+
+
+def measure_launches(recorder: Recorder, launches: tuple, names: tuple, step: Callable, check: Callable, nbytes: dict,
+                     **row):
+    "Time a step up to each launch of these names, of all its `launches`; the whole step is checked."
+    for name in names:
+        recorder.measure_row(partial(step, launches=launches.index(name) + 1), check if name == launches[-1] else None,
+                             **row, launch=name, memory="device", nbytes=nbytes[name])
 
 
 BASELINES = "sdpa_cudnn", "sdpa_flash", "flashinfer_tc"

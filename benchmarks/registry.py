@@ -23,12 +23,12 @@ class Entry(NamedTuple):
 
 _SPEED = {  # name -> module of benchmarks, what it holds
     "decode": ("decode", "a decode step of SANTA and of the dense baselines"),
-    "exact": ("exact", "one query that reads all its keys"),
-    "gather": ("gather", "attention over chosen rows"),
-    "host": ("host", "rows from host memory"),
+    "exact": ("attention", "one query that reads all its keys"),
+    "gather": ("attention", "attention over chosen rows"),
+    "host": ("attention", "rows from host memory"),
     "blocks": ("blocks", "attention over chosen blocks"),
     "choose": ("choose", "steps that choose keys, launch by launch"),
-    "audit": ("audit", "an audit of a step, by the reference"),
+    "audit": ("attention", "an audit of a step, by the reference"),
     "cache_lines": ("cache_lines", "a step after a cache full of written lines, and of lines that were read"),
     "santa_steps": ("santa_steps", "SANTA's kernels, step by step"),
     "vattention_launches": ("vattention_launches", "vAttention's kernels, launch by launch"),

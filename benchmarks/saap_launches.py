@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparse_nb.bench import SHAPES, Case, Protocol, Refused, Shape
 from sparse_nb.core.exact import attention
 from sparse_nb.kernels.saap import Index, Settings, assign, build_index, cluster_sums, launch, lists_of, network
-from benchmarks.recorder import Recorder, measure_copy, measure_dense, to_host
+from benchmarks.recorder import Recorder, measure_copy, measure_dense, measure_launches, to_host
 
 
 LENGTHS, DENSITY, CLUSTERS, SINKS, WINDOW = (171008, 524288, 1048576), 0.044, 1024, 1, 2047
@@ -111,17 +111,18 @@ def read_bytes(x: Parted, read: int) -> dict:
     (_, G, D), C = x.case.shape, x.index.clusters
     return dict(route=2 * G * C * D, select=12 * G * C, read=G * (4 * D * read + 4 * read + 2 * C * D), merge=0)
 
-def measure_launches(recorder: Recorder, x: Parted, s: Settings, names: tuple = LAUNCHES, **row):
-    "Time the steps up to each of these launches; returns nothing, the rows are the recorder's."
-    case, index = x.case, x.index
-    found = launch(case.q, case.k, case.v, index, s)
-    read = int(found[-1][0, 0, 1]) + case.n - int(index.built) + int(index.since)
-    row = dict(method="saap", n=case.n, H=case.shape.H, density=round(read / case.n, 4)) | row
-    nbytes = read_bytes(x, read)
-    for name in names:
-        step = partial(launch, case.q, case.k, case.v, index, s, launches=LAUNCHES.index(name) + 1)
-        check = (lambda out: worst_error(out, x, s, found)) if name == "merge" else None
-        recorder.measure_row(lambda: step()[0], check, **row, launch=name, memory="device", nbytes=nbytes[name])
+def rows_read(x: Parted, found: tuple) -> int:
+    "Rows that a group reads in what `launch` returned, sinks and window included."
+    return int(found[-1][0, 0, 1]) + x.case.n - int(x.index.built) + int(x.index.since)
+
+def measure_step(recorder: Recorder, x: Parted, s: Settings, names: tuple = LAUNCHES):
+    "Time the steps up to each of these launches."
+    case, step = x.case, partial(launch, x.case.q, x.case.k, x.case.v, x.index, s)
+    found = step()
+    read = rows_read(x, found)
+    measure_launches(recorder, LAUNCHES, names, lambda launches: step(launches=launches)[0],
+                     lambda out: worst_error(out, x, s, found), read_bytes(x, read), method="saap", n=case.n,
+                     H=case.shape.H, density=round(read / case.n, 4))
 
 
 def measure_network(recorder: Recorder, x: Parted, s: Settings, layers: tuple):
@@ -133,7 +134,7 @@ def measure_network(recorder: Recorder, x: Parted, s: Settings, layers: tuple):
         if not error < 1e-4: raise Refused(f"networks differ from float64 by {error:.3g} of it")
         return error
     found = step()
-    read = int(found[-1][0, 0, 1]) + case.n - int(index.built) + int(index.since)
+    read = rows_read(x, found)
     nbytes, row = sum(y.nbytes for y in layers), dict(method="saap", n=case.n, H=case.shape.H, memory="device")
     recorder.measure_row(lambda: network(case.q, *layers), check, **row, launch="network", nbytes=nbytes)
     recorder.measure_row(lambda: step()[0], lambda out: worst_error(out, x, s, found, want), **row,
@@ -185,7 +186,7 @@ def _measure_host(recorder, x, s):
     "Time a whole step with keys and values in host memory, and a copy of these."
     case, far = x.case, to_host(x.case.k, x.case.v)
     found = launch(case.q, *far, x.index, s)
-    read = int(found[-1][0, 0, 1]) + case.n - int(x.index.built) + int(x.index.since)
+    read = rows_read(x, found)
     recorder.measure_row(lambda: launch(case.q, *far, x.index, s)[0], lambda out: worst_error(out, x, s, found),
                          method="saap", n=case.n, H=case.shape.H, density=round(read / case.n, 4), launch="merge",
                          memory="host", nbytes=read_bytes(x, read)["read"])
@@ -206,7 +207,7 @@ def saap_launches(recorder):
             case = Case(shape, n, device=recorder.device)
             measure_dense(recorder, case, H=shape.H, memory="device")
             x = parted(case, clusters, *ends)
-            measure_launches(recorder, x, s, names)
+            measure_step(recorder, x, s, names)
             if n == lengths[0]: measure_network(recorder, x, s, layers_of(case, clusters, hidden))
             if shape == shapes[0]:
                 _measure_index(recorder, x)

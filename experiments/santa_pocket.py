@@ -71,10 +71,7 @@ class Reference:
 
 class Bernoulli:
     "Attention on Bernoulli scores, with all values or with sampled ones"
-    def __init__(self,
-        features: int,       # Bernoulli samples B
-        mean_group: bool,    # does a group score with its mean query?
-        samples: int = None, # draws S; None reads all values
+    def __init__(self, features: int, mean_group: bool, samples: int = None,
     ): self.features, self.mean_group, self.samples = features, mean_group, samples
 
     def decode(self, q, k, v, *, seed, **visible):
@@ -88,9 +85,7 @@ class Bernoulli:
 
 SANTA_BUDGETS = 4, 8, 16, 32, 64, 128, 256 # samples S, and keys k of top-k
 
-def santa_methods(
-    budgets: tuple = SANTA_BUDGETS, # samples S, and keys k of top-k
-) -> dict: # "exact", and "<scheme>-<S>" for top-k and SANTA's three unbiased schemes
+def santa_methods(budgets: tuple = SANTA_BUDGETS) -> dict:
     "The methods whose answers the record compares."
     methods = {"exact": Exact()}
     for s in budgets:
@@ -98,9 +93,7 @@ def santa_methods(
         for scheme in SCHEMES: methods[f"{scheme}-{s}"] = Reference(Santa(samples=s, scheme=scheme))
     return methods
 
-def onehot_methods(
-    layers: int, # of the model
-) -> dict: # "none", and "0", "1", ...: the layer whose heads draw one value
+def onehot_methods(layers: int) -> dict:
     "SANTA with a single sample in one layer and 128 in the others, for each layer (Fig. 8)."
     usual, one = Reference(Santa(samples=128)), Reference(Santa(samples=1))
     return {"none": usual} | {str(i): {j: one if i == j else usual for j in range(layers)} for i in range(layers)}

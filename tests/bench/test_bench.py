@@ -739,30 +739,6 @@ def test_what_cannot_be_measured_is_said_and_left_out(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=why): tiny(tmp_path, **wrong)
 
 
-def test_targets_are_computed_from_the_rows():
-    row = dict(batch=1, static=True, weights_us=3000.0, attention_us=1000.0)
-    rows = [row | dict(way="Santa(samples=128)", n=32768, median_us=5800.0, ratio=1.1),
-            row | dict(way="vAttention, 10 %", n=131072, median_us=4900.0, ratio=1.5),
-            row | dict(way=generate.EXACT, n=131072, median_us=7350.0, ratio=1.0)]
-    slow = dict(n=131072, static=False)
-    rows += [dict(way=generate.OFFLOADED, median_us=400.0, **slow), dict(way="x, host", median_us=100.0, **slow)]
-    rows += [dict(way=generate.PAIR[0], n=8192, median_us=10.0), dict(way="x", n=8192, median_us=12.0)]
-    prompts = [dict(way=way, n=131072, median_us=time)
-               for way, time in (("FlashAttention-2", 9.0), ("cuDNN", 7.0), ("tangent", 2.0))]
-    found = {(x["what"], x["way"], x["n"]): (x["asked"], x["reached"], x["met"])
-             for x in generate.targets(rows, prompts)}
-    assert found[("ms a token", "Santa(samples=128)", 32768)] == (5.9, 5.8, True)
-    assert found[("ms a token", "vAttention", 524288)] == (8.4, None, False)
-    assert found[("ms a token, by its parts", "Santa(samples=128)", 32768)] == (5.0, 5.8, False)
-    assert found[("ms a token, by its parts", "vAttention, 10 %", 131072)] == (5.0, 4.9, True)
-    assert found[("times the fastest dense", "vAttention, 10 %", 131072)] == (1.4, 1.5, True)
-    assert found[("times the model alone, step not compiled", "x", 8192)] == (1.15, 1.2, False)
-    assert found[("times the fastest dense", "every method", 524288)] == (2.3, None, False)
-    assert found[("times the offloaded cache", "x, host", 131072)] == (4.0, 4.0, True)
-    assert found[("times the fastest dense, first token", "tangent", 131072)] == (3.5, 3.5, True)
-    assert not any(x["way"] == generate.EXACT for x in generate.targets(rows, prompts))
-
-
 def test_records_are_joined_row_by_row():
     about = dict(gpu="one", shape=dict(hidden_size=8), failed=[])
     row = lambda way, time, **more: dict(way=way, n=9, median_us=time) | more
