@@ -69,7 +69,7 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "sketch_walk_rules_prompts": ("archive.sketch_walk_rules",
                                   "rules for the lists of prompts that were tried on the pocket model", False),
     "pocket_model": ("train.pocket_model", "the pocket model and its scores", True),
-    "hash_networks": ("train.hash_networks", "the hash functions of the pocket model", False),
+    "hash_networks": ("train.hash_networks", "the hash functions of the pocket model", True),
     "saap_partition": ("train.saap_partition", "the partition of the pocket model's keys, its router and its factors",
                        False),
 }
