@@ -1,14 +1,12 @@
 """Prompts through lists of blocks and through a window, beside the dense kernels of PyTorch, on one GPU"""
-from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparse_nb.bench import SHAPES, Protocol, Shape
+from benchmarks.timing import Refused
 from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern
 from sparse_nb.kernels.blocks import launch_blocks, launch_streaming, tile_settings
-from benchmarks.recorder import Recorder
-from benchmarks.timing import Refused
 
 
 def _checker(q, k, v, seen):
@@ -98,15 +96,9 @@ def _random_lists(p, block, settings):
 
 
 @torch.no_grad()
-def record(
-    out,                 # file ending in .json
-    *,
-    quick: bool = False, # a short prompt; small heads in Triton's interpreter where there is no GPU
-    say=print,           # told what happens, line by line
-) -> Path:               # the file
-    "Time prompts by blocks and window, and PyTorch's dense kernels. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("blocks", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def blocks(recorder):
+    "Time prompts by blocks and window, and PyTorch's dense kernels."
+    gpu, quick = recorder.gpu, recorder.quick
     if gpu: recorder.protocol = Protocol(warmup=3, runs=15, buffer_mb=recorder.protocol.buffer_mb)
     shape, window = (SHAPES["llama3"], WINDOW) if gpu else (Shape(2, 1, 16), 48)
     streaming, lists = (STREAMING, LISTS) if gpu else ([(None, False)], [(None, False)])
@@ -121,4 +113,4 @@ def record(
         pattern = sinks_window_pattern(p.q, p.k, sinks=SINKS, window=window)
         _lists(p, pattern, seen, pairs, lists[-1:], method="window_by_lists", block=64)
         for block in (128, 64, 32) if gpu else (32,): _random_lists(p, block, lists if block > 32 else lists[-1:])
-    return recorder.write(out, sinks=SINKS, window=window, density=DENSITY)
+    return dict(sinks=SINKS, window=window, density=DENSITY)

@@ -1,23 +1,18 @@
 """What a step costs after a cache full of written lines, of lines that were read, and of a layer's weights"""
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from sparse_nb.bench import LEFT, SHAPES, Protocol, Shape
+from sparse_nb.bench import LEFT, Protocol, Shape
+from benchmarks.timing import Case, check_sampled
 from sparse_nb.kernels.saap import Settings
 from benchmarks import saap_launches, sketch_walk_launches, vattention_launches
 from benchmarks.decode import contenders
-from benchmarks.exact import measure_tiles
+from benchmarks.attention import measure_tiles
 from benchmarks.recorder import Recorder, measure_dense
-from benchmarks.baselines import DENSE
-from benchmarks.timing import Case, check_sampled
 
-
-LENGTHS = 8192, 32768, 131072, 524288
 
 class Sizes(NamedTuple):
     "How much the methods read."
@@ -40,10 +35,7 @@ class Made(NamedTuple):
     walk: sketch_walk_launches.Indexed
     saap: saap_launches.Parted
 
-def make(
-    case: Case,
-    sizes: Sizes = Sizes(),
-) -> Made:
+def make(case: Case, sizes: Sizes = Sizes()) -> Made:
     "Make indices, settings and references."
     ours = {name: contenders(sizes.samples)[name] for name in ("santa_systematic", "santa_int8")}
     given = vattention_launches.signatures(case, torch.Generator(case.device).manual_seed(0))
@@ -53,13 +45,7 @@ def make(
                 saap_launches.parted(case, sizes.clusters, 1, sizes.window))
 
 
-def measure_after(
-    recorder: Recorder,
-    made: Made,
-    sizes: Sizes,
-    left: str,             # how the buffer is used before each run: one of `LEFT`
-    choosers: bool = True, # also vAttention, Sketch&Walk and SAAP, which choose keys?
-):
+def measure_after(recorder: Recorder, made: Made, sizes: Sizes, left: str, choosers: bool = True):
     "Time whole steps of every method after such work; the rows are the recorder's."
     recorder.protocol, before, case = replace(recorder.protocol, left=left), len(recorder.rows), made.case
     measure_dense(recorder, case)
@@ -68,45 +54,20 @@ def measure_after(
         check = partial(check_sampled, case=case, samples=sizes.samples, reference=reference)
         recorder.measure_row(call, check, method=name, n=case.n, samples=sizes.samples)
     if choosers:
-        vattention_launches.measure_launches(recorder, case, ("merge",), *made.vattention)
-        sketch_walk_launches.measure_launches(recorder, made.walk, sizes.walk, ("merge",))
-        saap_launches.measure_launches(recorder, made.saap, Settings(sizes.saap), ("merge",))
+        vattention_launches.measure_step(recorder, case, ("merge",), *made.vattention)
+        sketch_walk_launches.measure_step(recorder, made.walk, sizes.walk, ("merge",))
+        saap_launches.measure_step(recorder, made.saap, Settings(sizes.saap), ("merge",))
     recorder.rows[before:] = [dict(left=left) | row for row in recorder.rows[before:]]
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # one length and few runs; on a CPU small heads, and keys chosen in the first state only
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time steps after each kind of work; write the record. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("cache_lines", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
-    if not gpu:  # a buffer in any case
-        recorder.protocol = Protocol(warmup=1, runs=1, buffer_mb=1)
-        recorder.buffer = recorder.protocol.buffer(recorder.device)
-    shape, sizes = (SHAPES["llama3"], Sizes()) if gpu else (Shape(2, 1, 64), SMALL)
-    for n in LENGTHS if not quick else (8192,) if gpu else (200,):
-        made = make(Case(shape, n, device=recorder.device), sizes)
+def cache_lines(recorder):
+    "Steps after each kind of work; on a CPU keys are chosen in the first state only."
+    if not recorder.gpu: recorder.protocol = Protocol(warmup=1, runs=1, buffer_mb=1)  # a buffer in any case
+    sizes = Sizes() if recorder.gpu else SMALL
+    for case in recorder.cases((8192, 32768, 131072, 524288), 8192, 200, Shape(2, 1, 64)):
+        made = make(case, sizes)
         for left in LEFT:
-            say(f"{n} keys, after a buffer that is left as {left}:")
-            measure_after(recorder, made, sizes, left, gpu or left == LEFT[0])
+            recorder.say(f"{case.n} keys, after a buffer that is left as {left}:")
+            measure_after(recorder, made, sizes, left, recorder.gpu or left == LEFT[0])
         del made
-        if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, l2=LEFT, buffer_mb=recorder.protocol.buffer_mb)
-
-
-def over_dense(
-    rows: list, # of the record
-) -> list:      # a dict for each length, state and method: n, left, method, density, median_us, and times as fast
-    "Times of the methods, and of the fastest dense kernel in the same state, which is the row \"dense\"."
-    found = []
-    for n, left in dict.fromkeys((row["n"], row["left"]) for row in rows):
-        here = [row for row in rows if (row["n"], row["left"]) == (n, left)]
-        is_dense = lambda row: row["method"] in (*DENSE, "exact")
-        dense = min(row["median_us"] for row in here if is_dense(row))
-        own = [dict(method="dense", median_us=dense), *(row for row in here if not is_dense(row))]
-        found += [dict(n=n, left=left, method=row["method"], density=row.get("density"), median_us=row["median_us"],
-                       times=dense / row["median_us"]) for row in own]
-    return found
+    return dict(l2=LEFT, buffer_mb=recorder.protocol.buffer_mb)

@@ -1,24 +1,22 @@
 """Where the time of a step goes that guesses, chooses a tenth of the keys and reads them, beside the dense kernels of
 the same run"""
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from sparse_nb.baselines import CUT, Adamas, DoubleSparsity, HashAttention, Quest
-from sparse_nb.bench import SHAPES, Shape
+from sparse_nb.bench import Shape
+from benchmarks.timing import Case, Refused
 from sparse_nb.core.methods import Predictor, State
 from sparse_nb.hash_attention import BITS, PARTS
 from sparse_nb.kernels.choose import Place, launch_list, score
 from sparse_nb.kernels.gather import attend
-from benchmarks.gather import check_lists
+from benchmarks.attention import check_lists
 from benchmarks.recorder import Recorder, measure_dense
-from benchmarks.timing import Case, Refused
 
 
-LENGTHS, DENSITY, HIDDEN = (32768, 131072, 524288), 0.1, 128  # keys, share of them, hidden numbers of a network
+DENSITY, HIDDEN = 0.1, 128  # share of the keys, hidden numbers of a network
 LAUNCHES = "score", "sift", "select", "list", "attend"         # the marks are within `score`
 COUNTED = "score", "list", "attend"                           # where scores are counted as they are made
 METHODS = Quest(DENSITY), DoubleSparsity(DENSITY), Adamas(DENSITY), HashAttention(DENSITY, layer=0)
@@ -33,20 +31,14 @@ class Asked(NamedTuple):
     given: tuple
     place: Place
 
-def drawn_networks(
-    case: Case,
-    hidden: int = HIDDEN, # numbers between the layers
-) -> dict:                # the parts of `hash_maps`
+def drawn_networks(case: Case, hidden: int = HIDDEN) -> dict:
     "Gaussian networks for the keys and for the queries."
     (H, G, D), generator = case.shape, torch.Generator(case.device).manual_seed(1)
     draw = lambda *size: torch.randn(*size, device=case.device, generator=generator) * size[-2]**-0.5
     sizes = lambda heads: ((heads, D, hidden), (heads, hidden), (heads, hidden, BITS), (heads, BITS))
     return {part: draw(*size) for part, size in zip(PARTS, sizes(G) + sizes(H))}
 
-def asked(
-    case: Case,
-    method: Predictor, # one of `METHODS`
-) -> Asked:
+def asked(case: Case, method: Predictor) -> Asked:
     "The index of its keys."
     state, place, number = method.new_state(), Place(case.n), case.shape.D**-0.5
     if isinstance(method, HashAttention): state.held = drawn_networks(case)
@@ -87,10 +79,7 @@ def list_error(
     return error
 
 
-def measure_method(
-    recorder: Recorder,
-    x: Asked,
-):
+def measure_method(recorder: Recorder, x: Asked):
     "Rows of the step up to each launch, and of the attention to its list and to that of each group's first head."
     case, (H, G, D), held = x.case, x.case.shape, {}
     _, index, weight = step(x)
@@ -108,18 +97,9 @@ def measure_method(
                 nbytes=2 * lists * rows.shape[-1] * D * case.k.element_size())
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; small heads on a CPU
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time steps that choose keys and write the record. Raises ValueError without a GPU, but for the quick form."
-    recorder = Recorder("choose", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
-    for n in LENGTHS if not quick else (16384,) if gpu else (200,):
-        case = Case(SHAPES["llama3"] if gpu else Shape(2, 1, 32), n, device=recorder.device)
+def choose(recorder):
+    "Steps that choose keys."
+    for case in recorder.cases((32768, 131072, 524288), 16384, 200, Shape(2, 1, 32)):
         measure_dense(recorder, case, kernels=("sdpa_cudnn", "sdpa_flash"))
         for method in METHODS: measure_method(recorder, asked(case, method))
-        if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, density=DENSITY, hidden=HIDDEN)
+    return dict(density=DENSITY, hidden=HIDDEN)

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from sparse_nb.bench import SHAPES, Protocol, bandwidth, captured, cold_times, quartiles
 from sparse_nb.plots import SERIES, palette
-from benchmarks.recorder import machine, need_gpu, read_record, record_path, recorded, write_record
+from benchmarks.machine import machine
+from benchmarks.recorder import need_gpu, read_record, record_path, recorded, write_record
 from benchmarks.baselines import DENSE, Contender, build_flashinfer
 from benchmarks.timing import (
     COMPARED, DENSE_ERROR, Case, Refused, bytes_needed, cache_bytes, check_dense, check_sampled, flash_bytes,
@@ -20,9 +21,7 @@ from benchmarks.timing import (
 from sparse_nb.santa import Santa, santa_decode
 
 
-def contenders(
-    samples: int = 128, # of all but flash, which draws 16 times as many; keys of eight bits are drawn systematically
-) -> dict:              # name -> Contender
+def contenders(samples: int = 128) -> dict:
     "What `decode` measures, rivals first."
     def santa(samples, moved=santa_bytes, **settings):
         def decode(case, backend, state=None):
@@ -45,9 +44,7 @@ FIELDS = ("method", "variant", "n", "B", "H", "G", "D", "dtype", "samples", "mod
 
 def _key(row): return tuple(row[x] for x in ("n", "B", "H", "G", "D", "dtype", "mode"))
 
-def add_ratios(
-    rows: list, # of dicts
-) -> list:      # the same dicts
+def add_ratios(rows: list) -> list:
     """Set `ratio_to_fastest_dense`: the median of the fastest dense method of the same case and mode over a row's own.
 
     Above one is faster than dense; None where nothing dense was measured.
@@ -87,11 +84,7 @@ class _Bench:
         return dict(times._asdict(), mode=mode, checked=True, error=float(f"{error:.4g}"))
 
 
-def measure_one(
-    bench: _Bench,
-    name: str,         # of the method
-    method: Contender,
-) -> list:             # its rows, without ratios: the fastest variant of each mode
+def measure_one(bench: _Bench, name: str, method: Contender) -> list:
     "Check and time a method on a case. One that is not installed, raises, or fails its check is said."
     case, start, best, reference = bench.case, time.perf_counter(), {}, None
     if bench.spent.get(name, 0) > method.compile_s:
@@ -119,23 +112,14 @@ def measure_one(
         start = time.perf_counter()
     return [{x: row[x] for x in FIELDS} for row in best.values()]
 
-def measure(
-    case: Case,
-    methods: Mapping,                   # name -> Contender
-    protocol: Protocol = Protocol(),
-    *,
-    buffer: torch.Tensor | None = None, # see `cold_times`
-    say: Callable = print,              # told, in one line, what was refused
-    spent: dict | None = None,          # seconds of building so far for each method; updated
-) -> list:                              # of dicts with the keys `FIELDS`
+def measure(case: Case, methods: Mapping, protocol: Protocol = Protocol(), *, buffer: torch.Tensor | None = None, say:
+            Callable = print, spent: dict | None = None) -> list:
     "Check and time every method on a case; one that is not installed, raises, or fails its check gets no row."
     bench = _Bench(case, protocol, buffer, say, {} if spent is None else spent)
     return add_ratios([row for name, method in methods.items() for row in measure_one(bench, name, method)])
 
 
-def read(
-    path=None, # a file of this record; None: the first of benchmarks/results
-) -> dict:     # meta, rows
+def read(path=None) -> dict:
     """A record of decode steps.
 
     Raises ValueError, with the file's name, for rows that miss a field, were not checked, have no order in their
@@ -160,15 +144,7 @@ def read(
 LENGTHS = 4096, 8192, 32768, 131072, 524288, 1048576
 BATCHES = 1, 8, 32
 
-def check_request(
-    *,
-    lengths, # numbers of keys
-    batches, # numbers of sequences
-    shapes,  # names in SHAPES
-    methods, # names in `contenders()`
-    samples, # value rows for each head
-    dtype,   # of the cache
-):
+def check_request(*, lengths, batches, shapes, methods, samples, dtype):
     "Raise ValueError for unknown names, for counts below one, for nothing to do and for another dtype."
     for name, given, allowed in (("shapes", shapes, SHAPES), ("methods", methods, contenders())):
         if unknown := [x for x in given if x not in allowed]:
@@ -179,14 +155,7 @@ def check_request(
         if not list(given): raise ValueError(f"{name} must name at least one")
     if dtype not in DENSE_ERROR: raise ValueError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
 
-def plan_cases(
-    shapes, batches, lengths, # names in SHAPES, numbers of sequences, numbers of keys
-    *,
-    dtype: torch.dtype,       # of the cache
-    budget_gb: float,         # largest cache, in 10**9 bytes
-    until: float,             # of `time.perf_counter`: no case is started later
-    say: Callable,            # told what is left out
-):                            # yields (its name, case)
+def plan_cases(shapes, batches, lengths, *, dtype: torch.dtype, budget_gb: float, until: float, say: Callable):
     "Cases one by one, those that fit now."
     for name, B, n in ((name, B, n) for name in shapes for B in batches for n in lengths):
         case, what = Case(SHAPES[name], n, B, dtype=dtype), f"{name}, n={n}, B={B}"
@@ -269,25 +238,18 @@ def bench_decode(
     return path
 
 
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # two lengths and one batch size; on a CPU one small case
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    """Measure one decode step of every contender and write the record.
+def bench_recorded(recorder):
+    "On a GPU."
+    bench_decode(out=recorder.out, quick=recorder.quick, command=recorder.command, say=recorder.say)
 
-    Raises ValueError without a CUDA device, but for the quick form.
-    """
-    if torch.cuda.is_available() or not quick:
-        command = "python -m benchmarks.run decode" + " --quick" * quick
-        return bench_decode(out=out, quick=quick, command=command, say=say)
+def decode(recorder):
+    "One decode step of every contender; in the quick form two lengths and one batch size, on a CPU one small case."
+    if recorder.gpu: return bench_recorded(recorder)
     known, protocol = contenders(samples=8), Protocol(warmup=1, runs=2, buffer_mb=1)
     case = Case(SHAPES["pocket"], 128, dtype=torch.float32, device="cpu")
     few = "sdpa_flash", "santa_systematic", "santa_int8", "santa_rescored"
-    rows = measure(case, {x: known[x] for x in few}, protocol, say=say)
-    meta = machine("cpu") | dict(protocol=asdict(protocol), command="python -m benchmarks.run decode --quick")
-    return write_record(out, meta, rows)
+    recorder.rows += measure(case, {x: known[x] for x in few}, protocol, say=recorder.say)
+    return machine("cpu") | dict(protocol=asdict(protocol))
 
 
 _LOOK = { # label, colour, dashes, marker

@@ -11,7 +11,8 @@ from sparse_nb.bench import quartiles
 from sparse_nb.core.methods import Method, Streaming
 from sparse_nb.delta import Delta
 from benchmarks.generate import LLAMA, TINY, random_model
-from benchmarks.recorder import machine, need_gpu, write_record
+from benchmarks.machine import machine
+from benchmarks.recorder import need_gpu, write_record
 from sparse_nb.sketch_walk import SketchWalk
 
 
@@ -24,12 +25,7 @@ class Nothing(Method):
         "The queries."
         return q
 
-def reading_ways(
-    window: int = 2048, # last keys that a row sees
-    gamma: int = 64,    # rows from anchor to anchor
-    tail: int = 128,    # last rows, which are exact
-    densities: Sequence = (0.1, 0.2), # shares of the visible blocks
-) -> dict:              # name -> method of `sparsify`, or the kernel of PyTorch's own attention
+def reading_ways(window: int = 2048, gamma: int = 64, tail: int = 128, densities: Sequence = (0.1, 0.2)) -> dict:
     "What is compared."
     def delta(correction): return Delta(window=window, gamma=gamma, tail=tail, correction=correction)
     return {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -37,7 +33,7 @@ def reading_ways(
             **{f"Sketch&Walk {x:.0%}": SketchWalk(density=x) for x in densities}, "no attention": Nothing()}
 
 @torch.no_grad()
-def first_token(
+def time_first_token(
     model,                   # a transformers decoder
     input_ids: torch.Tensor, # prompt [1, N]
     way,                     # one of `reading_ways`
@@ -54,17 +50,8 @@ def first_token(
 LENGTHS = (32768, 3), (131072, 1)  # tokens of the prompt, runs of each way, by turns
 
 @torch.no_grad()
-def bench_first_token(
-    out,                      # file ending in .json
-    *,
-    lengths=LENGTHS,
-    shape: Mapping = LLAMA,   # of a Llama
-    device: str = "cuda",
-    ways: Mapping | None = None, # as of `reading_ways`
-    limit_s: float = 150,     # no length is begun later
-    command: str = "",        # for the record
-    say: Callable = print,    # told what happens, line by line
-) -> Path:                    # the file
+def bench_first_token(out, *, lengths=LENGTHS, shape: Mapping = LLAMA, device: str = "cuda", ways: Mapping | None =
+                      None, limit_s: float = 150, command: str = "", say: Callable = print) -> Path:
     "Measure every way at every length and write the record. Raises ValueError for device \"cuda\" without one."
     if device == "cuda": need_gpu("first_token")
     start, ways, rows = time.perf_counter(), reading_ways() if ways is None else ways, []
@@ -79,26 +66,20 @@ def bench_first_token(
             continue
         ids = torch.randint(1, shape["vocab_size"], (1, n), generator=torch.Generator().manual_seed(0)).to(device)
         warm = ways if not rows else ["no attention"]  # kernels are compiled at the first length; memory is taken anew
-        for name in warm: first_token(model, ids, ways[name])
+        for name in warm: time_first_token(model, ids, ways[name])
         times = {name: [] for name in ways}
         for _ in range(runs):
-            for name, method in ways.items(): times[name].append(first_token(model, ids, method)[0])
+            for name, method in ways.items(): times[name].append(time_first_token(model, ids, method)[0])
         for name, found in times.items():
             rows.append(dict(way=name, n=n, runs=runs) | quartiles(found)._asdict())
             say(f"n={n}, {name}: {rows[-1]['median_us'] / 1e6:.2f} s, {time.perf_counter() - start:.0f} s")
         write_record(out, meta, rows)
     return Path(out)
 
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # a tiny model; on a CPU, too
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Measure a whole model's first token and write the record. Raises ValueError without a GPU, but for the quick form."
-    command = "python -m benchmarks.run first_token" + " --quick" * quick
-    if not quick: return bench_first_token(out, command=command, say=say)
-    small = dict(lengths=((300, 2), (310, 1)), shape=TINY, device="cuda" if torch.cuda.is_available() else "cpu")
-    ways = reading_ways(32, 8, 8)
-    if small["device"] == "cpu": del ways["cuDNN"]
-    return bench_first_token(out, **small, ways=ways, command=command, say=say)
+def first_token(recorder):
+    "A whole model's first token in every way; a tiny model in the quick form."
+    small, about = {}, dict(command=recorder.command, say=recorder.say)
+    if recorder.quick: small = dict(lengths=((300, 2), (310, 1)), shape=TINY, device=recorder.device,
+                                    ways=reading_ways(32, 8, 8))
+    if recorder.quick and not recorder.gpu: del small["ways"]["cuDNN"]
+    bench_first_token(recorder.out, **small, **about)

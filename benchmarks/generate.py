@@ -21,7 +21,8 @@ from sparse_nb.core.methods import Exact, Method, Streaming, TopK
 from sparse_nb.eviction import SnapKV
 from sparse_nb.grid import needs_queries
 from sparse_nb.hash_attention import BITS, HashAttention
-from benchmarks.recorder import machine, need_gpu, read_record, record_path, write_record
+from benchmarks.machine import machine
+from benchmarks.recorder import need_gpu, read_record, record_path, write_record
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
@@ -78,10 +79,7 @@ class Ranks(NamedTuple):
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
         return bool(found)
 
-def ranks_of(
-    shape: Mapping, # of the model that they share, as `LlamaConfig` takes it
-    device: str,    # "cuda" or "cpu"
-) -> Ranks:
+def ranks_of(shape: Mapping, device: str) -> Ranks:
     """The processes of `torchrun`, which are joined if they are not yet; without it there is one.
 
     Raises ValueError for a shape that so many cannot share.
@@ -98,9 +96,7 @@ def ranks_of(
         dist.init_process_group("cpu:gloo,cuda:nccl" if own else "gloo", device_id=own, timeout=timedelta(minutes=5))
     return Ranks(rank, count)
 
-def bytes_here(
-    *tensors: torch.Tensor, # that processes may share
-) -> int:
+def bytes_here(*tensors: torch.Tensor) -> int:
     "What this process holds of them."
     return sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in tensors)
 
@@ -208,11 +204,7 @@ def generate_methods() -> dict: # name -> method
             "Sketch&Walk, 10 %": SketchWalk(density=0.1), "window, 10 %": Streaming(sinks=128, window=0.1),
             "oracle top-k, 10 %": TopK(budget=0.1), "SnapKV, 10 %": SnapKV(0.1)}
 
-def generate_ways(
-    methods: Mapping | None = None, # name -> method; None: `generate_methods`
-    static: bool = False,           # with a static cache, for which `generate` compiles the step on a GPU?
-    offload: bool = False,          # with the cache in host memory, too? Not with a static one
-) -> dict:                          # name -> `Way`
+def generate_ways(methods: Mapping | None = None, static: bool = False, offload: bool = False) -> dict:
     """What `bench_generate` compares.
 
     Steps of a static cache are recorded and played back, but for those of the model alone. A name that ends in `HOST`
@@ -227,16 +219,12 @@ def generate_ways(
         if offload and not static: ways[name + HOST] = Way(dict(decode=method, offload=True), cache)
     return ways
 
-def must_read(
-    way: Way,
-) -> bool:
+def must_read(way: Way) -> bool:
     "Does its method need the queries of the prompt, so that it has to read the prompt itself?"
     return needs_queries((way.session or {}).get("decode"))
 
 
-def weight_bytes(
-    model, # a transformers decoder
-) -> int:
+def weight_bytes(model) -> int:
     "Bytes of weights that a token reads: all but the embedding, of which it reads a row, unless the head shares it."
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return bytes_here(*model.parameters()) - (0 if table is head else bytes_here(table))
@@ -308,12 +296,7 @@ def _attentions(model, filled, way, layers):
     return call, len(chosen), len(dense)
 
 @torch.no_grad()
-def attention_time(
-    model,            # a transformers decoder
-    filled: Filled,
-    way: Way,         # whose attention
-    layers: int = 4,  # at most, evenly from the first to the last
-) -> tuple: # microseconds of one layer, layers of the model that are exact instead, share of the keys that is read
+def attention_time(model, filled: Filled, way: Way, layers: int = 4) -> tuple:
     "Time the attention of a token alone. Raises whatever the method raises where no graph can hold it."
     call, count, dense = _attentions(model, filled, way, layers)
     own = (way.session or {}).get("decode") is None
@@ -344,12 +327,7 @@ def cold_tuning():
         else: benchmarker.benchmark_gpu = own
 
 
-def random_model(
-    shape: Mapping,         # arguments of `LlamaConfig`
-    device: str,
-    ranks: Ranks = Ranks(), # that share it: each has its part of the same weights
-    dtype: torch.dtype = torch.bfloat16,
-):
+def random_model(shape: Mapping, device: str, ranks: Ranks = Ranks(), dtype: torch.dtype = torch.bfloat16):
     "A Llama of this shape with random weights."
     from transformers import AutoModelForCausalLM, LlamaConfig
     torch.manual_seed(0)
@@ -360,10 +338,7 @@ def random_model(
     given = dict(config=config, state_dict=model.cpu().state_dict(), dtype=dtype) # a part would hold all of it
     return type(model).from_pretrained(None, **given, distributed_config=DistributedConfig(tp_plan="auto")).eval()
 
-def random_networks(
-    shape: Mapping, # arguments of `LlamaConfig`
-    path: Path,     # of the file
-) -> str:           # what `HashAttention(maps=...)` takes
+def random_networks(shape: Mapping, path: Path) -> str:
     "Write networks of HashAttention for a model of this shape: the time does not depend on what they have learnt."
     from safetensors.torch import save_file
     H, G = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -374,22 +349,13 @@ def random_networks(
                for side, heads in (("k", G), ("q", H)) for i in range(shape["num_hidden_layers"])}, str(path))
     return str(path)
 
-def with_networks(
-    method: Method, # also one with methods among its settings
-    maps: str,      # of `random_networks`
-) -> Method:
+def with_networks(method: Method, maps: str) -> Method:
     'The method with these networks wherever it says "random".'
     inner = {f.name: with_networks(x, maps) for f in fields(method) if isinstance(x := getattr(method, f.name), Method)}
     if getattr(method, "maps", None) == "random": inner["maps"] = maps
     return replace(method, **inner) if inner else method
 
-def measure_way(
-    model,              # a transformers decoder
-    filled: Filled,
-    way: Way,
-    tokens: int,        # to time
-    tuned: bool = False, # compile the step of a static cache with `TUNED`? Else as `generate` does
-) -> tuple:             # as of `token_times`, and how the cache was filled
+def measure_way(model, filled: Filled, way: Way, tokens: int, tuned: bool = False) -> tuple:
     "Time the tokens of a way. On a GPU a static cache has its step compiled anew."
     from transformers import CompileConfig
     session = None if way.session is None else way.session | dict(seed=0)
@@ -407,9 +373,7 @@ def measure_way(
 def _place(row):
     return tuple(row.get(x, y) for x, y in (("way", ""), ("n", 0), ("batch", 1), ("static", False), ("gpus", 1)))
 
-def add_rivals(
-    rows: list, # of dicts
-) -> list:      # the same dicts
+def add_rivals(rows: list) -> list:
     """Say of each row its fastest dense rival, and how many times as fast as that it is.
 
     The rival of a way with its cache in host memory is the cache that transformers offloads; others have one whose step
@@ -424,10 +388,7 @@ def add_rivals(
         row.update(rival=rival and rival["way"], ratio=rival and round(rival["median_us"] / row["median_us"], 4))
     return rows
 
-def add_parts(
-    rows: list,    # of dicts
-    meta: Mapping, # with weights_read_bytes, copy_gb_s, read_gb_s and shape
-) -> list:         # the same dicts
+def add_parts(rows: list, meta: Mapping) -> list:
     """Say of each row with a `kernel_us` what of a token is weights, attention and the rest; None: not known.
 
     A row that says what its weights take keeps it: it is of its own record.
@@ -445,9 +406,7 @@ def add_parts(
     return rows
 
 
-def join_records(
-    records: list, # of what `read_record` returns, the oldest first
-) -> dict:         # meta, rows
+def join_records(records: list) -> dict:
     """One record of several: of rows of the same way, length, batch, cache and number of GPUs the last stands.
 
     Every row says the date of its record. `meta` is the last one's, with those before it under `earlier`, rows that
@@ -589,66 +548,15 @@ def quick_methods() -> dict: # name -> method
     "Some of `generate_methods`: one that draws, and one with an index."
     return {name: method for name, method in generate_methods().items() if type(method) in (Santa, Quest)}
 
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # a tiny model; on a CPU, too
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Measure a whole model and write the record. Raises ValueError without a CUDA device, but for the quick form."
-    given = dict(out=out, command="python -m benchmarks.run generate" + " --quick" * quick, say=say)
-    given["limit_s"] = float("inf")
+def generate(recorder):
+    "A whole model with a static cache and with a growing one; a tiny model in the quick form."
+    given = dict(out=recorder.out, command=recorder.command, say=recorder.say, limit_s=float("inf"))
     static, growing = dict(static=True, lengths=((32768, 1), (131072, 1), (524288, 1))), dict(offload=True, append=True)
-    if quick:
-        small = dict(lengths=((200, 1),), tokens=2, shape=TINY, device="cuda" if torch.cuda.is_available() else "cpu")
+    if recorder.quick:
+        small = dict(lengths=((200, 1),), tokens=2, shape=TINY, device=recorder.device)
         static, growing = static | small, growing | small | dict(methods=quick_methods())
     bench_generate(**given, **static)
-    return bench_generate(**given, **growing)
+    bench_generate(**given, **growing)
 
 
-LIMITS = (("SANTA", 32768, 5.9), ("vAttention", 131072, 6.5), ("vAttention", 524288, 8.4)) # ms a token at most
-RATIOS = ((131072, 1, 1.4), (524288, 1, 2.3), (1048576, 1, 3.0), (32768, 8, 1.5))          # tokens, batch, times
-OF_HOST, OF_EAGER, OF_PARTS, OF_PROMPT = (131072, 4.0), (8192, 1.15), 1.25, (131072, "tangent", 3.5)
-
-def targets(
-    rows: list,          # of this record
-    prompts: list = (),  # of the record of first tokens
-) -> list:               # dicts: what, way, n, batch, asked, reached (None: not measured), met
-    "What is asked of a whole model, and what the rows reach."
-    rows = [dict(batch=1, static=False, gpus=1, attention_us=None, ratio=None) | row for row in rows]
-    several = [row for row in rows if row["gpus"] > 1]  # they answer for times, not for milliseconds
-    rows = [row for row in rows if row["gpus"] == 1]
-    method = lambda row: row["way"] not in (*DENSE_WAYS, PAIR[1], NO_KEYS, OFFLOADED)
-    kept = [row for row in rows if method(row)]
-    static, shared = ([row for row in of if row["static"] and method(row)] for of in (kept, several))
-    found = []
-    def add(what, way, n, batch, asked, reached, least=True):
-        met = reached is not None and (reached >= asked if least else reached <= asked)
-        found.append(dict(what=what, way=way, n=n, batch=batch, asked=asked, met=met,
-                          reached=None if reached is None else round(reached, 2)))
-    for start, n, most in LIMITS:
-        of = [x for x in static if x["way"].lower().startswith(start.lower()) and (x["n"], x["batch"]) == (n, 1)]
-        for x in of or [dict(way=start, median_us=None)]:
-            add("ms a token", x["way"], n, 1, most, x["median_us"] and x["median_us"] / 1000, False)
-    for x in static:
-        if x["attention_us"] is None: continue
-        most = OF_PARTS * (x["weights_us"] + x["attention_us"]) / 1000
-        add("ms a token, by its parts", x["way"], x["n"], x["batch"], round(most, 2), x["median_us"] / 1000, False)
-    n, most = OF_EAGER
-    alone = [x["median_us"] for x in rows if (x["way"], x["n"], x["batch"], x["static"]) == (PAIR[0], n, 1, False)]
-    of = [x for x in kept if (x["n"], x["batch"], x["static"]) == (n, 1, False) and not x["way"].endswith(HOST)]
-    for x in of if alone else [dict(way="every method", median_us=None)]:
-        add("times the model alone, step not compiled", x["way"], n, 1, most,
-            x["median_us"] and x["median_us"] / alone[0], False)
-    for n, batch, least in RATIOS:
-        of = [x for x in static + shared if (x["n"], x["batch"]) == (n, batch) and x["ratio"] is not None]
-        for x in of or [dict(way="every method", ratio=None)]:
-            add("times the fastest dense", x["way"], n, batch, least, x["ratio"])
-    of = [x for x in kept if x["way"].endswith(HOST) and x["n"] == OF_HOST[0]]
-    offloaded = {x["n"]: x["median_us"] for x in rows if x["way"] == OFFLOADED}
-    for x in of: add("times the offloaded cache", x["way"], x["n"], 1, OF_HOST[1], offloaded[x["n"]] / x["median_us"])
-    n, way, least = OF_PROMPT
-    times = {x["way"]: x["median_us"] for x in prompts if x["n"] == n}
-    dense = [times[x] for x in ("FlashAttention-2", "cuDNN") if x in times]
-    add("times the fastest dense, first token", way, n, 1, least, min(dense) / times[way] if dense else None)
-    return found
+OF_EAGER = 8192, 1.15  # tokens, and times the model alone that a step may take that is not compiled

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparse_nb
 from sparse_nb.bench import SHAPES, Protocol, Shape
+from benchmarks.timing import Refused
 from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern
 from sparse_nb.kernels.blocks import attend_blocks, attend_streaming
 from sparse_nb.kernels.delta import (
@@ -24,8 +25,7 @@ from sparse_nb.kernels.delta import (
 from sparse_nb.patterns import RandomBlocks, VerticalSlash
 from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
 from sparse_nb.plots import METHOD_COLOURS, palette
-from benchmarks.recorder import Recorder, need_gpu, record_path
-from benchmarks.timing import Refused
+from benchmarks.recorder import Recorder, record_path
 
 
 class Setting(NamedTuple):
@@ -61,18 +61,11 @@ class Work(NamedTuple):
     tail: int    # all keys of the tail
     slope: bool  # does a missing pair add to a mean key, too?
 
-    def tflop(
-        self,
-        shape: Shape,
-    ) -> float:
+    def tflop(self, shape: Shape) -> float:
         "Operations, in 10**12."
         return 4 * shape.H * shape.D * (sum(self[:3]) + 0.5 * self.missing * self.slope) / 1e12
 
-def needed(
-    n: int,           # positions
-    setting: Setting,
-    method: str,      # one of `CORRECTIONS` or `SKETCHES`, "streaming" (no tail) or "dense"
-) -> Work:
+def needed(n: int, setting: Setting, method: str) -> Work:
     "The least work of a method."
     if method in SKETCHES:
         row, i = torch.arange(n, dtype=torch.int64), torch.arange(-(-n // BLOCK))
@@ -182,9 +175,7 @@ class Truth(Rows):
 
 FLEX = 32768, 131072  # lengths that FlexAttention is compiled for
 
-def ours(
-    p: Prompt,
-) -> dict:     # name -> (call, whose rows it must return)
+def ours(p: Prompt) -> dict:
     "Our calls."
     s, given = p.setting, p.setting._asdict()
     def corrected(name): return lambda: attend_delta(p.q, p.k, p.v, correction=name, aligned=False, **given)
@@ -197,19 +188,13 @@ def ours(
             **{name: (corrected(name), name) for name in CORRECTIONS},
             **{name: (sketched(name), name) for name in SKETCHES}}
 
-def by_lists(
-    p: Prompt,
-    pattern: BlockPattern,
-) -> Callable:
+def by_lists(p: Prompt, pattern: BlockPattern) -> Callable:
     "Our attention by blocks over lists that are made beforehand."
     index = pattern.index[..., :int(pattern.count.max())].contiguous()
     given = dict(gap=pattern.gap, query_block=pattern.query_block, key_block=pattern.key_block)
     return lambda: attend_blocks(p.q, p.k, p.v, index, pattern.count, **given)[0]
 
-def window_mask(
-    p: Prompt,
-    size: int = 128, # of a block
-):                   # BlockMask
+def window_mask(p: Prompt, size: int = 128):
     "Sinks and window for FlexAttention: which blocks to read, which of them whole, and the mask of the others."
     from torch.nn.attention.flex_attention import BlockMask
     s, M = p.setting, -(-p.n // size)
@@ -225,38 +210,28 @@ def window_mask(
                                     seq_lengths=(p.n, p.n))
 
 
-def flex(
-    p: Prompt,
-) -> Callable:
+def flex(p: Prompt) -> Callable:
     "FlexAttention over sinks and window; compiled for a GPU."
     from torch.nn.attention.flex_attention import flex_attention
     mask, attend = window_mask(p), flex_attention
     if p.device == "cuda": attend = torch.compile(flex_attention, dynamic=False)
     return lambda: attend(p.q, p.k, p.v, block_mask=mask, enable_gqa=True)
 
-def sdpa(
-    p: Prompt,
-    backend: SDPBackend,
-) -> Callable:
+def sdpa(p: Prompt, backend: SDPBackend) -> Callable:
     "PyTorch's dense causal attention by one of its kernels."
     def call():
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(p.q, p.k, p.v, is_causal=True, enable_gqa=True)
     return call
 
-def flashinfer(
-    p: Prompt,
-) -> Callable:
+def flashinfer(p: Prompt) -> Callable:
     "FlashInfer's dense causal attention, in the layout that it likes."
     from flashinfer import single_prefill_with_kv_cache
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (p.q, p.k, p.v))
     return lambda: single_prefill_with_kv_cache(q, k, v, causal=True)[None].transpose(1, 2)
 
 
-def fa4(
-    p: Prompt,
-    pattern: BlockPattern | None = None, # the blocks to read; None: all
-) -> Callable:
+def fa4(p: Prompt, pattern: BlockPattern | None = None) -> Callable:
     "FlashAttention-4's forward, in the layout that it likes; of a pattern by lists of whole and of partial blocks."
     from flash_attn.cute import flash_attn_func
     q, k, v = (x.transpose(1, 2).contiguous() for x in (p.q, p.k, p.v))
@@ -266,10 +241,7 @@ def fa4(
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
     return call
 
-def fa4_lists(
-    p: Prompt,
-    pattern: BlockPattern, # with a gap: that of `p`'s sinks and window
-) -> dict:                 # options of FlashAttention-4's forward
+def fa4_lists(p: Prompt, pattern: BlockPattern) -> dict:
     "A pattern as FlashAttention-4 takes it."
     import cutlass
     from cutlass import cute
@@ -289,9 +261,7 @@ def fa4_lists(
     blocks = BlockSparseTensorsTorch(*lists(part), *lists(whole), block_size=sizes)
     return dict(mask_mod=seen, block_sparse_tensors=blocks, pack_gqa=False)
 
-def fa4_window(
-    p: Prompt,
-) -> Callable:
+def fa4_window(p: Prompt) -> Callable:
     "FlashAttention-4 over sinks and window, in the blocks that it likes best."
     near = dict(sinks=p.setting.sinks, window=p.setting.window)
     return fa4(p, sinks_window_pattern(p.q, p.k, **near, query_block=128, key_block=128))
@@ -305,14 +275,7 @@ RIVALS = {"sdpa_flash": (lambda p: sdpa(p, SDPBackend.FLASH_ATTENTION), "dense")
 SLOW = 30  # operations, in 10**12, from which on a call is timed without a graph
 BRIEF = Protocol(warmup=1, runs=3)
 
-def note(
-    recorder: Recorder,
-    p: Prompt,
-    call: Callable,
-    check: Callable | None, # of its output; None: a launch, whose outputs were checked together
-    work: Work,
-    **row,                  # what the row says beside its times, sizes and rates
-):
+def note(recorder: Recorder, p: Prompt, call: Callable, check: Callable | None, work: Work, **row):
     "Check and time a call; a row with its rate."
     tflop, plain = work.tflop(p.shape), None
     if recorder.device == "cuda" and tflop > SLOW and row.get("method") in RIVALS:
@@ -325,25 +288,14 @@ def note(
     for x in recorder.rows[before:]: x["tflops"] = round(x["tflop"] / x["median_us"] * 1e6, 1)
 
 
-def attempt(
-    recorder: Recorder,
-    what: str,
-    step: Callable,
-):
+def attempt(recorder: Recorder, what: str, step: Callable):
     "Run a step; what cannot run here is said and left out."
     try: step()
     except Exception as error:
         recorder.say(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
         if recorder.device == "cuda": torch.cuda.synchronize()  # what broke the device is raised again, and ends it
 
-def measure_calls(
-    recorder: Recorder,
-    p: Prompt,
-    truth: Truth,
-    *,
-    until: float,       # of `time.perf_counter`: no rival is begun later
-    without=(),         # rivals that are left out
-):
+def measure_calls(recorder: Recorder, p: Prompt, truth: Truth, *, until: float, without=()):
     "Rows of all contenders at one length."
     checks = {name: truth.check(name) for name in ("dense", "streaming", *CORRECTIONS, *SKETCHES)}
     def one(name, call, kind):
@@ -358,9 +310,7 @@ def measure_calls(
 LISTS = {"vertical_slash": VerticalSlash(rounding="pool"), "random": RandomBlocks(0.1)}
 LISTED = 8192, 32768, 131072  # lengths at which they are timed
 
-def pairs_of_blocks(
-    pattern: BlockPattern,
-) -> Work:
+def pairs_of_blocks(pattern: BlockPattern) -> Work:
     "What a head has to do, in the mean of all."
     mask = pattern.mask()[0]
     rows = pattern.query_block * torch.arange(1, mask.shape[1] + 1, device=mask.device)[:, None]
@@ -368,13 +318,7 @@ def pairs_of_blocks(
     seen = sum((rows - i - first).clamp(0, pattern.key_block) for i in range(pattern.query_block))
     return Work(round(int((seen * mask).sum()) / len(mask)), 0, 0, False)
 
-def measure_lists(
-    recorder: Recorder,
-    p: Prompt,
-    truth: Truth,
-    *,
-    without=(),  # rivals that are left out
-):
+def measure_lists(recorder: Recorder, p: Prompt, truth: Truth, *, without=()):
     "Rows of a choice, of attention to what it chose, and of the rival."
     for name, method in LISTS.items():
         pattern = method.pattern(p.q, p.k, seed=0)
@@ -424,10 +368,7 @@ class Steps:
         return work._replace(near=0, tail=0 if self.means else work.tail)
 
 
-def measure_launches(
-    recorder: Recorder,
-    p: Prompt,
-):
+def measure_launches(recorder: Recorder, p: Prompt):
     "Rows of each launch of both corrections, and of the choice of blocks."
     for name in SKETCHES:
         note(recorder, p, lambda: chosen(p, name)[1].float(), None, Work(0, 0, 0, False), part="launches",
@@ -438,11 +379,7 @@ def measure_launches(
             work = steps.work(launch) if launch != "merge" else Work(0, 0, 0, False)
             note(recorder, p, call, None, work, part="launches", launch=launch, correction=name)
 
-def variants(
-    n: int,
-    tiled=TILED,           # lengths at which tiles are tried
-    split=SPLIT,           # lengths at which parts of the keys are tried
-):                         # yields (correction, launch, argument of `launch_delta`, tiles, keys of a part or None)
+def variants(n: int, tiled=TILED, split=SPLIT):
     "What is tried beside the shipped settings."
     whole = {"delta": ("whole", WHOLE), "tangent": ("means", MEANS)}
     for name, (argument, settings) in whole.items():
@@ -452,12 +389,7 @@ def variants(
         for parts in (1, 2, 3, 4, 8) if n in split else ():
             yield name, "whole rows", argument, settings[0], -(-n // parts // 64) * 64
 
-def measure_tiles(
-    recorder: Recorder,
-    p: Prompt,
-    truth: Truth,
-    chosen: list,    # of `variants`
-):
+def measure_tiles(recorder: Recorder, p: Prompt, truth: Truth, chosen: list):
     "Rows of single launches with other tiles and parts; each is checked as a part of the whole call first."
     s, checks, steps = p.setting, {}, {}
     def one(name, launch, argument, tiles, part):
@@ -474,10 +406,7 @@ def measure_tiles(
         attempt(recorder, f"{name}, {rest}", lambda: one(name, *rest))
 
 
-def compile_jobs(
-    lengths,
-    tiles: bool,  # also those of `variants`?
-) -> list:        # of functions of a short prompt
+def compile_jobs(lengths, tiles: bool) -> list:
     "What has to be compiled, piece by piece."
     jobs = [lambda p, name=name: ours(p)[name][0]() for name in ("streaming", "blocks", *CORRECTIONS, *SKETCHES)]
     def launch(name, argument, setting):
@@ -492,24 +421,14 @@ def compile_jobs(
     return jobs + [lambda p, n=n: flex(Prompt(n, p.device))() for n in FLEX if n in lengths]
 
 @torch.no_grad()
-def compile_some(
-    i: int, n: int,       # the i-th of n processes
-    lengths,
-    tiles: bool,          # as in `compile_jobs`
-    p: Prompt | None = None,
-):
+def compile_some(i: int, n: int, lengths, tiles: bool, p: Prompt | None = None):
     "Call every n-th of `compile_jobs` once, on a prompt of 4,096 positions if none is given."
     p = p or Prompt(4096, "cuda")
     for job in compile_jobs(lengths, tiles)[i::n]:
         try: job(p)
         except Exception as error: print(f"{type(error).__name__}: {str(error)[:200]}", flush=True)
 
-def compile_all(
-    recorder: Recorder,
-    lengths,
-    tiles: bool,        # as in `compile_jobs`
-    seconds: float = 75, # what is not done by then is left
-) -> list:               # rivals that could not be compiled
+def compile_all(recorder: Recorder, lengths, tiles: bool, seconds: float = 75) -> list:
     "Compile in processes of their own. What is ours and not done is compiled when it is called."
     start, n = time.perf_counter(), max(1, min(16, len(os.sched_getaffinity(0)) - 1))
     root = str(Path(sparse_nb.__file__).parents[1])
@@ -529,25 +448,14 @@ def compile_all(
 
 LONGEST = 2**20
 
-def check_lengths(
-    lengths, # positions
-):
+def check_lengths(lengths):
     "Raise ValueError for nothing to do, and for lengths below 1 or above `LONGEST`."
     if not list(lengths): raise ValueError("lengths must name at least one")
     if bad := [n for n in lengths if not 1 <= n <= LONGEST]:
         raise ValueError(f"lengths must be at least 1 and at most {LONGEST}, got {bad[0]}")
 
-def measure_prompts(
-    recorder: Recorder,
-    prompts,          # calls that make a `Prompt`, one by one
-    write: Callable,  # called after each
-    *,
-    tiles: Callable,  # length -> list of `variants` to try
-    listed=LISTED,    # lengths at which lists are timed
-    split=SPLIT,      # lengths whose launches are timed
-    until: float,     # of `time.perf_counter`: no rival is begun later
-    without=(),       # rivals that are left out
-):
+def measure_prompts(recorder: Recorder, prompts, write: Callable, *, tiles: Callable, listed=LISTED, split=SPLIT, until:
+                    float, without=()):
     "All rows of these prompts."
     def one(p):
         truth = Truth(p)
@@ -575,36 +483,31 @@ def bench_prefill(
     "Measure prompts on this machine's GPU and write the record. Raises ValueError without one, and for bad lengths."
     lengths = sorted(set(lengths))
     check_lengths(lengths)
-    need_gpu("prefill")
-    start, recorder, path = time.perf_counter(), Recorder("prefill", quick=quick, say=say), record_path("prefill", out)
+    start, recorder = time.perf_counter(), Recorder("prefill", record_path("prefill", out), quick=quick, say=say)
     recorder.command = command or recorder.command
     recorder.protocol = Protocol(warmup=2, runs=9, buffer_mb=recorder.protocol.buffer_mb)
     without = compile_all(recorder, lengths, tiles)
     if not find_spec("flash_attn"): without += ["fa4", "fa4_window"]
     if without: say(f"not measured, since not installed or not compiled: {', '.join(without)}")
     prompts = [lambda n=n: Prompt(n, "cuda") for n in lengths]
-    write = lambda: recorder.write(path, **Setting()._asdict())
+    write = lambda: recorder.write(**Setting()._asdict())
     measure_prompts(recorder, prompts, write, tiles=lambda n: list(variants(n)) if tiles else [],
                     until=start + limit_s, without=without)
-    return path
+    return recorder.out
 
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # one short prompt; small heads in Triton's interpreter where there is no GPU
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time prompts and write the record. Raises ValueError without a CUDA device, but for the quick form."
-    if torch.cuda.is_available() or not quick:
-        return bench_prefill(**dict(lengths=(4096,)) if quick else dict(tiles=True), quick=quick, out=out, say=say)
-    recorder, small, tiles = Recorder("prefill", quick=True, say=say), Setting(4, 24, 16, 4, 16), (32, 32, 4, 2, None)
+def prefill(recorder):
+    "Prompts with all that is tried; in the quick form one short prompt."
+    if recorder.gpu:
+        given = dict(lengths=(4096,)) if recorder.quick else dict(tiles=True)
+        bench_prefill(**given, quick=recorder.quick, out=recorder.out, say=recorder.say)
+        return
+    small, tiles = Setting(4, 24, 16, 4, 16), (32, 32, 4, 2, None)
     tried = [("tangent", "window", "near", tiles, None), ("delta", "whole rows", "whole", tiles, 64)]
-    make, write = lambda: Prompt(96, "cpu", Shape(2, 1, 16), small), lambda: recorder.write(out, **small._asdict())
+    make, write = lambda: Prompt(96, "cpu", Shape(2, 1, 16), small), lambda: recorder.write(**small._asdict())
     measure_prompts(recorder, [make], write, tiles=lambda n: tried, listed=(96,), split=(96,),
                     until=time.perf_counter() + 60, without=["fa4", "fa4_window"])
-    return Path(out)
 
 
 _COLOURS = palette("contenders") | palette("corrections")
@@ -624,9 +527,7 @@ _LINES = { # label, colour, dashes, marker
 DENSE_CALLS = [name for name, (_, kind) in RIVALS.items() if kind == "dense"]
 
 
-def over_dense(
-    rows: list, # of the record
-) -> dict:      # method -> {positions: times as fast as the fastest dense call of that length}
+def over_dense(rows: list) -> dict:
     "Speed over the fastest dense call. Raises ValueError where no length has one."
     times = {(row["method"], row["n"]): row["median_us"] for row in rows if "method" in row}
     best = {n: min(times[m, n] for m in DENSE_CALLS if (m, n) in times) for n in sorted({
@@ -635,18 +536,12 @@ def over_dense(
     methods = dict.fromkeys(method for method, _ in times)
     return {m: {n: best[n] / times[m, n] for n in best if (m, n) in times} for m in methods}
 
-def pays_from(
-    speeds: dict, # positions -> times as fast, as in `over_dense`
-) -> int | None:  # positions; None: never
+def pays_from(speeds: dict) -> int | None:
     "The length from which a method is faster at that and at all longer lengths."
     slow = [n for n, x in speeds.items() if x <= 1]
     return min((n for n in speeds if n > max(slow, default=0)), default=None)
 
-def plot_prompts(
-    rows: list,                                             # of the record
-    *,
-    title: str = "Attention of a prompt, beside dense kernels", # what to see
-) -> Figure:
+def plot_prompts(rows: list, *, title: str = "Attention of a prompt, beside dense kernels") -> Figure:
     "Time of a head, and speed over the fastest dense call, by length. Raises ValueError as `over_dense`."
     fig, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.6), layout="constrained")
     for method, speeds in over_dense(rows).items():

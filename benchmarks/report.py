@@ -1,7 +1,8 @@
 """What a result file says, in one table."""
 import pandas as pd
 
-from benchmarks.recorder import RECORDS, recorded
+from benchmarks.recorder import recorded
+from benchmarks.registry import REGISTRY
 from benchmarks.run import MEASURED
 
 SIZES = "n", "length", "budget"  # what stands in the columns of a table, the first that rows have
@@ -41,7 +42,7 @@ def others(rows: list) -> pd.DataFrame:
 
 
 def table(
-    name: str, # of a result file, one of `RECORDS`
+    name: str, # of a result file, one of `REGISTRY`
 ) -> dict:     # GPU, or "CPU" -> (where it comes from, table)
     "What was measured, for each machine. ValueError for an unknown name."
     found = {}
@@ -51,7 +52,7 @@ def table(
             isinstance(x.get("right"), str) for x in rows) else others
         rows = [x for x in rows if "median_us" in x] if kind is times else rows
         about = {x: meta[x] for x in ("command", "date", "torch", "triton", "transformers") if meta.get(x)}
-        found[gpu] = f"{RECORDS[name].what}; {gpu}, {len(record['rows'])} rows; " + ", ".join(
+        found[gpu] = f"{REGISTRY[name].what}; {gpu}, {len(record['rows'])} rows; " + ", ".join(
             f"{k} {x}" for k, x in about.items()), kind(rows)
     return found
 

@@ -10,7 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.recorder import RECORDS, read_record, run_record
+from benchmarks.recorder import read_record, run_record
+from benchmarks.registry import REGISTRY
 
 MEASURED = {"median_us", "q1_us", "q3_us", "error", "ratio", "ratio_to_fastest_dense", "tflops", "gb_s", "date", "runs",
             "held_bytes", "same_tokens", "checked", "rival"}  # what differs from run to run
@@ -42,7 +43,7 @@ def run(given, names):
     if given.list == (given.name is not None): raise ValueError("give a NAME or --list, and not both")
     if given.list:
         for name in names:
-            print(f"{name:26} {RECORDS[name].what}{' (needs a GPU)' if RECORDS[name].gpu else ''}")
+            print(f"{name:26} {REGISTRY[name].what}{' (needs a GPU)' if REGISTRY[name].gpu else ''}")
         return
     if given.name not in names: raise ValueError(f"NAME must be one of {', '.join(names)}, got {given.name!r}")
     check_file("--out", given.out)
@@ -66,7 +67,7 @@ def main(
     parser.add_argument("--out", type=Path, metavar="FILE", help="its place in benchmarks/results if not given")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="print each row's time over that of this file")
     speed = package == "benchmarks"
-    names = [name for name, record in RECORDS.items() if record.path.startswith("benchmarks.") == speed]
+    names = [name for name, entry in REGISTRY.items() if entry.path.startswith("benchmarks.") == speed]
     try: run(parser.parse_args(args), names)
     except (ValueError, OSError) as error: parser.exit(2, f"{parser.prog}: {' '.join(str(error).split())}\n")
 

@@ -1,8 +1,6 @@
 """Where the time of a step goes, beside the dense kernels of the same run; and what the index costs"""
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,10 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_nb.bench import SHAPES, Protocol, Shape
+from benchmarks.timing import Case, Refused
 from sparse_nb.core.exact import attention
 from sparse_nb.kernels.saap import Index, Settings, assign, build_index, cluster_sums, launch, lists_of, network
-from benchmarks.recorder import Recorder, measure_copy, measure_dense, to_host
-from benchmarks.timing import Case, Refused
+from benchmarks.recorder import Recorder, measure_copy, measure_dense, measure_launches, to_host
 
 
 LENGTHS, DENSITY, CLUSTERS, SINKS, WINDOW = (171008, 524288, 1048576), 0.044, 1024, 1, 2047
@@ -27,12 +25,7 @@ class Parted(NamedTuple):
     ids: torch.Tensor       # cluster of each key [1, G, N]
     index: Index
 
-def parted(
-    case: Case,
-    clusters: int, # C
-    sinks: int,    # keys before the lists
-    window: int,   # keys behind them
-) -> Parted:
+def parted(case: Case, clusters: int, sinks: int, window: int) -> Parted:
     "Clusters of the keys of a case, and the index of those that are far."
     device, (_, G, D) = case.device, case.shape
     generator = torch.Generator(device).manual_seed(1)
@@ -114,39 +107,26 @@ def worst_error(
     return worst
 
 
-def read_bytes(
-    x: Parted,
-    read: int, # rows that a group reads
-) -> dict:     # of each launch
+def read_bytes(x: Parted, read: int) -> dict:
     "What each launch has to read: means, rows of keys and values with their numbers, and means of values."
     (_, G, D), C = x.case.shape, x.index.clusters
     return dict(route=2 * G * C * D, select=12 * G * C, read=G * (4 * D * read + 4 * read + 2 * C * D), merge=0)
 
-def measure_launches(
-    recorder: Recorder,
-    x: Parted,
-    s: Settings,
-    names: tuple = LAUNCHES,
-    **row,                   # what the rows say beside method, n, density and bytes
-):
-    "Time the steps up to each of these launches; returns nothing, the rows are the recorder's."
-    case, index = x.case, x.index
-    found = launch(case.q, case.k, case.v, index, s)
-    read = int(found[-1][0, 0, 1]) + case.n - int(index.built) + int(index.since)
-    row = dict(method="saap", n=case.n, H=case.shape.H, density=round(read / case.n, 4)) | row
-    nbytes = read_bytes(x, read)
-    for name in names:
-        step = partial(launch, case.q, case.k, case.v, index, s, launches=LAUNCHES.index(name) + 1)
-        check = (lambda out: worst_error(out, x, s, found)) if name == "merge" else None
-        recorder.measure_row(lambda: step()[0], check, **row, launch=name, memory="device", nbytes=nbytes[name])
+def rows_read(x: Parted, found: tuple) -> int:
+    "Rows that a group reads in what `launch` returned, sinks and window included."
+    return int(found[-1][0, 0, 1]) + x.case.n - int(x.index.built) + int(x.index.since)
+
+def measure_step(recorder: Recorder, x: Parted, s: Settings, names: tuple = LAUNCHES):
+    "Time the steps up to each of these launches."
+    case, step = x.case, partial(launch, x.case.q, x.case.k, x.case.v, x.index, s)
+    found = step()
+    read = rows_read(x, found)
+    measure_launches(recorder, LAUNCHES, names, lambda launches: step(launches=launches)[0],
+                     lambda out: worst_error(out, x, s, found), read_bytes(x, read), method="saap", n=case.n,
+                     H=case.shape.H, density=round(read / case.n, 4))
 
 
-def measure_network(
-    recorder: Recorder,
-    x: Parted,
-    s: Settings,
-    layers: tuple, # of `layers_of`
-):
+def measure_network(recorder: Recorder, x: Parted, s: Settings, layers: tuple):
     "Time the networks alone, and a whole step that they route; returns nothing, the rows are the recorder's."
     case, index, want = x.case, x.index, guess_in_float64(x.case.q, layers)
     def step(): return launch(case.q, case.k, case.v, index, s, guess=network(case.q, *layers))
@@ -155,7 +135,7 @@ def measure_network(
         if not error < 1e-4: raise Refused(f"networks differ from float64 by {error:.3g} of it")
         return error
     found = step()
-    read = int(found[-1][0, 0, 1]) + case.n - int(index.built) + int(index.since)
+    read = rows_read(x, found)
     nbytes, row = sum(y.nbytes for y in layers), dict(method="saap", n=case.n, H=case.shape.H, memory="device")
     recorder.measure_row(lambda: network(case.q, *layers), check, **row, launch="network", nbytes=nbytes)
     recorder.measure_row(lambda: step()[0], lambda out: worst_error(out, x, s, found, want), **row,
@@ -207,7 +187,7 @@ def _measure_host(recorder, x, s):
     "Time a whole step with keys and values in host memory, and a copy of these."
     case, far = x.case, to_host(x.case.k, x.case.v)
     found = launch(case.q, *far, x.index, s)
-    read = int(found[-1][0, 0, 1]) + case.n - int(x.index.built) + int(x.index.since)
+    read = rows_read(x, found)
     recorder.measure_row(lambda: launch(case.q, *far, x.index, s)[0], lambda out: worst_error(out, x, s, found),
                          method="saap", n=case.n, H=case.shape.H, density=round(read / case.n, 4), launch="merge",
                          memory="host", nbytes=read_bytes(x, read)["read"])
@@ -215,15 +195,9 @@ def _measure_host(recorder, x, s):
 
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; on a CPU small heads and one part of the launches
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time a step launch by launch, and its index; write the record. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("saap_launches", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def saap_launches(recorder):
+    "Time a step launch by launch, and its index."
+    gpu, quick = recorder.gpu, recorder.quick
     lengths = LENGTHS if not quick else (16384,) if gpu else (200,)
     shapes = (SHAPES["llama3"], ONE_HEAD) if gpu else (Shape(2, 1, 16),)
     clusters, ends, names = (CLUSTERS, (SINKS, WINDOW), LAUNCHES) if gpu else (12, (3, 40), ("select", "merge"))
@@ -234,7 +208,7 @@ def record(
             case = Case(shape, n, device=recorder.device)
             measure_dense(recorder, case, H=shape.H, memory="device")
             x = parted(case, clusters, *ends)
-            measure_launches(recorder, x, s, names)
+            measure_step(recorder, x, s, names)
             if n == lengths[0]: measure_network(recorder, x, s, layers_of(case, clusters, hidden))
             if shape == shapes[0]:
                 _measure_index(recorder, x)
@@ -242,5 +216,5 @@ def record(
                     _measure_prefill(recorder, case)
                     _measure_host(recorder, x, s)
         if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, density=s.budget, clusters=clusters, sinks=ends[0], window=ends[1],
+    return dict(density=s.budget, clusters=clusters, sinks=ends[0], window=ends[1],
                           inputs="Gaussian keys and centroids")

@@ -1,17 +1,14 @@
 """What each step of the development was worth, where the time goes, and what a feature-major cache costs"""
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from sparse_nb.bench import SHAPES, Shape, captured
+from benchmarks.timing import Case, Refused, check_sampled
 from sparse_nb.core.streams import fold_in
 from sparse_nb.kernels.common import device_limits
 from sparse_nb.kernels.santa import launch, launch_settings
-from benchmarks.recorder import Recorder
-from benchmarks.timing import Case, Refused, check_sampled
 from sparse_nb.santa import bernoulli_scores, santa_decode
 from sparse_nb.santa_keys import Int8Keys, quantise
 
@@ -120,15 +117,9 @@ def _measure_index(recorder, batches, shape, n):
         recorder.measure_row(step, written, what="index", n=n, B=B)
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # one case and few runs; small heads on a CPU, where nothing is profiled
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time the steps and write the record. Raises ValueError without a CUDA device, but for the quick form."
-    recorder = Recorder("santa_steps", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def santa_steps(recorder):
+    "Time the steps."
+    gpu, quick = recorder.gpu, recorder.quick
     shape, samples = (SHAPES["llama3"], SAMPLES) if gpu else (Shape(1, 1, 16), 8)
     for n, B in ((8192 if gpu else 64, 1),) if quick else CASES:
         case = Case(shape, n, B, device=recorder.device, seed=SEED)
@@ -138,4 +129,4 @@ def record(
         if gpu: torch.cuda.empty_cache()
     for measure in (_measure_appends, _measure_index):
         measure(recorder, (1,) if quick else (1, 8, 32), shape, 32768 if gpu else 64)
-    return recorder.write(out, samples=samples, seed=SEED)
+    return dict(samples=samples, seed=SEED)

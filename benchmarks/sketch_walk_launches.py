@@ -1,20 +1,18 @@
 """Where the time of a step goes, for three densities, beside the dense kernels of the same run"""
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from sparse_nb.bench import SHAPES, Shape
-from sparse_nb.kernels.sketch_walk import Index, Settings, launch, pack
-from benchmarks.recorder import Recorder, measure_dense
+from sparse_nb.bench import Shape
 from benchmarks.timing import Case, Refused
+from sparse_nb.kernels.sketch_walk import Index, Settings, launch, pack
+from benchmarks.recorder import Recorder, measure_dense, measure_launches
 from sparse_nb.sketch_walk import Summary, block_scores, signed_hadamard
 
 
-LENGTHS, DENSITIES, OTHERS = (32768, 131072, 524288, 1048576), (0.05, 0.1, 0.2), ("fine16", "mean")
+DENSITIES, OTHERS = (0.05, 0.1, 0.2), ("fine16", "mean")
 LAUNCHES, AT_ONCE = ("score", "select", "read", "merge"), 2048  # blocks whose rows are made at once
 SMALL, OF_HEADS = (16, 8, 4), (131072, 524288)  # keys of other blocks; lengths for lists of single heads
 
@@ -25,11 +23,7 @@ class Indexed(NamedTuple):
     rows: torch.Tensor # as the chapter keeps them [1, G, M, C, W + 2]
     index: Index       # as the kernels read them
 
-def indexed(
-    case: Case,
-    kind: str,       # of index
-    block: int = 64, # keys of a block
-) -> Indexed:
+def indexed(case: Case, kind: str, block: int = 64) -> Indexed:
     "The index of the keys of a case, whose first block begins at key 0."
     summary, device, rows = Summary(kind, block), case.device, []
     for keys in case.k.split(AT_ONCE * block, 2):
@@ -71,55 +65,35 @@ def worst_error(
     return worst
 
 
-def read_bytes(
-    x: Indexed,
-    read: float, # keys that a group reads, mean over groups
-) -> dict:     # of each launch
+def read_bytes(x: Indexed, read: float) -> dict:
     "What each launch has to read: packed rows with their words, the guesses of all heads, keys and values."
     (H, G, D), parts = x.case.shape, (x.index.rows, x.index.facts, x.index.radius)
     return dict(score=sum(y.nbytes for y in parts if y is not None), select=4 * H * x.rows.shape[2],
                 read=round(G * 4 * D * read), merge=0)
 
-def measure_launches(
-    recorder: Recorder,
-    x: Indexed,
-    density: float,
-    names: tuple = LAUNCHES,
-    heads: str = "group", # who shares a list; or nobody ("each")
-):
-    "Time the steps up to each of these launches; returns nothing, the rows are the recorder's."
+def measure_step(recorder: Recorder, x: Indexed, density: float, names: tuple = LAUNCHES, heads: str = "group"):
+    "Time the steps up to each of these launches; heads: who shares a list, or nobody (\"each\")."
     case, s = x.case, Settings(x.summary.block, density, x.summary.index, heads)
-    found = launch(case.q, case.k, case.v, x.index, s)
+    step = partial(launch, case.q, case.k, case.v, x.index, s)
+    found = step()
     read = float(found.count.double().mean()) * s.block  # the lengths are whole blocks
-    row = dict(method="sketch_walk", n=case.n, H=case.shape.H, index=s.index, block=s.block, heads=heads, asked=density,
-               density=round(read / case.n, 4))
-    nbytes = read_bytes(x, read)
-    for name in names:
-        step = partial(launch, case.q, case.k, case.v, x.index, s, launches=LAUNCHES.index(name) + 1)
-        check = (lambda out: worst_error(out, x, density, found)) if name == "merge" else None
-        recorder.measure_row(lambda: step().out, check, **row, launch=name, memory="device", nbytes=nbytes[name])
+    measure_launches(recorder, LAUNCHES, names, lambda launches: step(launches=launches).out,
+                     lambda out: worst_error(out, x, density, found), read_bytes(x, read), method="sketch_walk",
+                     n=case.n, H=case.shape.H, index=s.index, block=s.block, heads=heads, asked=density,
+                     density=round(read / case.n, 4))
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; on a CPU small heads and one part of the launches
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time a step launch by launch; write the record. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("sketch_walk_launches", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
-    lengths = LENGTHS if not quick else (16384,) if gpu else (320,)
-    shape, names = (SHAPES["llama3"], LAUNCHES) if gpu else (Shape(2, 1, 64), ("select", "merge"))
-    for n in lengths:
-        case = Case(shape, n, device=recorder.device)
-        measure_dense(recorder, case, H=shape.H, memory="device")
+def sketch_walk_launches(recorder):
+    "A step launch by launch; on a CPU two parts of the launches, with small heads."
+    gpu, quick = recorder.gpu, recorder.quick
+    names, tenth = (LAUNCHES, 0.1) if gpu else (("select", "merge"), 0.5)
+    for i, case in enumerate(recorder.cases((32768, 131072, 524288, 1048576), 16384, 320, Shape(2, 1, 64))):
+        measure_dense(recorder, case, H=case.shape.H, memory="device")
         x = indexed(case, "fine4")
-        for density in DENSITIES if gpu else (0.5,): measure_launches(recorder, x, density, names)
-        if quick or n in OF_HEADS: measure_launches(recorder, x, 0.1 if gpu else 0.5, names, "each")
-        if n == lengths[min(1, len(lengths) - 1)]:
-            for kind in OTHERS: measure_launches(recorder, indexed(case, kind), 0.1 if gpu else 0.5, names[-1:])
-            for block in SMALL: measure_launches(recorder, indexed(case, "fine4", block), 0.1 if gpu else 0.5, names)
+        for density in DENSITIES if gpu else (0.5,): measure_step(recorder, x, density, names)
+        if quick or case.n in OF_HEADS: measure_step(recorder, x, tenth, names, "each")
+        if quick or i == 1:
+            for kind in OTHERS: measure_step(recorder, indexed(case, kind), tenth, names[-1:])
+            for block in SMALL: measure_step(recorder, indexed(case, "fine4", block), tenth, names)
         del x
-        if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, block=64)
+    return dict(block=64)

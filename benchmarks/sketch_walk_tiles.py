@@ -1,8 +1,6 @@
 """How the settings of the kernels were found: each launch of a step, each of a prompt's choice, and attention to the
 lists, with other tiles"""
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -44,12 +42,7 @@ WALKED = "mean", "fine4"  # indexes that a walk is timed on
 ALONE = Protocol(warmup=1, runs=5)  # of calls in which PyTorch's launches are few beside their work
 
 
-def measure_step(
-    recorder: Recorder,
-    x: Indexed,
-    name: str,   # of the launch
-    value,       # its tiles
-):
+def measure_step(recorder: Recorder, x: Indexed, name: str, value):
     "A row: the step with these tiles of one launch."
     tiles, s = steps.Tiles()._replace(**{name: value}), steps.Settings(x.summary.block, DENSITY)
     call = lambda: steps.launch(x.case.q, x.case.k, x.case.v, x.index, s, tiles=tiles)
@@ -98,12 +91,7 @@ class Choice:
                 "choose": lambda: self.choose(tiles)[1].float(), "exact": lambda: self.exact(tiles),
                 "refine": lambda: self.refine(tiles)[1].float()}
 
-def measure_choice(
-    recorder: Recorder,
-    p: Prompt,
-    index: str,
-    tried: dict, # setting -> tiles
-):
+def measure_choice(recorder: Recorder, p: Prompt, index: str, tried: dict):
     "Rows of the launches of a choice, with the shipped tiles and with those that are tried."
     c, usual = Choice(p, index), choice.Tiles()
     row = dict(what="choice", n=p.n, index=index)
@@ -115,11 +103,7 @@ def measure_choice(
                     recorder.measure_row(call, None, **row, launch=name, tiles=value, shipped=False)
 
 
-def measure_walk(
-    recorder: Recorder,
-    p: Prompt,
-    index: str,         # as of `SketchWalk`
-):
+def measure_walk(recorder: Recorder, p: Prompt, index: str):
     "Rows of a choice and of one that walks on from a layer below, both from the kernels' shares; and of a step's walk."
     s, step, row = SketchWalk(BLOCK, DENSITY, index, walk="softmax"), {}, dict(what="walk", n=p.n, index=index)
     ask = lambda s, step: pattern_of(s, p.q, p.k, None, None, "triton", step=step).count.float()
@@ -139,11 +123,7 @@ def measure_walk(
         recorder.measure_row(call, None, plain=ALONE, **row, launch=name)
 
 
-def measure_lists(
-    recorder: Recorder,
-    p: Prompt,
-    tried: tuple,
-):
+def measure_lists(recorder: Recorder, p: Prompt, tried: tuple):
     "Rows of the attention to the lists of one choice."
     check, lists = Truth(p).check("sketch_walk_10"), chosen(p, "sketch_walk_10")
     for tiles in tried:
@@ -151,13 +131,7 @@ def measure_lists(
         recorder.measure_row(call, check, what="lists", n=p.n, tiles=tiles, kept=True, ahead=1,
                              shipped=tiles == tile_settings(128, 2, True, True))
 
-def measure_rules(
-    recorder: Recorder,
-    p: Prompt,
-    rules: tuple,
-    what: str = "rule",
-    **more,             # settings of the choice
-):
+def measure_rules(recorder: Recorder, p: Prompt, rules: tuple, what: str = "rule", **more):
     "Rows of whole prompts read by each rule, the choice inside the time, and of the choice alone."
     sizes, truth = dict(query_block=BLOCK, key_block=BLOCK), Truth(p)
     for index, heads, pool in rules:
@@ -171,15 +145,9 @@ def measure_rules(
 
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # short, and a few settings; on a CPU small heads
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time the kernels of Sketch&Walk with other tiles. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("sketch_walk_tiles", quick=quick, say=say)
-    gpu, some = recorder.device == "cuda", (lambda x: x[:1]) if quick else tuple
+def sketch_walk_tiles(recorder):
+    "Time the kernels of Sketch&Walk with other tiles."
+    gpu, quick, some = recorder.gpu, recorder.quick, (lambda x: x[:1]) if recorder.quick else tuple
     for n in LENGTHS if not quick else (16384,) if gpu else (200,):
         case = Case(SHAPES["llama3"] if gpu else Shape(2, 1, 64), n, device=recorder.device)
         x = indexed(case, "fine4")
@@ -194,22 +162,16 @@ def record(
         measure_rules(recorder, x, some(RULES))
         for more in some(REFINED): measure_rules(recorder, x, RULES[-1:] if quick else RULES[::4], "refined", **more)
     measure_lists(recorder, p, some(LISTS) if gpu else ((32, 16, 4, 2, None),))
-    return recorder.write(out, block=BLOCK, density=DENSITY)
+    return dict(block=BLOCK, density=DENSITY)
 
 
 @torch.no_grad()
-def record_walk(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # short; on a CPU small heads
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time a walk beside the choice and the prompt that it is part of. ValueError without a GPU, but for the quick form."
-    recorder = Recorder("sketch_walk_tiles_walk", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
+def sketch_walk_tiles_walk(recorder):
+    "Time a walk beside the choice and the prompt that it is part of."
+    gpu, quick = recorder.gpu, recorder.quick
     if gpu: recorder.protocol = Protocol(warmup=2, runs=9, buffer_mb=recorder.protocol.buffer_mb)
     for n in ((8192,) if gpu else (200,)) if quick else (*SHORT, PROMPT):
         p = Prompt(n, recorder.device, *((SHAPES["llama3"], Setting()) if gpu else (Shape(2, 1, 16), Setting(tail=8))))
         for index in WALKED[:1] if quick else WALKED: measure_walk(recorder, p, index)
         measure_rules(recorder, p, RULES[:1])
-    return recorder.write(out, block=BLOCK, density=DENSITY)
+    return dict(block=BLOCK, density=DENSITY)

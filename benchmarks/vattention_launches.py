@@ -1,39 +1,28 @@
 """Where the time of a step goes, beside the dense kernels of the same run, and with the cache in host memory"""
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from sparse_nb.bench import SHAPES, Shape
-from sparse_nb.kernels.vattention import GUESS, Found, Settings, launch
-from benchmarks.recorder import Recorder, measure_copy, measure_dense, to_host
+from sparse_nb.bench import Shape
 from benchmarks.timing import Case, Refused
+from sparse_nb.kernels.vattention import GUESS, Found, Settings, launch
+from benchmarks.recorder import Recorder, measure_copy, measure_dense, measure_launches, to_host
 from sparse_nb.vattention import read_rows
 
 
-LENGTHS, DENSITY, HOST = (131072, 524288, 1048576), 0.1, (0.05, 0.1, 0.2, 0.4)  # shares with keys in host memory
+DENSITY, HOST = 0.1, (0.05, 0.1, 0.2, 0.4)  # shares with keys in host memory
 LAUNCHES = "code", "guess", "count", "keep", "look", "sample", "merge"
 EPS, SEED = 0.1, 7
 
-def signatures(
-    case: Case,
-    generator: torch.Generator,
-) -> dict: # codes, maps and seed, as `launch` takes them
+def signatures(case: Case, generator: torch.Generator) -> dict:
     "Random signatures of the keys, and random networks of the queries."
     (H, G, D), M, device = case.shape, 64, case.device
     normal = lambda *shape: (torch.randn(*shape, device=device, generator=generator) / 10).half()
     codes = torch.randint(-2**31, 2**31, (1, G, case.n, 1), device=device, generator=generator).int()
     return dict(codes=codes, maps=(normal(H, D, M), normal(H, M), normal(H, M, 32), normal(H, 32)), seed=SEED)
 
-def settings_for(
-    case: Case,
-    density: float, # share of the keys to read
-    ends: int,      # sinks, and keys of the window
-    given: dict,    # of `signatures`
-    tries: int = 3, # launches
-) -> tuple:         # (settings, what they find, what the row says)
+def settings_for(case: Case, density: float, ends: int, given: dict, tries: int = 3) -> tuple:
     "Settings that read this share of the keys, as far as what they must draw leaves room."
     topk, base, n = density / 2, density / 4, case.n
     for _ in range(tries):
@@ -75,22 +64,11 @@ def _read_bytes(case, given, row):
     return dict(code=sum(x.nbytes for x in given["maps"]), guess=4 * GUESS * G, count=4 * n * G, keep=n * G,
                 look=rows(row["kept"] + row["base"]), sample=rows(row["extra"]), merge=0)
 
-def measure_launches(
-    recorder: Recorder,
-    case: Case,
-    names: tuple,  # of `LAUNCHES`
-    given: dict,   # of `signatures`
-    s: Settings,   # with what follows: of `settings_for`
-    found: Found,
-    row: dict,
-):
-    "Time the steps up to each of these launches."
-    nbytes = _read_bytes(case, given, row)
-    for name in names:
-        launches = LAUNCHES.index(name) + 1
-        step = partial(launch, case.q, case.k, case.v, s, case.shape.G, **given, launches=launches)
-        check = (lambda out: worst_error(out, case, found, row["kept"])) if name == "merge" else None
-        recorder.measure_row(lambda: step().out, check, **row, launch=name, memory="device", nbytes=nbytes[name])
+def measure_step(recorder: Recorder, case: Case, names: tuple, given: dict, s: Settings, found: Found, row: dict):
+    "Time the steps up to each of these launches; given: of `signatures`, what follows: of `settings_for`."
+    measure_launches(recorder, LAUNCHES, names,
+                     lambda launches: launch(case.q, case.k, case.v, s, case.shape.G, **given, launches=launches).out,
+                     lambda out: worst_error(out, case, found, row["kept"]), _read_bytes(case, given, row), **row)
 
 def _measure_host(recorder, case, given, chosen):
     "Time whole steps with keys and values in host memory, and a copy of these; `chosen`: of `settings_for`."
@@ -104,25 +82,15 @@ def _measure_host(recorder, case, given, chosen):
 
 
 @torch.no_grad()
-def record(
-    out,                   # file ending in .json
-    *,
-    quick: bool = False,   # few keys and runs; on a CPU small heads and one part of the launches
-    say: Callable = print, # told what happens, line by line
-) -> Path:                 # the file
-    "Time a step launch by launch, and write the record. Raises ValueError without a GPU, but for the quick form."
-    recorder = Recorder("vattention_launches", quick=quick, say=say)
-    gpu = recorder.device == "cuda"
-    lengths = LENGTHS if not quick else (16384,) if gpu else (128,)
-    shape, ends, names = (SHAPES["llama3"], 128, LAUNCHES) if gpu else (Shape(1, 1, 16), 8, ("keep",))
-    density, host, tries = (DENSITY, HOST, 3) if gpu else (0.6, (0.6,), 1)
-    for n in lengths:
-        case = Case(shape, n, device=recorder.device)
+def vattention_launches(recorder):
+    "A step launch by launch; on a CPU one part of the launches, with small heads."
+    ends, names, density, host, tries = (128, LAUNCHES, DENSITY, HOST, 3) if recorder.gpu else (
+        8, ("keep",), 0.6, (0.6,), 1)
+    for i, case in enumerate(recorder.cases((131072, 524288, 1048576), 16384, 128, Shape(1, 1, 16))):
         measure_dense(recorder, case, memory="device")
         given = signatures(case, torch.Generator(recorder.device).manual_seed(0))
-        densities = {density, *host} if n == lengths[0] else {density}
+        densities = {density} if i else {density, *host}
         chosen = {x: settings_for(case, x, ends, given, tries) for x in sorted(densities)}
-        measure_launches(recorder, case, names, given, *chosen[density])
-        if n == lengths[0]: _measure_host(recorder, case, given, [chosen[x] for x in host])
-        if gpu: torch.cuda.empty_cache()
-    return recorder.write(out, density=DENSITY, inputs="Gaussian, random signatures", eps=EPS, delta=0.1)
+        measure_step(recorder, case, names, given, *chosen[density])
+        if not i: _measure_host(recorder, case, given, [chosen[x] for x in host])
+    return dict(density=DENSITY, inputs="Gaussian, random signatures", eps=EPS, delta=0.1)

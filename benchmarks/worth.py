@@ -17,19 +17,14 @@ _KERNELS = {"vAttention, 10 %": ("vattention_launches", dict(method="vattention"
             "Sketch&Walk, 10 %": ("sketch_walk_launches", dict(method="sketch_walk", H=32, block=64, index="fine4",
                                                               asked=0.1))}
 
-def records_of(
-    gpu: str, # as a record names it
-) -> dict:    # name -> record, of those in `SOURCES` that there are
+def records_of(gpu: str) -> dict:
     "What was recorded on a GPU. ValueError for one that nothing was recorded on."
     every = {name: recorded(name) for name in SOURCES}
     known = sorted({gpu for records in every.values() for gpu in records})
     if gpu not in known: raise ValueError(f"gpu must be one of {', '.join(known)}, got {gpu!r}")
     return {name: records[gpu] for name, records in every.items() if gpu in records}
 
-def kernel_times(
-    records: Mapping,                # of `records_of`
-    heads: Shape = SHAPES["llama3"], # of a layer
-) -> list: # dicts: method, n, batch, kernel_us, dense_us, rival, source
+def kernel_times(records: Mapping, heads: Shape = SHAPES["llama3"]) -> list:
     "Times of one layer's attention for one query of each sequence, beside the fastest dense kernel of the same record."
     found = []
     def add(method, source, row, dense):
@@ -76,12 +71,7 @@ def _in_model(records, method, n, batch, shape):
     return dict(model_ms=row["median_us"] / 1e3, model_dense_ms=row["ratio"] * row["median_us"] / 1e3,
                 cache="static" if row["static"] else "growing", replay=bool(row.get("replay")))
 
-def worth(
-    records: Mapping,       # of `records_of`, or a GPU's name
-    n: int,                 # keys before the token
-    batch: int = 1,         # sequences
-    shape: Mapping = LLAMA, # of a Llama, as `LlamaConfig` takes it
-) -> list: # dicts: method, kernel_us, dense_us, times, share, least_ms, dense_least_ms, least_times, model_ms, ...
+def worth(records: Mapping, n: int, batch: int = 1, shape: Mapping = LLAMA) -> list:
     """What each method saves of a token.
 
     Raises ValueError for counts below 1, and for a GPU and heads that nothing was recorded of.

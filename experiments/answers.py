@@ -14,7 +14,8 @@ from sparse_nb.core.methods import Exact
 from sparse_nb.evaluate import accuracy
 from sparse_nb.grid import CELL, frame_of, read_results, run
 from sparse_nb.metrics import relative_error
-from benchmarks.recorder import machine, read_record, write_record
+from benchmarks.machine import machine
+from benchmarks.recorder import read_record, write_record
 from sparse_nb.tasks import make
 
 
@@ -179,7 +180,7 @@ def together(
 ) -> dict:       # (model, setup) -> the rows of `frame_of` of all of them, by seed
     """The rows of files of results, each prompt of a task, length and pair of methods once: as the first file has it.
 
-    What methods a file's header names does not matter: `write_condensed` notes names that mean several.
+    What methods a file's header names does not matter: `answered` notes names that mean several.
     """
     frames = {}
     for file in files:
@@ -229,13 +230,12 @@ def finish(
     if failed: raise RuntimeError(f"{failed} jobs failed in {file}: see `sparse-nb eval --show {file}`")
     return file
 
-def write_condensed(
-    out: Path,   # JSON file to write
+def answered(
+    recorder,    # gets the rows
     files: list, # of `grid.run`
-    rows: list,  # of `condensed`
-    **more,      # of meta
-) -> Path: # the file
-    """The record of what files of grids hold, which may have been made on another machine.
+    rows=None,   # of what the files hold; None: `condensed`
+) -> dict:       # what meta says of the machine
+    """Rows and meta of what files of grids hold, which may have been made on another machine.
 
     ValueError for files of several machines, versions or weights.
     """
@@ -252,5 +252,13 @@ def write_condensed(
             own = methods.setdefault(x["model"], {})
             own[name] = method if own.get(name, method) == method else "another in each file"
     newest = time.gmtime(max(Path(file).stat().st_mtime for file in files))
-    about = dict(gpu=about.pop("device")) | about | dict(date=time.strftime("%Y-%m-%d %H:%M UTC", newest))
-    return write_record(out, about | dict(weights=weights, methods=methods, **more), rows)
+    recorder.rows += condensed(files) if rows is None else rows
+    return dict(gpu=about.pop("device")) | about | dict(date=time.strftime("%Y-%m-%d %H:%M UTC", newest),
+                                                        weights=weights, methods=methods)
+
+def ask(
+    recorder,
+    grids: Mapping, # name -> `Grid`
+) -> dict:          # what meta says
+    "Do what every grid asks, one file each beside the result, and take over the rows."
+    return answered(recorder, [finish(grid, recorder.out, name, recorder.say) for name, grid in grids.items()])

@@ -6,7 +6,6 @@ import torch
 from sparse_nb.core.methods import Exact, TopK
 from sparse_nb.core.streams import fold_in
 from experiments.answers import SANTA_TASKS, GrowingRecord, PocketModel
-from benchmarks.recorder import need_gpu
 from sparse_nb.santa import (
     Santa, bernoulli_decode, bernoulli_scores, select_santa, unique_keys, variance_trace, variance_trace_replicates)
 
@@ -72,10 +71,7 @@ class Reference:
 
 class Bernoulli:
     "Attention on Bernoulli scores, with all values or with sampled ones"
-    def __init__(self,
-        features: int,       # Bernoulli samples B
-        mean_group: bool,    # does a group score with its mean query?
-        samples: int = None, # draws S; None reads all values
+    def __init__(self, features: int, mean_group: bool, samples: int = None,
     ): self.features, self.mean_group, self.samples = features, mean_group, samples
 
     def decode(self, q, k, v, *, seed, **visible):
@@ -89,9 +85,7 @@ class Bernoulli:
 
 SANTA_BUDGETS = 4, 8, 16, 32, 64, 128, 256 # samples S, and keys k of top-k
 
-def santa_methods(
-    budgets: tuple = SANTA_BUDGETS, # samples S, and keys k of top-k
-) -> dict: # "exact", and "<scheme>-<S>" for top-k and SANTA's three unbiased schemes
+def santa_methods(budgets: tuple = SANTA_BUDGETS) -> dict:
     "The methods whose answers the record compares."
     methods = {"exact": Exact()}
     for s in budgets:
@@ -99,9 +93,7 @@ def santa_methods(
         for scheme in SCHEMES: methods[f"{scheme}-{s}"] = Reference(Santa(samples=s, scheme=scheme))
     return methods
 
-def onehot_methods(
-    layers: int, # of the model
-) -> dict: # "none", and "0", "1", ...: the layer whose heads draw one value
+def onehot_methods(layers: int) -> dict:
     "SANTA with a single sample in one layer and 128 in the others, for each layer (Fig. 8)."
     usual, one = Reference(Santa(samples=128)), Reference(Santa(samples=1))
     return {"none": usual} | {str(i): {j: one if i == j else usual for j in range(layers)} for i in range(layers)}
@@ -155,18 +147,9 @@ def _questions(size, layers):
     few = size.budgets[1:4:2] or size.budgets
     for label in ("multikey", "flat_words"): yield "accuracy", label, size.lengths[0], santa_methods(few), "B"
 
-def record(
-    out,                  # JSON file to write; one that is there and not complete is gone on with
-    *,
-    quick: bool = False,  # one short prompt of each task, also without a GPU
-    say=print,            # hears of each step
-): # the file
-    """Measure what `SANTA, measured` says of the pocket model's answers and attention, and write it.
-
-    Raises ValueError without a GPU, unless `quick`, and for a file that was begun in another way.
-    """
-    if not quick: need_gpu("santa_pocket")
-    size, pocket, steps = QUICK if quick else FULL, PocketModel(), {}
+def santa_pocket(recorder):
+    "Measure what `SANTA, measured` says of the pocket model's answers and attention, step by step."
+    size, pocket, steps = QUICK if recorder.quick else FULL, PocketModel(), {}
     for length in size.lengths:
         steps[f"values and features {length}"] = lambda length=length: _captured_rows(pocket, length, size.captures)
     for part, label, length, methods, setup in _questions(size, len(pocket.layers)):
@@ -175,5 +158,4 @@ def record(
         steps[f"{part} {label} {length} {setup}"] = answered
     settings = {name: x for name, x in asdict(size).items() if name != "tokens"}
     tasks = {label: dict(task=task, **own) for label, (task, own) in SANTA_TASKS.items()}
-    command = f"python -m experiments.run santa_pocket{' --quick' if quick else ''}"
-    return GrowingRecord(out, say, **settings, tasks=tasks, command=command).make(steps)
+    GrowingRecord(recorder.out, recorder.say, **settings, tasks=tasks, command=recorder.command).make(steps)

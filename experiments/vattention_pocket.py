@@ -13,7 +13,6 @@ from sparse_nb.core.methods import Exact, Method, Streaming, TopK, TopP, Uniform
 from sparse_nb.core.selection import Selection
 from sparse_nb.evaluate import forced_decode
 from experiments.answers import GrowingRecord, PocketModel
-from benchmarks.recorder import need_gpu
 from sparse_nb.corpus import HELD_OUT, texts
 from sparse_nb.vattention import VAttention
 
@@ -74,10 +73,7 @@ VATTENTION_SETTINGS = { # density -> settings that read about as much of 16,384 
     0.1: dict(topk=0.05, base=0.005, eps=0.065), 0.2: dict(topk=0.05, base=0.005, eps=0.025)}
 OUTPUT_SETTINGS = dict(topk=0.05, base=0.005, eps=0.125, guarantee="output", plugin="plain") # about 10 %
 
-def vattention_of(
-    density: float,      # one of `VATTENTION_SETTINGS`
-    predictor="oracle",  # of heavy keys
-): # a `VAttention`
+def vattention_of(density: float, predictor="oracle"):
     """vAttention that reads about this share of long contexts on the pocket model, each head with a choice of its own.
 
     Shorter contexts need a larger share for the same promise. Raises ValueError for another density.
@@ -88,9 +84,7 @@ def vattention_of(
 
 def _name(name, density): return f"{name}-{100 * density:g}"
 
-def vattention_methods(
-    densities: tuple = (0.1, 0.05, 0.025, 0.01), # of `VATTENTION_SETTINGS`
-) -> dict: # "exact", "<method>-<density in per cent>" for topk and vattention, and "output-10"
+def vattention_methods(densities: tuple = (0.1, 0.05, 0.025, 0.01)) -> dict:
     "Top-k and vAttention of equal density; output-10 promises something about the output."
     methods = {"exact": Exact()}
     for d in densities: methods |= {_name("topk", d): TopK(d), _name("vattention", d): vattention_of(d)}
@@ -111,20 +105,14 @@ def _predicted(layers, density):
 
 def _magicpig(tables): return {f"magicpig-{bits}-{n}": MagicPIG(bits, n) for bits, n in tables}
 
-def pareto_methods(
-    layers: int,                                # of the model
-    densities: tuple = (0.025, 0.05, 0.1, 0.2), # of `VATTENTION_SETTINGS`
-) -> dict: # "<method>-<...>", and "vattention+<method>-<density in per cent>" with vAttention on top
+def pareto_methods(layers: int, densities: tuple = (0.025, 0.05, 0.1, 0.2)) -> dict:
     "Every predictor of heavy keys alone and in vAttention, and methods that stand alone."
     methods = {"exact": Exact()} | {_name("topp", x): TopP(x) for x in (0.7, 0.85, 0.95, 0.98)}
     methods |= _magicpig(((10, 32), (8, 32), (6, 16), (6, 32)))
     for d in densities: methods |= _predicted(layers, d)
     return methods
 
-def setup_methods(
-    layers: int,            # of the model
-    density: float = 0.025, # of `VATTENTION_SETTINGS`
-) -> dict: # names as in `pareto_methods`
+def setup_methods(layers: int, density: float = 0.025) -> dict:
     "Methods that read little, among them the paper's MagicPIG with 8 bits and 75 tables (Table 10)."
     few = {_name("topk", density / 5): TopK(density / 5), _name("streaming", density): Streaming(4, density)}
     return {"exact": Exact()} | _magicpig(((8, 75), (10, 32))) | _predicted(layers, density) | few
@@ -158,11 +146,7 @@ QUICK = Size(
     prompts=1, length=800, times=2, texts=1, every=200, tokens=800, captures=("multikey",), tasks=("flat_words",),
     setup_tasks=("flat_words",), pareto_tasks=("flat_words",), densities=(0.1,), pareto=(0.1,))
 
-def method_settings(
-    name: str, # of the method, for messages
-    method,    # a `Method`, or a dict from layer to one
-    layers,    # the numbers of the layers
-): # a dict, or a list of one for each layer where they differ
+def method_settings(name: str, method, layers):
     "Name and settings of what a row was measured with, for `meta`."
     each = [json.loads(m.to_json()) for m in hf.by_layer(name, method, layers, "decode").values()]
     return each[0] if all(x == each[0] for x in each) else each
@@ -224,24 +208,14 @@ def generation_rows(pocket, size):
     return rows, methods
 
 
-def record(
-    out,                  # JSON file to write; one that is there and not complete is gone on with
-    *,
-    quick: bool = False,  # one short prompt of a few tasks, also without a GPU
-    say=print,            # hears of each step
-): # the file
-    """Measure what the vAttention chapter says of the pocket model at full length, and write it.
-
-    Raises ValueError without a GPU, unless `quick`, and for a file that was begun in another way.
-    """
-    if not quick: need_gpu("vattention_pocket")
-    size, pocket = QUICK if quick else FULL, PocketModel()
+def vattention_pocket(recorder):
+    "Measure what the vAttention chapter says of the pocket model at full length, step by step."
+    size, pocket = QUICK if recorder.quick else FULL, PocketModel()
     asked, methods = answer_steps(pocket, size)
     settings = {name: x for name, x in asdict(size).items() if name != "tokens"}
-    command = f"python -m experiments.run vattention_pocket{' --quick' if quick else ''}"
     told = lambda given: {name: method_settings(name, m, pocket.layers) for name, m in given.items()}
     settings["methods"] = {part: told(given) for part, given in methods.items()}
-    growing = GrowingRecord(out, say, **settings, command=command)
+    growing = GrowingRecord(recorder.out, recorder.say, **settings, command=recorder.command)
 
     def generation():
         rows, used = generation_rows(pocket, size)
@@ -249,4 +223,4 @@ def record(
         return rows
 
     steps = promise_steps(pocket, size) | asked["accuracy"] | asked["setups"]
-    return growing.make(steps | {f"generation {size.length}": generation} | asked["pareto"])
+    growing.make(steps | {f"generation {size.length}": generation} | asked["pareto"])

@@ -1,13 +1,12 @@
 """Several tangents an anchor, and a second-order term, on prose read by both models: bits per byte"""
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from sparse_nb import pocket, witness
 from sparse_nb.core.methods import Exact, Method, weights_id
 from sparse_nb.delta import Delta, key_clusters
-from benchmarks.recorder import machine, write_record
+from benchmarks.machine import machine
 from sparse_nb.text import speeches, text_bits, windows
 
 
@@ -106,17 +105,13 @@ def measure(
     return [dict(model=name, window=w, piece=int(x.window), arm=x.method, bits=x.bits) for x in found.itertuples()]
 
 
-def record(
-    out,                  # JSON file to write
-    *,
-    quick: bool = False,  # one window of text, two arms, the pocket model
-    say=print,            # hears of each window of keys
-) -> Path: # the file
+def delta_parts(recorder):
     "Bits of every arm on both models. Raises as `witness.load`."
-    rows, wanted = [], [("pocket", 128)] if quick else [(name, w) for name in ("pocket", "witness") for w in (128, 512)]
+    quick, rows = recorder.quick, recorder.rows
+    wanted = [("pocket", 128)] if quick else [(name, w) for name in ("pocket", "witness") for w in (128, 512)]
     for name, w in wanted:
         rows += measure(name, w, ["1 part", "8 clusters, m = 2"] if quick else None, 1 if quick else None)
-        say(f"{name}, window {w}: {len(rows)} rows")
+        recorder.say(f"{name}, window {w}: {len(rows)} rows")
     loads = dict(pocket=pocket, witness=witness)
     weights = {name: weights_id(loads[name].load()[0]) for name in dict(wanted)}
-    return write_record(Path(out), machine("cpu") | dict(weights=weights), rows)
+    return machine("cpu") | dict(weights=weights)

@@ -1,6 +1,5 @@
 """What predictors find of the heaviest tenth of the keys, and how wrong the output is, in prompts of 3,000 and of
 32,000 tokens"""
-from pathlib import Path
 
 import torch
 
@@ -11,7 +10,7 @@ from sparse_nb.core.methods import Streaming, TopK, weights_id
 from sparse_nb.core.selection import select_topk, weighted_attention
 from sparse_nb.metrics import coverage, relative_error
 from sparse_nb.models.capturing import capture
-from benchmarks.recorder import machine, write_record
+from benchmarks.machine import machine
 from sparse_nb.tasks import make
 
 
@@ -42,21 +41,14 @@ def measure(
     return rows
 
 
-def record(
-    out,                  # JSON file to write
-    *,
-    quick: bool = False,  # one prompt of 640 tokens
-    say=print,            # hears of each prompt
-) -> Path: # the file
+def predictors(recorder):
     "Recall, mass and error of every predictor on each head, for each task and length."
-    model, tokenizer = pocket.load()
-    rows = []
+    (model, tokenizer), quick, rows = pocket.load(), recorder.quick, recorder.rows
     for length in (640,) if quick else LENGTHS:
         for task in TASKS[:1] if quick else TASKS:
             ids = tokenizer(make(task, length, seed=1, tokenizer=tokenizer).prompt, return_tensors="pt").input_ids
             with torch.no_grad(): layers = capture(model, ids, positions=range(-QUERIES, 0))
             rows += [dict(task=task, length=length) | row for row in measure(layers)]
-            say(f"{task}, {ids.shape[1]:,} keys: {len(rows)} rows")
-    meta = dict(command="python -m experiments.run predictors" + " --quick" * quick, budget=BUDGET, queries=QUERIES,
-                most=model.config.max_position_embeddings, weights=dict(pocket=weights_id(model)))
-    return write_record(Path(out), machine("cpu") | meta, rows)
+            recorder.say(f"{task}, {ids.shape[1]:,} keys: {len(rows)} rows")
+    return machine("cpu") | dict(budget=BUDGET, queries=QUERIES, most=model.config.max_position_embeddings,
+                                 weights=dict(pocket=weights_id(model)))

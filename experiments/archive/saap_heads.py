@@ -17,8 +17,9 @@ from sparse_nb.core.selection import weighted_attention, weighted_state
 from sparse_nb.evaluate import accuracy
 from sparse_nb.grid import task_of
 from sparse_nb.models.capturing import capture
-from benchmarks.recorder import machine, read_record, write_record
-from experiments.saap import PAGE, Pages
+from benchmarks.machine import machine
+from benchmarks.recorder import read_record
+from experiments.configs.saap import PAGE, Pages
 from sparse_nb.saap_partition import KINDS, lesson_texts, make_partition
 from sparse_nb.saap import (
     Partition, Saap, keys_to_read, nearest_cluster, newest_of_each, partition_parts, router_scores, save_partition,
@@ -406,14 +407,9 @@ def figures_of(
     return {name: pd.concat([pd.DataFrame(row) for row in own], ignore_index=True) for name, own in rows.items()}
 
 
-def record(
-    out,                 # JSON file to write
-    *,
-    quick: bool = False, # one short prompt, the package's own partition
-    say=print,           # told what happens
-) -> Path:               # the file
-    "Measure single heads of the pocket model."
-    model, tokenizer = loaded()
+def saap_heads(recorder):
+    "Measure single heads of the pocket model; in the quick form of one prompt, with the package's own partition."
+    (model, tokenizer), quick, say = loaded(), recorder.quick, recorder.say
     length, tasks, prompts, each = (700, ASKED[1:2], 1, 1) if quick else (LENGTH, ASKED, PROMPTS, 4)
     files = dict.fromkeys([*KINDS, "all"], "pocket")
     if not quick: files |= {kind: str(make_partition("pocket", kind, progress=say)) for kind in KINDS}
@@ -439,22 +435,18 @@ def record(
     rows += [row | dict(figure="enough") for row in enough_rows(*asked)]
     told = (tasks, length, prompts, UNREAD_ASKED[1:]) if quick else TOLD
     rows += [row | dict(figure="told") for row in enough_answers(*told)]
-    about = machine("cpu") | dict(model="pocket", length=length, prompts=prompts, queries=QUERIES, sinks=SINKS,
-                                  window=WINDOW, least=LEAST)
-    return write_record(Path(out), about, condensed_rows(rows))
+    recorder.rows += condensed_rows(rows)
+    return machine("cpu") | dict(model="pocket", length=length, prompts=prompts, queries=QUERIES, sinks=SINKS,
+                                 window=WINDOW, least=LEAST)
 
 
 MODELS = {"pocket": ("needle", "multikey"), "witness": ("needle", "multikey:keys=2")}  # tasks of each
 SHARES = (*BUDGETS, 0.1)
 TAUGHT = 3, 2048  # prompts of a task that centroids are made of, and their tokens
 
-def record_witness(
-    out,                 # JSON file to write
-    *,
-    quick: bool = False, # one short prompt of the pocket model
-    say=print,           # told what happens
-) -> Path:               # the file
+def saap_heads_witness(recorder):
     "Measure single heads of both models by rules that need no network. FileNotFoundError without the witness."
+    quick, say = recorder.quick, recorder.say
     length, prompts, (each, long) = (700, 1, (1, 600)) if quick else (LENGTH, 4, TAUGHT)
     models = {"pocket": MODELS["pocket"][1:]} if quick else MODELS
     rows, began = [], time.monotonic()
@@ -469,7 +461,6 @@ def record_witness(
                 found = rules_row(task, length, seed, {kind: file}, UNTRAINED, name, SHARES, CEILINGS)
                 rows += [dict(figure="rules", model=name, task=task, seed=seed) | row for row in found]
                 say(f"{time.monotonic() - began:.0f} s: {name}, {task}, prompt {seed}")
-    about = machine("cpu") | dict(command="python -m experiments.run saap_heads_witness" + " --quick" * quick,
-                                  length=length,
-                                  prompts=prompts, queries=QUERIES, sinks=SINKS, window=WINDOW, least=LEAST)
-    return write_record(Path(out), about, condensed_rows(rows))
+    recorder.rows += condensed_rows(rows)
+    return machine("cpu") | dict(length=length, prompts=prompts, queries=QUERIES, sinks=SINKS, window=WINDOW,
+                                 least=LEAST)

@@ -1,7 +1,6 @@
 """How often steps of vAttention with SAAP's ranks break their promise, head by head, on the pocket model and on the
 witness"""
 import time
-from pathlib import Path
 
 import pandas as pd
 
@@ -9,7 +8,7 @@ from sparse_nb.core.exact import attention, attention_weights
 from sparse_nb.core.selection import weighted_attention
 from sparse_nb.metrics import clopper_pearson, relative_error
 from sparse_nb.models.capturing import Captured
-from benchmarks.recorder import machine, write_record
+from benchmarks.machine import machine
 from experiments.archive.saap_heads import asked_heads
 from sparse_nb.saap import Saap
 from sparse_nb.vattention import VAttention, select_and_promise
@@ -50,15 +49,10 @@ def failed_steps(
 MODELS = {"pocket": "multikey", "witness": "multikey:keys=2"}  # the task of each
 LENGTH, PROMPTS, STEPS = 2048, 2, 100
 
-def record(
-    out,                 # JSON file to write
-    *,
-    quick: bool = False, # one short prompt of the pocket model, few steps
-    say=print,           # told what happens
-) -> Path:               # the file
+def saap_promise(recorder):
     "Count failures of every head of both models. FileNotFoundError without the witness."
+    quick, rows, began = recorder.quick, recorder.rows, time.monotonic()
     length, prompts, times = (700, 1, 20) if quick else (LENGTH, PROMPTS, STEPS)
-    rows, began = [], time.monotonic()
     for model, task in [*MODELS.items()][:1 if quick else None]:
         for seed in range(prompts):
             for x in asked_heads(task, length, seed, model):
@@ -67,11 +61,9 @@ def record(
                         failed, read = failed_steps(x, promising(guarantee, index), times)
                         rows.append(dict(model=model, task=task, seed=seed, layer=x.layer, guarantee=guarantee,
                                          index=index, failed=failed.sum(-1).tolist(), density=round(read, 4)))
-            say(f"{time.monotonic() - began:.0f} s: {model}, prompt {seed}")
-    about = machine("cpu") | dict(command="python -m experiments.run saap_promise" + " --quick" * quick, length=length,
-                                  prompts=prompts, steps=times, promises=PROMISES, clusters=CLUSTERS, topk=HEAVY,
-                                  base=BASE, **ENDS)
-    return write_record(Path(out), about, rows)
+            recorder.say(f"{time.monotonic() - began:.0f} s: {model}, prompt {seed}")
+    return machine("cpu") | dict(length=length, prompts=prompts, steps=times, promises=PROMISES, clusters=CLUSTERS,
+                                 topk=HEAVY, base=BASE, **ENDS)
 
 
 def broken_promises(

@@ -19,8 +19,9 @@ from sparse_nb.grid import Grid, Worker, crew, failures_of, frame_of, load_named
 from sparse_nb.hf import attention_override, capture, prefill
 from sparse_nb.models.cache import fork_cache
 from experiments.answers import stacked
-from benchmarks.recorder import machine, need_gpu, read_record, write_record
-from experiments.sketch_walk import sized_alike
+from benchmarks.machine import machine
+from benchmarks.recorder import read_record, write_record
+from experiments.configs.sketch_walk import sized_alike
 from sparse_nb.santa import Santa, largest_remainder, variance_trace
 
 
@@ -363,34 +364,18 @@ def schedule_steps(
     return {name: partial(make, name) for name in makers} | {"joined": join}
 
 
-def make_record(
-    out,            # JSON file to write
-    s: Setting,
-    quick: bool,    # two steps of learning, two prompts
-    say: Callable,  # hears of each step
-) -> Path: # the file
-    "All steps of a record."
-    if quick: s = s._replace(steps=2, train=2, least=1, prompts=2, draws=1)
-    return [step() for step in schedule_steps(out, s, say).values()][-1]
+def make_record(recorder, s: Setting):
+    "All steps of a result; in the quick form two steps of learning, two prompts."
+    if recorder.quick: s = s._replace(steps=2, train=2, least=1, prompts=2, draws=1)
+    for step in schedule_steps(recorder.out, s, recorder.say).values(): step()
 
-def record(
-    out,                  # JSON file to write
-    *,
-    quick: bool = False,  # two steps of learning, two prompts
-    say: Callable = print, # hears of each step
-) -> Path: # the file
+def santa_schedule(recorder):
     "Learn schedules for the pocket model, and judge them on prompts that none was made from."
-    return make_record(out, POCKET, quick, say)
+    make_record(recorder, POCKET)
 
-def record_witness(
-    out,                  # JSON file to write
-    *,
-    quick: bool = False,  # two steps of learning, two prompts
-    say: Callable = print, # hears of each step
-) -> Path: # the file
-    "The same for the witness. Raises ValueError without a GPU, unless `quick`."
-    if not quick: need_gpu("santa_schedule_witness")
-    return make_record(out, WITNESS, quick, say)
+def santa_schedule_witness(recorder):
+    "The same for the witness."
+    make_record(recorder, WITNESS)
 
 
 BY_JOBS = "REINFORCE on Ray"
@@ -417,38 +402,24 @@ def learned_by_jobs(
         told = reinforce(heard, layers, layers * s.mean, steps=s.steps, rate=rate)
     return schedule_of(torch.tensor(told[-1]["theta"]), layers * s.mean), [dict(part="training", **x) for x in told]
 
-def make_record_by_jobs(
-    out,            # JSON file to write; a folder for the steps of learning stands beside it, and is gone on with
-    s: Setting,
-    quick: bool,    # two steps of learning, two prompts, without Ray
-    say: Callable,  # hears of each step
-    workers: int | None = None, # as of `learned_by_jobs`
-) -> Path: # the file
-    "A schedule that is learned on the workers of Ray, and judged."
-    out, on = Path(out), None if quick else "ray"
-    if quick: s = s._replace(steps=2, each=2, prompts=2, draws=1)
-    samples, rows = learned_by_jobs(out.with_suffix(".steps"), s, on, say, workers=workers)
+def make_record_by_jobs(recorder, s: Setting, workers: int) -> dict:
+    """A schedule that is learned on the workers of Ray, and judged; in the quick form two steps, without Ray.
+
+    A folder for the steps of learning stands beside the result, and is gone on with.
+    """
+    out, on = Path(recorder.out), None if recorder.quick else "ray"
+    if recorder.quick: s = s._replace(steps=2, each=2, prompts=2, draws=1)
+    samples, rows = learned_by_jobs(out.with_suffix(".steps"), s, on, recorder.say, workers=workers)
     worker, made = Worker(s.grid(s.task, s.train)), {BY_JOBS: samples}
     for task in (s.task, s.other): rows += judged(worker, s.grid(task, s.prompts), made, s.draws, s.each)
-    rows += [*written_answers(s, made), dict(part="schedules", schedule=BY_JOBS, samples=samples,
-                                             answers=10 * s.steps * s.each)]
-    return write_record(out, machine(worker.model.device.type) | s._asdict() | dict(on=on, workers=workers), rows)
+    recorder.rows += [*rows, *written_answers(s, made), dict(part="schedules", schedule=BY_JOBS, samples=samples,
+                                                             answers=10 * s.steps * s.each)]
+    return machine(worker.model.device.type) | s._asdict() | dict(on=on, workers=workers)
 
-def record_jobs(
-    out,                  # JSON file to write
-    *,
-    quick: bool = False,  # two steps of learning, two prompts, without Ray
-    say: Callable = print, # hears of each step
-) -> Path: # the file
+def santa_schedule_jobs(recorder):
     "The pocket model's schedule, learned on two workers of Ray, and judged. Raises ImportError where Ray is missing."
-    return make_record_by_jobs(out, POCKET, quick, say, workers=2)
+    return make_record_by_jobs(recorder, POCKET, workers=2)
 
-def record_witness_jobs(
-    out,                  # JSON file to write
-    *,
-    quick: bool = False,  # two steps of learning, two prompts, without Ray
-    say: Callable = print, # hears of each step
-) -> Path: # the file
-    "The same for the witness, on eleven workers that share GPUs. Raises ValueError without a GPU, unless `quick`."
-    if not quick: need_gpu("santa_schedule_witness_jobs")
-    return make_record_by_jobs(out, WITNESS, quick, say, workers=11)
+def santa_schedule_witness_jobs(recorder):
+    "The same for the witness, on eleven workers that share GPUs."
+    return make_record_by_jobs(recorder, WITNESS, workers=11)

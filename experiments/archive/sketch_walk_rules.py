@@ -1,7 +1,6 @@
 """What a block is made of, what an index keeps of it, and what chooses for a prompt: rules that were tried, at equal
 rows"""
 import math
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,8 @@ from sparse_nb.evaluate import accuracy, bits_of
 from sparse_nb.grid import Grid, Worker
 from sparse_nb.hf import attention_override, prefill
 from sparse_nb.models.cache import fork_cache
-from benchmarks.recorder import machine, read_record, write_record
-from experiments.sketch_walk import HARD, sized_alike
+from benchmarks.machine import machine
+from experiments.configs.sketch_walk import HARD, sized_alike
 from sparse_nb.sketch_walk import (
     SketchWalk, block_scores, heaviest_blocks, in_blocks, prompt_blocks, signed_hadamard)
 
@@ -265,58 +264,39 @@ def rival_arms(
     return {"fine4": SketchWalk(density=0.1), "quest-32": Quest(keys, 32), "adamas": Adamas(keys),
             "double sparsity": DoubleSparsity(keys), "streaming": Streaming(4, keys - 4)}
 
-def add_rivals(
-    path: Path,           # of this notebook's record
-    *,
-    quick: bool = False,  # one short prompt
-    command: str = "",    # for the record
-    say=print,            # hears of each task
-) -> Path: # the same
-    "Ask the pocket model with rivals, and put what it answers into a record, in place of what rivals answered there."
-    length, prompts, record = (700, 1, read_record(path)) if quick else (4096, 20, read_record(path))
-    worker, rows, arms = Worker(Grid("pocket", ["kv"], [length], {})), [], rival_arms(length)
+def add_rivals(recorder) -> dict:
+    "Ask the pocket model with rivals; what meta says of it."
+    length, prompts = (700, 1) if recorder.quick else (4096, 20)
+    worker, arms = Worker(Grid("pocket", ["kv"], [length], {})), rival_arms(length)
     apart = {name: (lambda i, m=m: Exact() if i < 2 else m) for name, m in arms.items()} | {"exact": Exact()}
-    for task in HARD[1:2] if quick else HARD[1:3]:
+    for task in HARD[1:2] if recorder.quick else HARD[1:3]:
         found = accuracy(worker.model, worker.tokenizer, task, length, apart, prompts=prompts, batch=2, setup="B")
-        rows += [dict(part="rivals", task=task, length=length, seed=x.seed, method=x.method, exact=bool(x.exact))
-                 for x in found.itertuples()]
-        say(f"{task}: {len(rows)} rows of rivals")
-    about = dict(weights=weights_id(worker.model), model="pocket", length=length, command=command,
-                 bytes={name: m.index_bytes(64) for name, m in arms.items()})
-    kept_rows = [x for x in record["rows"] if x.get("part") != "rivals"]
-    return write_record(path, record["meta"] | dict(rivals=machine("cpu") | about), kept_rows + rows)
+        recorder.rows += [dict(part="rivals", task=task, length=length, seed=x.seed, method=x.method,
+                               exact=bool(x.exact)) for x in found.itertuples()]
+        recorder.say(f"{task}: {len(recorder.rows)} rows, with rivals")
+    return machine("cpu") | dict(weights=weights_id(worker.model), model="pocket", length=length,
+                                 bytes={name: m.index_bytes(64) for name, m in arms.items()})
 
 
-def record(
-    out,                  # JSON file to write
-    *,
-    quick: bool = False,  # one prompt, three rules, the pocket model
-    say=print,            # hears of each task
-) -> Path: # the file
+def sketch_walk_rules(recorder):
     "Losses of every rule, and the answers of rivals. Raises as `witness.load`."
+    quick, rows, worker = recorder.quick, recorder.rows, None
     name, length, prompts = ("pocket", 700, 1) if quick else ("witness", 2048, 8)
     rules = dict(list(RULES.items())[-3:]) if quick else RULES
-    rows, worker = [], None
     for task in ("kv",) if quick else ("needle", "multikey:keys=2"):
         grid = Grid(name, [task], [length], {}, prompts=prompts, seed=1000)
         worker = worker or Worker(grid)
         rows += rule_losses(grid, rules, (0.3,) if quick else (0.1, 0.2), worker)
-        say(f"{task}: {len(rows)} rows")
+        recorder.say(f"{task}: {len(rows)} rows")
     about = dict(weights=weights_id(worker.model), model=name, length=length)
-    write_record(Path(out), machine("cpu") | about | dict(bytes={x: y for x, (_, y) in rules.items()}), rows)
-    return add_rivals(Path(out), quick=quick, command="python -m experiments.run sketch_walk_rules", say=say)
+    about |= dict(bytes={x: y for x, (_, y) in rules.items()})
+    return machine("cpu") | about | dict(rivals=add_rivals(recorder))
 
 
-def record_prompts(
-    out,                  # JSON file to write
-    *,
-    quick: bool = False,  # one short prompt
-    say=print,            # hears when it is done
-) -> Path: # the file
+def sketch_walk_rules_prompts(recorder):
     "Answers of every rule for prompts, three facts on the pocket model."
-    length, prompts, few = (700, 1, 1) if quick else (2048, 200, 12)
+    length, prompts, few = (700, 1, 1) if recorder.quick else (2048, 200, 12)
     grid = Grid("pocket", ["multivalue"], [length], {}, prompts=prompts)
     worker = Worker(grid)
-    rows = prompt_losses(grid, worker, few)
-    say(f"{len(rows)} rows")
-    return write_record(Path(out), machine("cpu") | dict(weights=weights_id(worker.model), length=length), rows)
+    recorder.rows += prompt_losses(grid, worker, few)
+    return machine("cpu") | dict(weights=weights_id(worker.model), length=length)

@@ -136,13 +136,9 @@ FIRST_SEED = 100_000
 LENGTHS = 600, 1024, 2048, 4096, 8192, 16384, 32768  # tokens, in turn
 STEPS = 3000
 
-def record(
-    out,                 # the safetensors file to write
-    *,
-    quick: bool = False, # one short prompt of each task and 20 steps
-    say = print,         # called with lines on the way
-):
+def hash_networks(recorder):
     "Train the networks of HashAttention for the pocket model, and write their file (`save_networks`)."
+    quick, say = recorder.quick, recorder.say
     model, tokenizer = pocket.load("cuda" if torch.cuda.is_available() else "cpu")
     lengths, prompts, steps = (LENGTHS[:1], 1, 20) if quick else (LENGTHS, PROMPTS, STEPS)
     examples = [make(task, lengths[i % len(lengths)], seed=FIRST_SEED + i, tokenizer=tokenizer)
@@ -153,4 +149,4 @@ def record(
         losses.append(loss)
         if (step + 1) % (steps // 5) == 0:
             say(f"layer {layer}, step {step + 1}: loss {sum(losses[-steps // 5:]) * 5 / steps:.4f}")
-    save_networks(train_hash(model, ids, steps=steps, queries=32, progress=tell), out, model)
+    save_networks(train_hash(model, ids, steps=steps, queries=32, progress=tell), recorder.out, model)

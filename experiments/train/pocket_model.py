@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from sparse_nb.core.checks import check_choice, check_count
 from sparse_nb.pocket import BOS, byte_tokenizer, config, load
-from benchmarks.recorder import need_gpu
 from sparse_nb.corpus import HELD_OUT, texts
 from sparse_nb.tasks import TASKS, filler_text, make, score
 
@@ -330,17 +329,12 @@ def _scores(model, tokenizer, lengths, prompts):
     bits = bits_per_byte(model, "\n\n".join(files), windows=None if prompts > 1 else 2)
     return dict(meta=meta, rows=rows, bits_per_byte=bits, held_out=[asdict(s) for s in held_out])
 
-def record(
-    out,                  # folder of the run; the model, its scores.json and its README.md come to lie in `out`/model
-    *,
-    quick: bool = False,  # a few steps of training and one prompt of each task, also without a GPU
-    say=print,            # hears what is done
-) -> Path: # the folder of the model
-    """Train the pocket model, or go on with the run in `out`, score it, and write scores and card beside the weights.
+def pocket_model(recorder):
+    """Train the pocket model, or go on with the run in the recorder's folder, score it, and write scores and card.
 
-    Raises ValueError without a GPU, unless `quick`, and as `train`.
+    Raises as `train`.
     """
-    if not quick: need_gpu("pocket_model")
+    out, quick, say = recorder.out, recorder.quick, recorder.say
     folder = train(out, QUICK_PHASES, names=("transformers",), workers=0, say=say) if quick else train(out, say=say)
     model, tokenizer = load("cuda", torch.bfloat16, folder) if torch.cuda.is_available() else load(folder=folder)
     say("scores")
@@ -350,4 +344,3 @@ def record(
     scores |= dict(log=[json.loads(line) for line in lines], sources=sources, notes=[])
     (folder / "scores.json").write_text(json.dumps(scores, indent=0))
     (folder / "README.md").write_text(card(scores))
-    return folder

@@ -21,7 +21,8 @@ from sparse_nb.eviction import SnapKV
 from sparse_nb.hash_attention import HashAttention
 from benchmarks import decode, first_token, generate, recorder
 from benchmarks.decode import add_ratios, bench_decode, contenders, measure, read
-from benchmarks.recorder import RECORDS, Recorder, read_record, recorded, run_record, write_record
+from benchmarks.recorder import Recorder, read_record, recorded, run_record, write_record
+from benchmarks.registry import REGISTRY
 from benchmarks.baselines import DENSE, Contender
 from benchmarks.timing import (
     Case, Refused, bytes_needed, cache_bytes, check_dense, check_sampled, dense_bytes, exact_moments, flash_bytes,
@@ -370,28 +371,28 @@ def test_steps_are_timed_after_each_kind_of_work(tmp_path):
 # The table of records, and single kernels.
 
 def test_every_measurement_has_its_function():
-    for name, record in RECORDS.items():
-        assert list(inspect.signature(record.load()).parameters) == ["out", "quick", "say"], name
+    for name, record in REGISTRY.items():
+        assert list(inspect.signature(record.load()).parameters) == ["recorder"], name
 
 
 def test_every_result_belongs_to_a_record():
-    names = [x.file for x in RECORDS.values()]
+    names = [x.file for x in REGISTRY.values()]
     known = {name.format(gpu=gpu) for name in names for gpu in ("nvidia_h200", "nvidia_h100_80gb_hbm3")}
-    by_processor = {x.file.format(gpu="cpu") for x in RECORDS.values() if not x.gpu}
+    by_processor = {x.file.format(gpu="cpu") for x in REGISTRY.values() if not x.gpu}
     days = {f"{gpu}_a_day.json" for gpu in ("nvidia_h200", "nvidia_h100_80gb_hbm3")}  # of `make gpu-day`
     assert {p.name for p in recorder.results().iterdir()} <= known | by_processor | days
-    assert len({*names}) == len(RECORDS)
+    assert len({*names}) == len(REGISTRY)
 
 
 def test_records_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="name must be one of decode, .*, got 'speed'"): run_record("speed")
-    for name in (name for name, record in RECORDS.items() if record.gpu):
+    for name in (name for name, record in REGISTRY.items() if record.gpu):
         with pytest.raises(ValueError, match=f"{name}: there is no CUDA device here"):
             run_record(name, tmp_path / "new")
     for name in "santa_steps", "vattention_launches", "gather", "host", "decode", "generate":
         with pytest.raises(ValueError, match=f"{name}: there is no CUDA device here"):
-            RECORDS[name].load()(tmp_path / "x.json")
+            Recorder(name, tmp_path / "x.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -399,7 +400,7 @@ def test_a_quick_form_does_not_stand_among_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # what the quick form would turn on for the rest of this process
     made = []
-    monkeypatch.setattr(generate, "record", lambda out, *, quick, say: made.append((out, quick)))
+    monkeypatch.setattr(generate, "generate", lambda recorder: made.append((recorder.out, recorder.quick)))
     path = run_record("generate", quick=True)
     assert made == [(path, True)] and path.name == "cpu_generate.json" and ROOT not in path.parents
     assert (run_record("generate", tmp_path, quick=True) == tmp_path / "cpu_generate.json" and run_record("generate",
@@ -409,9 +410,10 @@ def test_a_quick_form_does_not_stand_among_the_results(tmp_path, monkeypatch):
 def test_the_first_token_is_timed_in_every_way(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="first_token: there is no CUDA device"): first_token.record(tmp_path / "x")
+    with pytest.raises(ValueError, match="first_token: there is no CUDA device"):
+        run_record("first_token", tmp_path / "x")
     said = []
-    meta, rows = read_record(first_token.record(tmp_path / "x.json", quick=True, say=said.append)).values()
+    meta, rows = read_record(run_record("first_token", tmp_path / "x.json", quick=True, say=said.append)).values()
     ways = [way for way in first_token.reading_ways() if way != "cuDNN"]
     assert [(row["n"], row["way"]) for row in rows] == [(n, way) for n in (300, 310) for way in ways]
     assert len(said) == 1 + len(rows) and meta["command"] == "python -m benchmarks.run first_token --quick"
@@ -512,7 +514,7 @@ def test_bad_lengths_of_prompts(prefill, lengths, why):
 def test_prompts_need_a_gpu(prefill, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="prefill: there is no CUDA device"): prefill.bench_prefill(out=tmp_path)
-    with pytest.raises(ValueError, match="prefill: there is no CUDA device"): prefill.record(tmp_path / "x.json")
+    with pytest.raises(ValueError, match="prefill: there is no CUDA device"): run_record("prefill", tmp_path / "x.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -736,30 +738,6 @@ def test_what_cannot_be_measured_is_said_and_left_out(tmp_path, monkeypatch):
     for wrong, why in ((dict(batch=0), "batch must be at least 1"), (dict(n=0), "lengths must be at least 1"),
                        (dict(static=True, offload=True), "offload must be"), (dict(tuned=True), "tuned must be")):
         with pytest.raises(ValueError, match=why): tiny(tmp_path, **wrong)
-
-
-def test_targets_are_computed_from_the_rows():
-    row = dict(batch=1, static=True, weights_us=3000.0, attention_us=1000.0)
-    rows = [row | dict(way="Santa(samples=128)", n=32768, median_us=5800.0, ratio=1.1),
-            row | dict(way="vAttention, 10 %", n=131072, median_us=4900.0, ratio=1.5),
-            row | dict(way=generate.EXACT, n=131072, median_us=7350.0, ratio=1.0)]
-    slow = dict(n=131072, static=False)
-    rows += [dict(way=generate.OFFLOADED, median_us=400.0, **slow), dict(way="x, host", median_us=100.0, **slow)]
-    rows += [dict(way=generate.PAIR[0], n=8192, median_us=10.0), dict(way="x", n=8192, median_us=12.0)]
-    prompts = [dict(way=way, n=131072, median_us=time)
-               for way, time in (("FlashAttention-2", 9.0), ("cuDNN", 7.0), ("tangent", 2.0))]
-    found = {(x["what"], x["way"], x["n"]): (x["asked"], x["reached"], x["met"])
-             for x in generate.targets(rows, prompts)}
-    assert found[("ms a token", "Santa(samples=128)", 32768)] == (5.9, 5.8, True)
-    assert found[("ms a token", "vAttention", 524288)] == (8.4, None, False)
-    assert found[("ms a token, by its parts", "Santa(samples=128)", 32768)] == (5.0, 5.8, False)
-    assert found[("ms a token, by its parts", "vAttention, 10 %", 131072)] == (5.0, 4.9, True)
-    assert found[("times the fastest dense", "vAttention, 10 %", 131072)] == (1.4, 1.5, True)
-    assert found[("times the model alone, step not compiled", "x", 8192)] == (1.15, 1.2, False)
-    assert found[("times the fastest dense", "every method", 524288)] == (2.3, None, False)
-    assert found[("times the offloaded cache", "x, host", 131072)] == (4.0, 4.0, True)
-    assert found[("times the fastest dense, first token", "tangent", 131072)] == (3.5, 3.5, True)
-    assert not any(x["way"] == generate.EXACT for x in generate.targets(rows, prompts))
 
 
 def test_records_are_joined_row_by_row():

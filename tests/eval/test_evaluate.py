@@ -14,6 +14,7 @@ from sparse_nb import hf, tasks
 from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform, attention_scores
 from sparse_nb.evaluate import accuracy, answers, compare, forced_decode, prefill_rows, summary
 from sparse_nb.pocket import byte_tokenizer
+from benchmarks.recorder import run_record
 from experiments import vattention_pocket
 from experiments.answers import GrowingRecord, PocketModel, read_answers
 from experiments.santa_pocket import Reference
@@ -464,7 +465,7 @@ def test_a_record_is_gone_on_with_or_made_anew_but_never_mixed(tmp_path):
 @pytest.mark.slow
 def test_a_quick_record_has_every_part(tmp_path):
     said = []
-    meta, parts = read_answers(vattention_pocket.record(tmp_path / "x.json", quick=True, say=said.append))
+    meta, parts = read_answers(run_record("vattention_pocket", tmp_path / "x.json", quick=True, say=said.append))
     assert list(parts) == ["promise", "accuracy", "setups", "generation", "pareto"] and set(meta["methods"]) == {
         "accuracy",
         "setups",
@@ -477,7 +478,7 @@ def test_a_quick_record_has_every_part(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a whole record is made where there is a GPU")
 def test_a_whole_record_asks_for_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="there is no CUDA device here"):
-        vattention_pocket.record(tmp_path / "x.json")
+        run_record("vattention_pocket", tmp_path / "x.json")
 
 def test_a_record_says_whether_an_answer_is_that_of_exact_attention(tmp_path):
     rows = [

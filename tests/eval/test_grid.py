@@ -18,8 +18,8 @@ from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.evaluate import accuracy, answers
 from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
 from sparse_nb.pocket import byte_tokenizer
-from benchmarks.recorder import read_record
-from experiments.archive.santa_schedule import POCKET, learned_by_jobs, record_witness_jobs, rewards_by_jobs
+from benchmarks.recorder import read_record, run_record
+from experiments.archive.santa_schedule import POCKET, learned_by_jobs, rewards_by_jobs
 from sparse_nb.tasks import make, prompt_tokens
 from commands import one_line, run as command
 from models import methods_that, play_on_a_cpu, save_llama
@@ -185,7 +185,8 @@ def test_rewards_wait_for_every_job(tiny, tmp_path, monkeypatch):
 @pytest.mark.witness
 @pytest.mark.budget(300)
 def test_the_witness_learns_by_jobs_in_the_quick_form(tmp_path):
-    meta, rows = read_record(record_witness_jobs(tmp_path / "x.json", quick=True, say=lambda line: None)).values()
+    path = run_record("santa_schedule_witness_jobs", tmp_path / "x.json", quick=True, say=lambda line: None)
+    meta, rows = read_record(path).values()
     assert (meta["model"], meta["on"], meta["workers"], sum(rows[-1]["samples"])) == ("witness", None, 11, 4 * 30)
     assert [x["part"] for x in rows] == ["training"] * 2 + ["forced"] * 4 + ["answers"] * 2 + ["schedules"]
     assert [len(read_results(x)[1]) for x in sorted(tmp_path.glob("x.steps/*"))] == [11, 11]
@@ -193,7 +194,8 @@ def test_the_witness_learns_by_jobs_in_the_quick_form(tmp_path):
 
 def test_a_witness_that_is_not_there_learns_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSE_NB_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="make witness"): record_witness_jobs(tmp_path / "x.json", quick=True)
+    with pytest.raises(FileNotFoundError, match="make witness"):
+        run_record("santa_schedule_witness_jobs", tmp_path / "x.json", quick=True)
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_nb import pocket
-from sparse_nb import corpus, pocket_model
+from benchmarks.recorder import Recorder
+from experiments.train import pocket_model
+from sparse_nb import corpus
 from sparse_nb.tasks import TASKS, make
 
 TOKENIZER = pocket.byte_tokenizer()
@@ -105,7 +107,7 @@ def trained(tmp_path, monkeypatch, peak=2e-2, minutes=0.5, **shape):
         pocket_model.bits_per_byte(model, "abcdefgh " * 300, window=1024)[0] < 7
     )   # an untrained model needs log2(264) = 8.04
     monkeypatch.setattr(pocket_model, "QUICK_PHASES", phases)
-    assert pocket_model.record(tmp_path, quick=True, say=lambda line: None) == folder
+    pocket_model.pocket_model(Recorder("pocket_model", tmp_path, quick=True, say=lambda line: None))
     scores, card = json.loads((folder / "scores.json").read_text()), (folder / "README.md").read_text()
     assert scores["log"][-1]["step"] == last["step"] and [row["step"] for row in scores["log"]] == sorted(
         row["step"] for row in scores["log"]

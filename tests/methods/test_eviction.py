@@ -12,7 +12,7 @@ from sparse_nb.cli import method_from, rehearse
 from sparse_nb.eviction import H2O, Held, SnapKV, all_but_least, most_voted
 from sparse_nb.grid import needs_queries
 from sparse_nb.hf import prefill, sparsify
-from experiments.eviction import equal_bytes, equal_rows
+from experiments.configs.eviction import equal_bytes, equal_rows
 
 METHODS = [H2O(12), H2O(38), H2O(0.3, recent=0.2, sinks=2), H2O(9, recent=3, sinks=1, heads="each"), SnapKV(14, 6),
            SnapKV(0.4, 5, 5, "avg"), SnapKV(12, 4, 3, heads="each")]

@@ -2,7 +2,6 @@
 which questions are still answered"""
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,7 @@ from sparse_nb.hf import attention_override, prefill
 from sparse_nb.models.cache import fork_cache
 from sparse_nb.models.capturing import capture
 from sparse_nb.patterns import FlexPrefill, VerticalSlash, XAttention, pairs_read
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import ask
 from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.tasks import TASKS, make as make_task, prompt_tokens
@@ -23,9 +22,7 @@ from sparse_nb.tasks import TASKS, make as make_task, prompt_tokens
 
 PIECED = ("fine4", 32), ("fine4", 16), ("fine4", 8), ("fine4", 4), ("oracle", 16)  # index and keys of a block
 
-def blocks_by(
-    density: float, # share of the visible blocks
-) -> dict:          # name -> method
+def blocks_by(density: float) -> dict:
     "Ways to choose blocks, for prompts and for single queries; those whose indexes are one stand together."
     new = lambda **settings: SketchWalk(density=density, **settings)
     found = {index: new(index=index) for index in ("fine4", "fine16", "mean", "oracle", "random")}
@@ -37,10 +34,7 @@ def blocks_by(
                     "fine4 walk": new(index="fine4", walk="softmax"),
                     "paper": new(index="sketch", walk="literal", heads="averaged")}
 
-def deciders(
-    density: float, # share of the visible keys
-    length: int,    # tokens of a prompt
-) -> dict:          # name -> method
+def deciders(density: float, length: int) -> dict:
     "Smaller blocks and lists of heads, and rivals, that choose keys for single queries; SAAP's near keys are counted."
     near, found = 4 + 64, {f"{index} of {size}": SketchWalk(size, density, index) for index, size in PIECED}
     found |= {f"{name} each": replace(found[name], heads="each") for name in ("fine4 of 16", "fine4 of 4")}
@@ -48,10 +42,7 @@ def deciders(
     return found | {"quest-16": Quest(density, 16), "quest-64": Quest(density, 64), "topk": TopK(density),
             "saap": Saap(max(1, round(density * length) - near), sinks=4, window=64)}
 
-def readers(
-    density: float, # share of the visible blocks, or about that of the pairs
-    length: int,    # tokens of a prompt
-) -> dict:          # name -> method
+def readers(density: float, length: int) -> dict:
     "Lists of heads, and rivals that choose blocks of prompts."
     lines, each = max(64, round(density * length / 4)), blocks_by(density)
     found = {f"{name} each": replace(each[name], heads="each")
@@ -65,10 +56,7 @@ def shared_readers() -> dict: # name -> method
     "Rivals that set their own share."
     return {f"flexprefill {x}": FlexPrefill(x, min_keys=64, query_block=64, key_block=64) for x in (0.9, 0.7)}
 
-def named(
-    wanted: dict, # density -> names
-    *makers,      # functions from a density to a dict from name to method
-) -> dict:
+def named(wanted: dict, *makers) -> dict:
     "The methods of these names with the share in each name; those whose indexes are one stand together."
     found = {}
     for density, names in wanted.items():
@@ -199,11 +187,7 @@ def forced_loss(
                        logits_to_keep=ids.shape[1] - prompt).logits
     return bits_of(logits, ids[:, prompt:]).mean(1) * math.log(2)
 
-def losses(
-    grid: Grid,       # with decode methods, one task and one length
-    worker=None,      # its `Worker`
-    at_once: int = 8, # prompts
-) -> list: # of dicts: part, task, length, method, nll and seed (lists)
+def losses(grid: Grid, worker=None, at_once: int = 8) -> list:
     "The loss of each arm for each prompt of the grid."
     worker = Worker(grid) if worker is None else worker
     model, found = worker.model, {}
@@ -222,9 +206,7 @@ def losses(
             for name, row in found.items()]
 
 
-def pairs_of(
-    grid: Grid, # with prefill methods
-) -> list: # of dicts: part, model, length, method, density (share of the causal pairs)
+def pairs_of(grid: Grid) -> list:
     "What share of the pairs of query and key each arm reads, of the grid's first prompt."
     (length,), (task,) = grid.lengths, grid.tasks
     model, tokenizer = load_named(grid.model)
@@ -239,20 +221,15 @@ def pairs_of(
     return rows
 
 
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # two short tasks, the pocket model
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask both models everything. Raises as `finish`."
-    wanted = quick_grids() if quick else grids()
-    files, counted = [finish(grid, out, name, say) for name, grid in wanted.items()], []
-    for name, grid in (list(wanted.items())[-1:] if quick else loss_grids().items()):
-        counted += losses(grid)
-        say(f"{name}: losses")
+def sketch_walk(recorder):
+    "Ask both models everything; losses of given answers, and shares of pairs. Raises as `ask`."
+    wanted = quick_grids() if recorder.quick else grids()
+    about = ask(recorder, wanted)
+    for name, grid in (list(wanted.items())[-1:] if recorder.quick else loss_grids().items()):
+        recorder.rows += losses(grid)
+        recorder.say(f"{name}: losses")
     reading = {(grid.model, grid.lengths[0]): grid for grid in wanted.values() if len(grid.prefill) > 1}
     for (model, length), grid in reading.items():
-        counted += pairs_of(grid)
-        say(f"{model}, {length} tokens: pairs counted")
-    return write_condensed(Path(out), files, condensed(files) + counted)
+        recorder.rows += pairs_of(grid)
+        recorder.say(f"{model}, {length} tokens: pairs counted")
+    return about

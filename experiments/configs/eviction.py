@@ -1,27 +1,20 @@
 """H2O and SnapKV beside streaming, Quest and top-k, at equal rows and at equal bytes: the pocket model's answers,
 with the question known and not known"""
-from pathlib import Path
-
 from sparse_nb.baselines import Quest
 from sparse_nb.core.methods import Streaming, TopK
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import Grid
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import ask
 
 
 SHARE = 0.2  # of the keys, or of the bytes of all keys and values
 
-def equal_rows(
-    share: float = SHARE, # of the keys
-) -> dict:                # name -> method
+def equal_rows(share: float = SHARE) -> dict:
     "Methods that read as many rows."
     return {"streaming": Streaming(4, share), "topk": TopK(share), "quest": Quest(share), "h2o": H2O(share),
             "snapkv": SnapKV(share)}
 
-def equal_bytes(
-    head_dim: int,        # numbers in a key D
-    share: float = SHARE, # of the bytes of all keys and values
-) -> dict:                # name -> method
+def equal_bytes(head_dim: int, share: float = SHARE) -> dict:
     "Methods that read as many bytes, index included. ValueError where the index alone takes more."
     quest = share - Quest().index_bytes(head_dim) / (4 * head_dim)
     if quest <= 0: raise ValueError(f"share must be more than an index reads, {share - quest:.4g}, got {share}")
@@ -31,23 +24,13 @@ def equal_bytes(
 
 TASKS, LENGTH, PROMPTS, SETUPS = ("multikey", "kv"), 576, 50, ("prompt", "context")
 
-def grid_of(
-    setup: str,          # of `Grid`
-    quick: bool = False, # the same in small?
-) -> Grid:
+def grid_of(setup: str, quick: bool = False) -> Grid:
     "What one file of the record holds."
     methods = equal_rows() | {"quest-bytes": equal_bytes(64)["quest"]}  # of H2O that would be a key less
     if quick: methods = {name: methods[name] for name in ("quest", "snapkv")}
     tasks, prompts = (TASKS[:1], 3) if quick else (TASKS, PROMPTS)
     return Grid("pocket", list(tasks), [LENGTH], methods, prompts=prompts, setup=setup, batch=10 * LENGTH)
 
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # one task, three prompts, two methods
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask the pocket model everything. Raises as `grid.run`; RuntimeError for jobs that failed."
-    files = [finish(grid_of(setup, quick), out, setup, say) for setup in SETUPS]
-    command = "python -m experiments.run eviction" + " --quick" * quick
-    return write_condensed(Path(out), files, condensed(files), command=command, share=SHARE)
+def eviction(recorder):
+    "Ask the pocket model everything. Raises as `ask`."
+    return ask(recorder, {setup: grid_of(setup, recorder.quick) for setup in SETUPS}) | dict(share=SHARE)

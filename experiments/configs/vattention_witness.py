@@ -1,8 +1,6 @@
 """Does a sample beside the heavy keys bring answers, does it matter who reads the question, and what becomes of a
 text that vAttention writes itself? Asked of a model that has read books, and of long texts"""
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,19 +14,14 @@ from sparse_nb.hash_attention import HashAttention
 from sparse_nb.hf import attention_layers, attention_override, by_layer, prefill
 from sparse_nb.metrics import relative_error
 from sparse_nb.models.cache import fork_cache
-from experiments.answers import condensed, finish, write_condensed
-from benchmarks.recorder import machine, need_gpu, read_record, write_record
+from experiments.answers import answered, condensed, finish
+from benchmarks.machine import machine
+from benchmarks.recorder import read_record, write_record
 from sparse_nb.text import token_bits
 from sparse_nb.vattention import VAttention
 
 
-def promised(
-    eps: float,  # tolerance of the denominator
-    delta: float, # chance to miss it
-    topk: float, # share of heavy keys
-    base: float, # share of the base sample
-    **settings,  # further ones of `VAttention`
-) -> VAttention:
+def promised(eps: float, delta: float, topk: float, base: float, **settings) -> VAttention:
     "vAttention whose heads choose for themselves."
     return VAttention(eps, delta, topk=topk, base=base, share=False, **dict(sinks=4, window=16) | settings)
 
@@ -38,10 +31,7 @@ def sampled_arms() -> dict: # name -> `VAttention`
             "vattention 0.4": promised(0.4, 0.2, 0.02, 0.015),
             "vattention+adamas 0.1": promised(0.1, 0.1, 0.025, 0.025, predictor=Adamas(0.025))}
 
-def equal_grid(
-    grid: Grid, # with `sampled_arms`
-    file: Path, # its results
-) -> Grid:
+def equal_grid(grid: Grid, file: Path) -> Grid:
     "The predictors alone, with as many rows as vAttention has read with them."
     read, methods = frame_of(file).groupby("decode").density.mean(), {}
     for name, method in grid.decode.items():
@@ -137,17 +127,13 @@ class Size:
 FULL = Size("witness", ("needle", "multikey:keys=2", "multikey:keys=4"), 4096, 200, 50, 2, 4096, 256)
 QUICK = Size("pocket", ("needle", "multikey"), 700, 2, 2, 1, 64, 32)
 
-def writers(
-    model, # that writes
-) -> dict: # name -> method, or a dict from layer to one; None: exact attention
+def writers(model) -> dict:
     "The paper's setting for long generations, with the oracle and with learned signatures, and exact attention."
     paper = promised(0.05, 0.05, 0.025, 0.025, sinks=128, window=128)
     hashed = {i: replace(paper, predictor=HashAttention(0.025, layer=i)) for i in attention_layers(model)}
     return {"vattention": paper, "vattention+hash": hashed, "exact": None}
 
-def grids(
-    size: Size,
-) -> dict: # name -> `Grid`
+def grids(size: Size) -> dict:
     "What is asked: `answers` at equal reads, and `prompt` and `context`, the two set-ups."
     found = {}
     def add(what, task, arms, prompts, at_once, **settings):
@@ -162,26 +148,10 @@ def grids(
     return found
 
 
-def ask(
-    out: Path,  # the record's file; the grid's stands beside it
-    name: str,  # of `grids`
-    grid: Grid,
-    say=print,  # hears of it
-):
-    "A step of answers. Raises as `finish`."
-    file = finish(grid, out, name, say)
-    if name.startswith("answers"): finish(equal_grid(grid, file), out, f"equal.{name}", say)
-
-def write_text(
-    out: Path,  # the record's file; that of the text stands beside it
-    name: str,  # of `writers`
-    text: int,  # its number, and its seed
-    size: Size,
-    say=print,  # hears of it
-):
-    "A step of generation: a row in a file of its own, which is kept if it is there."
+def write_text(out: Path, name: str, text: int, size: Size) -> Path:
+    "A text that a method writes."
     path = Path(out).with_suffix(f".generation.{name}.{text}.json")
-    if path.exists(): return
+    if path.exists(): return path
     model, tokenizer = load_named("pocket")
     ids, method = tokenizer(BEGIN, return_tensors="pt").input_ids.to(model.device), writers(model)[name]
     written, told = write_alone(model, ids, method, size.tokens, seed=text)
@@ -190,41 +160,20 @@ def write_text(
     told["bits"] = token_bits(model, read, read=ids.shape[1] - 1)[0][0]
     means = {x: [float(f"{y:.5g}") for y in z.double().view(-1, size.every).mean(1).tolist()] for x, z in told.items()}
     row = dict(part="generation", method=name, text=text, position=list(range(0, size.tokens, size.every)), **means)
-    write_record(path, machine(model.device.type), [row])
-    say(path.name)
+    return write_record(path, machine(model.device.type), [row])
 
-
-def steps(
-    out: Path,  # the record's file
-    size: Size = FULL,
-    say=print,  # hears of each
-) -> dict: # name -> function that makes a file beside the record's
-    "All of the record."
-    found = {name: partial(ask, out, name, grid, say) for name, grid in grids(size).items()}
-    return found | {f"generation.{name}.{text}": partial(write_text, out, name, text, size, say)
-                    for name in ("vattention", "vattention+hash", "exact") for text in range(size.texts)}
-
-def join(
-    out: Path,  # the record's file
-    **more,     # of meta
-) -> Path: # the file
-    "The record of all files that `steps` has left beside it; meta says what `wrote`. Raises as `write_condensed`."
-    out, where = Path(out), Path(out).parent
-    files = sorted(where.glob(f"{out.stem}.*.jsonl"))
-    texts = sorted(where.glob(f"{out.stem}.generation.*.json"))
-    made = [read_record(x) for x in texts]
-    rows = [row for x in made for row in x["rows"]]
-    return write_condensed(out, files, condensed(files) + rows, wrote=sorted({x["meta"]["gpu"] for x in made}), **more)
-
-def record(
-    out,                  # JSON file to write; those of its steps stand beside it
-    *,
-    quick: bool = False,  # a few short prompts and a line of text, the pocket model, also without a GPU
-    say: Callable = print, # hears of each step
-) -> Path: # the file
-    "Ask and write everything. Raises ValueError without a GPU, unless `quick`, and as `finish`."
-    if not quick: need_gpu("vattention_witness")
-    size = QUICK if quick else FULL
-    for step in steps(out, size, say).values(): step()
-    command = f"python -m experiments.run vattention_witness{' --quick' if quick else ''}"
-    return join(out, command=command, size=asdict(size))
+def vattention_witness(recorder):
+    "Ask and write everything; in the quick form a few short prompts and a line of text. Raises as `finish`."
+    size, files, texts = QUICK if recorder.quick else FULL, [], []
+    for name, grid in grids(size).items():
+        files.append(finish(grid, recorder.out, name, recorder.say))
+        if name.startswith("answers"):
+            files.append(finish(equal_grid(grid, files[-1]), recorder.out, f"equal.{name}", recorder.say))
+    for name, text in ((name, text) for name in ("vattention", "vattention+hash", "exact")
+                       for text in range(size.texts)):
+        texts.append(write_text(recorder.out, name, text, size))
+        recorder.say(texts[-1].name)
+    made = [read_record(x) for x in sorted(texts)]
+    rows = condensed(sorted(files)) + [row for x in made for row in x["rows"]]
+    about = answered(recorder, sorted(files), rows)
+    return about | dict(wrote=sorted({x["meta"]["gpu"] for x in made}), size=asdict(size))

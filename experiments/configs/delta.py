@@ -1,7 +1,6 @@
 """Every correction of a sparse prefill on the pocket model and on the witness: what prose costs, and which questions
 are still answered"""
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -10,17 +9,13 @@ from sparse_nb.delta import Delta, delta_prefill
 from sparse_nb.grid import Grid, load_named
 from sparse_nb.models.capturing import capture
 from sparse_nb.patterns import FlexPrefill, HiP, VerticalSlash
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import ask
 from sparse_nb.text import speeches, windows
 
 
 CORRECTIONS = "recompute", "delta", "tangent"  # Eq. 5, Eq. 6, ours
 
-def arms(
-    sizes,       # of windows, keys
-    gammas,      # rows from anchor to anchor
-    tails=(0,),  # exact rows at the end
-) -> dict:       # name -> method
+def arms(sizes, gammas, tails=(0,)) -> dict:
     "Sinks and window, with and without what anchors teach."
     found = {}
     for size in sizes:
@@ -32,9 +27,7 @@ def arms(
                 found |= {f"w{size} g{gamma} {x}{end}": replace(own, gamma=gamma, correction=x) for x in CORRECTIONS}
     return found
 
-def based(
-    length: int, # tokens of a prompt, to which sizes are set
-) -> dict:       # name -> method
+def based(length: int) -> dict:
     "Patterns as bases: alone, with Eq. 6, and with the tangent, which for them is a heuristic."
     bases = {"vertical-slash": VerticalSlash(length // 16, length // 8, rounding="pool"),
              "flexprefill": FlexPrefill(0.9, min_keys=length // 16, query_block=64, key_block=64),
@@ -71,11 +64,7 @@ def quick_grids() -> dict: # name -> `Grid`
             "pocket.multikey.700": Grid("pocket", ["multikey"], [700], {}, methods, prompts=3)}
 
 
-def keys_read(
-    model: str,  # "pocket" or "witness"
-    length: int, # tokens
-    methods: dict, # name -> method, of `arms` and `based`
-) -> list: # of dicts: part, model, length, method, keys (a row's mean), density (share of the causal pairs)
+def keys_read(model: str, length: int, methods: dict) -> list:
     "How many keys a row reads, anchors and tail included."
     it, tokenizer = load_named(model)
     ids = windows(tokenizer, speeches(2000)[::-1], length, 1)[0].ids
@@ -93,18 +82,12 @@ def keys_read(
     return rows
 
 
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # one short text, one short task, the pocket model
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask both models everything. Raises as `finish`."
-    wanted = quick_grids() if quick else grids()
-    files = [finish(grid, out, name, say) for name, grid in wanted.items()]
-    work = []
+def delta(recorder):
+    "Ask both models everything, and count the keys. Raises as `ask`."
+    wanted = quick_grids() if recorder.quick else grids()
+    about = ask(recorder, wanted)
     for grid in (x for x in wanted.values() if x.texts):
         methods = {name: x for name, x in grid.prefill.items() if name not in ("exact", "streaming")}
-        work += keys_read(grid.model, grid.lengths[0], methods)
-        say(f"{grid.model}, {grid.lengths[0]} tokens: keys counted")
-    return write_condensed(Path(out), files, condensed(files) + work)
+        recorder.rows += keys_read(grid.model, grid.lengths[0], methods)
+        recorder.say(f"{grid.model}, {grid.lengths[0]} tokens: keys counted")
+    return about

@@ -11,7 +11,7 @@ from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import Grid, frame_of, load_named, needs_queries, read_results
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.models.capturing import capture
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import answered, condensed, finish
 from sparse_nb.santa import Santa
 from sparse_nb.tasks import TASKS
 from sparse_nb.text import speeches
@@ -21,25 +21,18 @@ from sparse_nb.vattention import VAttention
 DENSITY = 0.1
 
 @cache
-def channels_of(
-    model: str, # as of `grid.load_named`
-) -> tuple:     # 16 channels for each group of each layer
+def channels_of(model: str) -> tuple:
     "Double Sparsity's channels, chosen offline as its paper does: on 1,024 tokens of a message that is not asked."
     it, tokenizer = load_named(model)
     ids = tokenizer(speeches(1980)[0], truncation=True, max_length=1024, return_tensors="pt").input_ids
     return tuple(heavy_channels(x.q, x.k, 16) for x in capture(it, ids.to(it.device)))
 
-def halved(
-    predictor, # of heavy keys, or "oracle"
-) -> VAttention:
+def halved(predictor) -> VAttention:
     "Half of `DENSITY` heavy keys, half a sample of the others, and more where nine tenths of the rest could be wrong."
     return VAttention(eps=0.9, delta=0.5, sinks=0, window=0, topk=DENSITY / 2, base=DENSITY / 2, predictor=predictor,
                       share=False)
 
-def methods_of(
-    model: str, # "pocket" or "witness"
-    channels: tuple | None = None, # of `channels_of`
-) -> dict:      # name -> method
+def methods_of(model: str, channels: tuple | None = None) -> dict:
     "What is asked of a model; HashAttention has learnt its signatures on the pocket model alone."
     alone = {"quest-16": Quest(DENSITY, 16), "quest-64": Quest(DENSITY, 64),
              "double_sparsity": DoubleSparsity(DENSITY, chosen=channels), "adamas": Adamas(DENSITY)}
@@ -63,12 +56,7 @@ def cells() -> list:
              for length in ((4096,) if task == "text" else LENGTHS)]
     return sorted(every, key=lambda cell: cell[2])
 
-def grid_of(
-    model: str,  # "pocket" or "witness"
-    task: str,   # of those in `ASKED`
-    length: int, # tokens
-    quick: bool = False, # the same in small?
-) -> Grid:
+def grid_of(model: str, task: str, length: int, quick: bool = False) -> Grid:
     "What one file of the record holds."
     methods, prose = methods_of(model, None if quick else channels_of(model)), task == "text"
     if quick: methods = {name: methods[name] for name in ("topk", "quest-16", "half+quest-16")}
@@ -77,18 +65,12 @@ def grid_of(
                 batch=4 * length if prose else min(100 * length, 400_000), every=256,
                 texts=speeches(1990)[::-1] if prose else ())
 
-def look_grid(
-    length: int, # tokens
-    chat: bool,  # through the chat template?
-) -> Grid:
+def look_grid(length: int, chat: bool) -> Grid:
     "What the exact witness is asked to see which tasks it can do."
     return Grid("witness", [*TASKS, "multikey:keys=2", "multikey:keys=4"], [min(length, 8000)], {}, prompts=50,
                 chat=chat, batch=50 * length)  # a batch needs room for its longest answer: the model holds 8,192 tokens
 
-def equal_grid(
-    grid: Grid,   # of `grid_of`
-    file: Path,   # its results
-) -> Grid:
+def equal_grid(grid: Grid, file: Path) -> Grid:
     "The predictors alone, with as many rows as vAttention has read on them."
     read = frame_of(file).groupby("decode").density.mean()
     methods = {f"equal+{name.removeprefix('half+')}": grid.decode[name].predictor for name in grid.decode
@@ -98,10 +80,8 @@ def equal_grid(
     return replace(grid, decode=methods)
 
 
-def rows_of_two(
-    files: list, # of `ask` and `look`
-) -> list:       # of dicts
-    "`condensed`, with the parts pocket, witness, and, of what `look` asked, plain and chat."
+def rows_of_two(files: list) -> list:
+    "`condensed`, with the parts pocket, witness, and, of what `look_grid` asked, plain and chat."
     rows = []
     for file in files:
         about, of_equal, looks = read_results(file)[0], ".equal." in Path(file).name, ".look." in Path(file).name
@@ -110,45 +90,14 @@ def rows_of_two(
         rows += own
     return rows
 
-def write_two(
-    out: Path,   # JSON file to write
-    files: list, # of `ask` and `look`
-    **more,      # of meta
-) -> Path: # the file
-    "The record of what the files hold. Raises as `write_condensed`."
-    return write_condensed(out, files, rows_of_two(files), **more)
-
-
-def ask(
-    out: Path,   # the record's file; the grids' files stand beside it
-    model: str,  # as of `grid_of`, as are task and length
-    task: str,
-    length: int,
-    quick: bool = False, # the same in small?
-    say=print,           # hears of each grid
-) -> list: # of files
-    "Do one cell of the record. Raises as `grid.run`; RuntimeError for jobs that failed."
-    grid, name = grid_of(model, task, length, quick), f"{model}.{task.replace(':', '.')}.{length}"
-    file = finish(grid, out, name, say)
-    return [file] if task == "text" else [file, finish(equal_grid(grid, file), out, f"equal.{name}", say)]
-
-def look(
-    out: Path,   # as of `ask`
-    length: int, # tokens
-    chat: bool,  # through the chat template?
-    say=print,   # hears of it
-) -> list: # of one file
-    "Do what `look_grid` asks. Raises as `ask`."
-    return [finish(look_grid(length, chat), out, f"look.{'chat' if chat else 'plain'}.{length}", say)]
-
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # one task, a short prompt, the pocket model
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask both models everything. Raises as `ask`."
-    wanted = [("pocket", "needle", 700)] if quick else cells()
-    files = [] if quick else [file for n in LENGTHS for chat in (True, False) for file in look(out, n, chat, say)]
-    for what in wanted: files += ask(out, *what, quick=quick, say=say)
-    return write_two(Path(out), files)
+def two_models(recorder):
+    "Ask both models everything; in the quick form one task, a short prompt, the pocket model. Raises as `finish`."
+    out, quick, say = recorder.out, recorder.quick, recorder.say
+    files = [] if quick else [
+        finish(look_grid(length, chat), out, f"look.{'chat' if chat else 'plain'}.{length}", say)
+        for length in LENGTHS for chat in (True, False)]
+    for model, task, length in [("pocket", "needle", 700)] if quick else cells():
+        grid, name = grid_of(model, task, length, quick), f"{model}.{task.replace(':', '.')}.{length}"
+        files.append(finish(grid, out, name, say))
+        if task != "text": files.append(finish(equal_grid(grid, files[-1]), out, f"equal.{name}", say))
+    return answered(recorder, files, rows_of_two(files))

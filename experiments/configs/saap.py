@@ -1,7 +1,6 @@
 """Partitions of other texts and of the prompt, ranks, tails and routers on the pocket model and on the witness: which
 questions are still answered, at equal rows"""
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -9,7 +8,7 @@ from sparse_nb.baselines import Quest
 from sparse_nb.core.methods import Streaming, TopK
 from sparse_nb.grid import Grid
 from sparse_nb.hash_attention import HashAttention
-from experiments.answers import condensed, finish, write_condensed
+from experiments.answers import ask
 from sparse_nb.saap_partition import KINDS, make_partition, partition_path
 from sparse_nb.saap import Partition, Saap
 from sparse_nb.tasks import TASKS
@@ -42,24 +41,14 @@ SINKS = 4
 
 SIZE = 64  # of a head, in both models
 
-def at_equal_bytes(
-    method,       # a predictor with a budget of rows
-    s: Saap,      # with moments and tail
-    length: int,  # tokens of a prompt
-):
+def at_equal_bytes(method, s: Saap, length: int):
     "The method with so many rows more that it reads as many bytes as `s` does, index included, of a 16-bit cache."
     of_index = lambda x: 4 * x.clusters * (2 * SIZE + 2) + 4 * x.budget
     own, listed = of_index(s), isinstance(method, Saap)
     more = own - (of_index(method) if listed else method.index_bytes(SIZE) * length)
     return replace(method, budget=method.budget + round(more / (4 * SIZE + 4 * listed)))
 
-def arms(
-    model: str,      # "pocket" or "witness"
-    kind: str,       # of the task: one of `KINDS`
-    length: int,     # tokens of a prompt
-    density: float,  # share of the keys that is read
-    every: bool,     # all arms?
-) -> dict:           # name -> method
+def arms(model: str, kind: str, length: int, density: float, every: bool) -> dict:
     "What is asked at a density."
     rows = round(density * length)
     other, = KINDS.keys() - {kind}
@@ -99,9 +88,7 @@ LONGER, THERE = 16384, (0.02, 0.04)  # of the pocket's, for the first arms alone
 ASKED = {"pocket": tuple(TASKS), "witness": ("needle", "multikey:keys=2", "multikey:keys=4", "kv")}
 ROWS = {"pocket": 820_000, "witness": 205_000}  # tokens of the prompts decoded at once
 
-def kind_of(
-    task: str, # as of `grid.task_of`
-) -> str:      # one of `KINDS`
+def kind_of(task: str) -> str:
     "The kind of a task."
     return next(kind for kind, tasks in KINDS.items() if task.partition(":")[0] in tasks)
 
@@ -130,29 +117,14 @@ def quick_grids() -> dict: # name -> `Grid`
     return {"pocket.multikey.700": Grid("pocket", ["multikey"], [700], methods, prompts=3)}
 
 
-def partitions_of(
-    grid: Grid,
-) -> set: # of (model, kind that it has seen)
+def partitions_of(grid: Grid) -> set:
     "What has to be trained before a grid can be asked."
     used = {getattr(x, "partition", None) for x in grid.decode.values()}
     return {(grid.model, kind) for kind in KINDS if partition_path(grid.model, kind) in used}
 
-def make(
-    out: Path,  # the record's file; the grids' files stand beside it
-    name: str,  # of `grids`
-    grid: Grid,
-    say=print,  # hears of it
-) -> Path: # of the grid's results
-    "Do one grid of the record. Raises as `finish`."
-    for wanted in sorted(partitions_of(grid)): make_partition(*wanted, progress=say)
-    return finish(grid, out, name, say)
-
-def record(
-    out,                  # JSON file to write; the grids' files stand beside it
-    *,
-    quick: bool = False,  # one short task, the pocket model
-    say=print,            # hears of each grid
-) -> Path: # the file
-    "Ask both models everything. Raises as `make`."
-    files = [make(out, name, grid, say) for name, grid in (quick_grids() if quick else grids()).items()]
-    return write_condensed(Path(out), files, condensed(files))
+def saap(recorder):
+    "Ask both models everything, with partitions that are made where they are missing. Raises as `ask`."
+    wanted = quick_grids() if recorder.quick else grids()
+    for needed in sorted(set().union(*map(partitions_of, wanted.values()))):
+        make_partition(*needed, progress=recorder.say)
+    return ask(recorder, wanted)

@@ -1,0 +1,136 @@
+"""Exact attention, chosen rows, rows from host memory and audits, beside the dense kernels of the same run"""
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from sparse_nb.audit import audit as audited, key_boxes
+from sparse_nb.bench import SHAPES, Protocol, Shape, cold_times, quartiles
+from benchmarks.timing import Case, Refused, check_dense
+from sparse_nb.core.methods import TopK
+from sparse_nb.core.selection import Selection, weighted_attention
+from sparse_nb.kernels.common import by_engine
+from sparse_nb.kernels.exact import Tiles, launch, tile_settings
+from sparse_nb.kernels.gather import attend
+from sparse_nb.kernels.host import rows
+from sparse_nb.metrics import relative_error
+from benchmarks.recorder import Recorder, measure_copy, measure_dense, to_host
+
+SMALL, TWO = Shape(2, 1, 16), ("sdpa_cudnn", "sdpa_flash")  # heads on a CPU, dense baselines
+
+
+TRIED = Tiles(64, 4, 4, 2, 8), Tiles(64, 4, 3, 3, 8, 168), Tiles(64, 4, 3, 2, 0)  # beside those that ship
+
+def measure_tiles(recorder: Recorder, case: Case, tiles: Tiles | None = None):
+    "A row: the exact kernels with these tiles, or with those that ship."
+    q, k, v, shipped = case.q, case.k, case.v, tiles is None
+    used = tile_settings(case.shape.D, q.element_size(), by_engine(q, k, v)) if shipped else tiles
+    recorder.measure_row(lambda: launch(q, k, v, None, None, None, used), lambda out: check_dense(out, case),
+                         method="exact", n=case.n, tiles=used, shipped=shipped, nbytes=2 * k.nbytes)
+
+@torch.no_grad()
+def exact(recorder):
+    "Exact attention with the tiles that ship and with others."
+    for case in recorder.cases((2048, 8192, 32768, 131072, 524288, 1048576), 8192, 200, SMALL):
+        measure_dense(recorder, case, kernels=TWO)
+        for tiles in (None, *(TRIED[:1] if recorder.quick else TRIED)): measure_tiles(recorder, case, tiles)
+    return {}
+
+
+DENSITY, HOST = 0.1, 131072  # share of the keys, keys in host memory
+
+def check_lists(
+    case: Case,
+    index: torch.Tensor,  # key numbers [1, H or G, 1, S]
+    weight: torch.Tensor, # [1, H, 1, S]
+) -> Callable:            # gets an output [1, H, 1, D], returns its relative error or raises `Refused`
+    "A check of attention to these lists, against PyTorch."
+    whole = Selection(index.repeat_interleave(case.shape.H // index.shape[1], 1), weight)
+    want = weighted_attention(case.q, case.k, case.v, whole, backend="torch").double()
+    def check(result):
+        error = float((result.double() - want).norm() / want.norm())
+        if not error < 0.01: raise Refused(f"differs from the reference by {error:.3g} of it")
+        return error
+    return check
+
+def _measure_lists(recorder, case, lists, generator, far):
+    "Time one choice of rows at random, and the same from host memory (`far`), if that is asked for."
+    draw = partial(torch.rand, device=case.device, generator=generator)
+    index = draw(1, lists, 1, case.n).topk(round(DENSITY * case.n), -1).indices
+    weight = draw(1, case.shape.H, 1, index.shape[-1]) + 0.5
+    q, close = case.q, check_lists(case, index, weight)
+    row = dict(method="attend", n=case.n, lists="a group" if lists == case.shape.G else "a head",
+               nbytes=2 * lists * index.shape[3] * case.shape.D * q.element_size())
+    recorder.measure_row(lambda: attend(q, case.k, case.v, index, weight), close, **row, memory="device")
+    if far: recorder.measure_row(lambda: attend(q, *far, index, weight), close, **row, memory="host")
+
+@torch.no_grad()
+def gather(recorder):
+    "Ten percent of the keys at random, with shared lists and without."
+    host = 4096 if recorder.quick and recorder.gpu else HOST if recorder.gpu else 96
+    for case in recorder.cases((32768, 131072, 524288, 1048576), host, host, SMALL):
+        generator = torch.Generator(recorder.device).manual_seed(0)
+        measure_dense(recorder, case, lists="all", memory="device")
+        far = to_host(case.k, case.v) if case.n == host else None
+        for lists in (case.shape.G, case.shape.H): _measure_lists(recorder, case, lists, generator, far)
+        if far: measure_copy(recorder, [case.k, case.v], far, lists="all", memory="host")
+    return dict(density=DENSITY)
+
+
+DENSITIES = 0.001, 0.003, 0.01, 0.03, 0.1, 0.3
+
+def _orders(keys, count, heads, device, generator):
+    "Row numbers [1, heads, count] in three orders."
+    random = torch.rand(1, heads, keys, device=device, generator=generator).argsort(-1)[..., :count]
+    last = torch.arange(keys - count, keys, device=device).expand(1, heads, -1).contiguous()
+    return {"random": random, "sorted": random.sort(-1).values, "neighbours": last}
+
+def _measure_bring(recorder, protocol, call, want, **row):
+    "Time a call that brings `want` over."
+    times = quartiles(cold_times(call, protocol, device=recorder.device))
+    if not torch.equal(call().cpu(), want): raise Refused(f"{row}: the rows differ")
+    recorder.rows.append(row | dict(bytes=want.nbytes, **times._asdict(), checked=True))
+    recorder.say(f"{row}: {times.median_us:.0f} us, {want.nbytes / times.median_us / 1000:.1f} GB/s")
+
+def host(recorder):
+    "A copy of all keys by the copy engine, against rows read by a kernel, from one in a thousand to one in three."
+    device, quick, keys = recorder.device, recorder.quick, 1000 if recorder.quick else HOST
+    shape, protocol = SHAPES["llama3"] if recorder.gpu else SMALL, Protocol(3, 2 if quick else 20, 0)
+    (x,) = to_host(torch.randn(1, shape.G, keys, shape.D, dtype=torch.bfloat16, device=device))
+    _measure_bring(recorder, protocol, lambda: x.to(device, non_blocking=True, copy=True), x, what="copy")
+    generator = torch.Generator(device).manual_seed(0)
+    for density in DENSITIES[-2:] if quick else DENSITIES:
+        for order, index in _orders(keys, round(density * keys), shape.G, device, generator).items():
+            want = x.gather(2, index.cpu()[..., None].expand(-1, -1, -1, shape.D))
+            _measure_bring(recorder, protocol, lambda: rows(x, index), want, what="rows", density=density, order=order)
+    return dict(keys=keys, mode="eager", l2="warm", runs=protocol.runs)
+
+
+SAMPLES, DELTA = 256, 0.05
+INDEXES = {"codes of 4 bits": dict(bits=4, page=64), "boxes of 16 keys": dict(bits=0, page=16)}
+
+def _measure_audits(recorder, case):
+    "Rows of audits with each index, of a uniform sample, and of making an index."
+    q, k, v = case.q, case.k, case.v
+    read = TopK(DENSITY).select(q, k)
+    out = weighted_attention(q, k, v, read)
+    wrong, seen = relative_error(out, case.truth[0]), torch.ones(1, case.n, dtype=torch.bool, device=q.device)
+    plain = Protocol(warmup=2, runs=9) if q.is_cuda else recorder.protocol
+    measure = partial(recorder.measure_row, plain=plain)
+    asked = partial(audited, out, q, k, v, read, samples=SAMPLES, delta=DELTA, seed=1)
+    def check(bound):
+        below = float((bound < wrong).double().mean())
+        if below > DELTA: raise Refused(f"{below:.1%} of the bounds are below the error")
+        return below
+    for name, index in INDEXES.items():
+        measure(lambda: asked(**index).bound, check, what="audit", index=name, n=case.n)
+        measure(lambda: key_boxes(k, seen, **index)[1], what="index", index=name, n=case.n)
+    measure(lambda: asked(bound="clt").bound, what="audit", index="none: not proven", n=case.n)
+
+@torch.no_grad()
+def audit(recorder):
+    "What an audit costs beside the step that it audits, by the reference."
+    for case in recorder.cases((8192, 32768, 131072), 8192, 400, SMALL):
+        measure_dense(recorder, case, kernels=TWO)
+        _measure_audits(recorder, case)
+    return dict(samples=SAMPLES, delta=DELTA, density=DENSITY)

@@ -1,0 +1,84 @@
+"""Every result file: which function measures it, which file it becomes, and what it holds.
+
+A measurement is a function of one argument, the runner's `benchmarks.recorder.Recorder`: it adds rows to it (most by
+`measure_row`) and returns what `meta` says beside machine and command. One that writes its file itself returns None.
+"""
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    "What a result file is, and where its function is."
+    path: str        # "module:function"
+    file: str        # below benchmarks/results, or, with a folder, below the clone; {gpu} stands for the machine's name
+    what: str        # one line
+    gpu: bool = True # is a GPU needed for anything but the quick form?
+
+    def load(self) -> Callable:
+        "The function. Raises ImportError where its module is missing."
+        module, name = self.path.split(":")
+        return getattr(importlib.import_module(module), name)
+
+
+_SPEED = {  # name -> module of benchmarks, what it holds
+    "decode": ("decode", "a decode step of SANTA and of the dense baselines"),
+    "exact": ("attention", "one query that reads all its keys"),
+    "gather": ("attention", "attention over chosen rows"),
+    "host": ("attention", "rows from host memory"),
+    "blocks": ("blocks", "attention over chosen blocks"),
+    "choose": ("choose", "steps that choose keys, launch by launch"),
+    "audit": ("attention", "an audit of a step, by the reference"),
+    "cache_lines": ("cache_lines", "a step after a cache full of written lines, and of lines that were read"),
+    "santa_steps": ("santa_steps", "SANTA's kernels, step by step"),
+    "vattention_launches": ("vattention_launches", "vAttention's kernels, launch by launch"),
+    "saap_launches": ("saap_launches", "SAAP's kernels, launch by launch, and its index"),
+    "sketch_walk_launches": ("sketch_walk_launches", "Sketch&Walk's kernels, launch by launch"),
+    "sketch_walk_tiles": ("sketch_walk_tiles", "Sketch&Walk's kernels, with other tiles"),
+    "sketch_walk_tiles_walk": ("sketch_walk_tiles", "a walk over the blocks of a prompt"),
+    "prefill": ("prefill", "a prompt: ours, dense baselines, and launches"),
+    "generate": ("generate", "a whole model, token by token"),
+    "first_token": ("first_token", "a whole model's first token"),
+}
+_ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
+    "santa_pocket": ("santa_pocket", "the pocket model's answers with SANTA", True),
+    "vattention_pocket": ("vattention_pocket", "the pocket model's answers with vAttention, and its promise", True),
+    "vattention_witness": ("configs.vattention_witness",
+                           "vAttention's answers on the witness, and texts that it writes", True),
+    "two_models": ("configs.two_models", "every method on the pocket model and on the witness", True),
+    "delta": ("configs.delta", "corrections of a sparse prefill on both models: prose and answers", True),
+    "saap": ("configs.saap", "SAAP's partitions, ranks, tails and routers on both models", True),
+    "sketch_walk": ("configs.sketch_walk", "ways to choose blocks on both models: answers and losses", True),
+    "eviction": ("configs.eviction", "the pocket model's answers with H2O and SnapKV", False),
+    "delta_parts": ("archive.delta_parts", "several tangents an anchor on both models' prose", False),
+    "predictors": ("archive.predictors", "what predictors find in short and in long prompts of the pocket model",
+                   False),
+    "saap_heads": ("archive.saap_heads", "what clusters catch of the attention of the pocket model's heads", False),
+    "saap_heads_witness": ("archive.saap_heads", "the same for the witness beside the pocket model, without networks",
+                           False),
+    "saap_promise": ("archive.saap_promise",
+                     "how often a promise on top of SAAP is broken, head by head, on both models", False),
+    "santa_schedule": ("archive.santa_schedule", "samples for each layer of the pocket model: learned, or not", False),
+    "santa_schedule_jobs": ("archive.santa_schedule",
+                            "samples for each layer of the pocket model, learned on the workers of Ray", False),
+    "santa_schedule_witness": ("archive.santa_schedule", "the same for the witness", True),
+    "santa_schedule_witness_jobs": ("archive.santa_schedule",
+                                    "samples for each layer of the witness, learned on the workers of Ray", True),
+    "sketch_walk_rules": ("archive.sketch_walk_rules", "rules for blocks that were tried on the witness: losses",
+                          False),
+    "sketch_walk_rules_prompts": ("archive.sketch_walk_rules",
+                                  "rules for the lists of prompts that were tried on the pocket model", False),
+    "pocket_model": ("train.pocket_model", "the pocket model and its scores", True),
+    "hash_networks": ("train.hash_networks", "the hash functions of the pocket model", True),
+    "saap_partition": ("train.saap_partition", "the partition of the pocket model's keys, its router and its factors",
+                       False),
+}
+_FILES = {"vattention_launches": "{gpu}_vattention.json", "pocket_model": "runs/pocket",  # those that are not of a name
+          "hash_networks": "sparse_nb/pocket_methods/hash_attention.safetensors",
+          "saap_partition": "sparse_nb/pocket_methods/saap.safetensors"}
+
+def _entry(name, folder, module, what, gpu=True):
+    return Entry(f"{folder}.{module}:{name}", _FILES.get(name, f"{{gpu}}_{name}.json"), what, gpu)
+
+REGISTRY = {name: _entry(name, "benchmarks", *row) for name, row in _SPEED.items()}
+REGISTRY |= {name: _entry(name, "experiments", *row) for name, row in _ANSWERS.items()}
