@@ -396,12 +396,11 @@ def launch_list(
     scores: torch.Tensor,  # of M items [B, H, M], float32 or whole numbers, contiguous
     budget: int | float,   # keys to list: a count, or a share of the visible keys
     place: Place,
-    launches: int = 4,     # how many of them
     tiles: Tiles = _TILES,
     after: bool = False,   # does a kernel of this file come just before?
     known: Counts | torch.Tensor | None = None, # as `score` returns it: with counts the last launch is the only one
 ) -> tuple:                # key numbers [B, H, 1, S], int64, weights, float32, and used slots [B, H, 1], int64
-    "Launch threshold and list, or the first kernels of them: then the rest of what is returned is not filled."
+    "Launch threshold and list."
     B, H, M = scores.shape
     N, start, stop, begin, U = place
     PDL, S = starts_early(scores), _slots(budget, N)
@@ -426,14 +425,12 @@ def launch_list(
     if known is None:
         _guess_kernel[B * H,](scores, mark, *seen, number, SIGMAS=SIGMAS, NEAR=NEAR, SHARE=share, BESIDE=False,
                               BS=sample_size(M, tiles), num_warps=4, **same, **(more if after else {}))
-    if launches > 1:
-        _sift_kernel[T, B * H](scores, mark, between, higher, hist, base, *seen, T, BINS=BINS, BN=BN,
-                               num_warps=warps, **same, **more)
-    if launches > 2:
-        _select_kernel[B * H,](
-            scores, mark, between, higher, hist, base, *seen, T, number, BINS=BINS, SHARE=share, BN=BN, BT=BT,
-            BC=BC, BF=BF, num_warps=8 if BF > 1024 else 4, **same, **more)
-    return make_list(mark, base, 0) if launches > 3 else (index, weight, count)
+    _sift_kernel[T, B * H](scores, mark, between, higher, hist, base, *seen, T, BINS=BINS, BN=BN,
+                           num_warps=warps, **same, **more)
+    _select_kernel[B * H,](
+        scores, mark, between, higher, hist, base, *seen, T, number, BINS=BINS, SHARE=share, BN=BN, BT=BT,
+        BC=BC, BF=BF, num_warps=8 if BF > 1024 else 4, **same, **more)
+    return make_list(mark, base, 0)
 
 # %% ../../kernels/choose.ipynb #7b116e34
 @triton.jit

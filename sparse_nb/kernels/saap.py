@@ -729,10 +729,9 @@ def launch(
     s: Settings,
     centroids=None, ask=None, guess=None, factor=None, # as for `decode`
     scale=None, kv_start=None, kv_len=None,            # likewise
-    launches: int = 4,                                 # how many of them
     tiles: Tiles = _TILES,
 ) -> Found:
-    "Launch the kernels, or the first of them: then the rest of what is returned is not filled."
+    "Launch the kernels of a step."
     kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, _, D), (G, N), C, LR = q.shape, k.shape[1:3], index.clusters, q.shape[1] // k.shape[1]
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
@@ -762,24 +761,21 @@ def launch(
         index.log, index.variance if moments else None, scores, guesses, *routed, scale, *of_q, *of_a,
         *(0, 0) if centroids is None else centroids.stride()[:2], G, C, BR=BR, BN=tiles.route[0],
         num_warps=tiles.route[1], **sized)
-    if launches > 1:
-        _select_kernel[triton.cdiv(C, BM), B * G](
-            guesses, *routed, index.log, index.start, end, base, rest, facts, kv_start, kv_len, N, G, C, S,
-            s.probes or 0, *share_in_units(s.budget or 0), DENSITY=s.density, PROBES=s.probes is not None,
-            LP=triton.next_power_of_2(LR), BC=BC, BM=BM, BK=min(BC, tiles.select[1]), BS=triton.next_power_of_2(S),
-            **launch_limits(*tiles.select[2:]), **same, **more)
-    if launches > 2:
-        _read_kernel[A, B * G](
-            q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, index.sums,
-            end, base, facts, index.since, index.built, kv_start, kv_len, m, l, o, sum_s, sum_x, rest_s, rest_x, scale,
-            *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G, C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN,
-            BC=BC, BT=BT, TILES=TILES, STAGES=tiles.read[2],
-            **launch_limits(tiles.read[1], tiles.read[4]), **sized, **more)
-    if launches > 3:
-        BW = min(BD, tiles.merge[0])
-        _merge_kernel[B * H, triton.cdiv(D, BW)](
-            q, m, l, o, sum_s, sum_x, rest_s, rest_x, factor, facts, out, scale, *of_q, *of_out, G, P, A, CUT=CUT,
-            SECOND=second, BP=triton.next_power_of_2(A), BW=BW, num_warps=tiles.merge[1], **sized, **more)
+    _select_kernel[triton.cdiv(C, BM), B * G](
+        guesses, *routed, index.log, index.start, end, base, rest, facts, kv_start, kv_len, N, G, C, S,
+        s.probes or 0, *share_in_units(s.budget or 0), DENSITY=s.density, PROBES=s.probes is not None,
+        LP=triton.next_power_of_2(LR), BC=BC, BM=BM, BK=min(BC, tiles.select[1]), BS=triton.next_power_of_2(S),
+        **launch_limits(*tiles.select[2:]), **same, **more)
+    _read_kernel[A, B * G](
+        q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, index.sums,
+        end, base, facts, index.since, index.built, kv_start, kv_len, m, l, o, sum_s, sum_x, rest_s, rest_x, scale,
+        *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G, C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN,
+        BC=BC, BT=BT, TILES=TILES, STAGES=tiles.read[2],
+        **launch_limits(tiles.read[1], tiles.read[4]), **sized, **more)
+    BW = min(BD, tiles.merge[0])
+    _merge_kernel[B * H, triton.cdiv(D, BW)](
+        q, m, l, o, sum_s, sum_x, rest_s, rest_x, factor, facts, out, scale, *of_q, *of_out, G, P, A, CUT=CUT,
+        SECOND=second, BP=triton.next_power_of_2(A), BW=BW, num_warps=tiles.merge[1], **sized, **more)
     return Found(out, end, base, facts)
 
 # %% ../../kernels/saap.ipynb #f23e53af

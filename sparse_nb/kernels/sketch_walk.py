@@ -623,10 +623,9 @@ def launch(
     index: Index,
     s: Settings,
     scale=None, kv_start=None, kv_len=None, # likewise
-    launches: int = 4,                      # how many of them
     tiles: Tiles = _TILES,
 ) -> Found:
-    "Launch the kernels, or the first of them: then the rest of what is returned is not filled."
+    "Launch the kernels of a step."
     kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, _, D), (G, N), LR = q.shape, k.shape[1:3], q.shape[1] // k.shape[1]
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
@@ -656,19 +655,16 @@ def launch(
         *k.stride(), N, G, X, room, RADIUS=s.index == "fine16", REACH=REACH, FINE=fine, BLOCK=s.block, BB=BB,
         WARPS=warps, STAGES=stages, num_warps=warps, **of_row, **same, **more)
     share = share_in_units(float(s.density))[1]
-    if launches > 1:
-        _launch_lists(k, v, s, tiles, score, part_m, part_l, place, share, blocks, readers, count, LP, PDL, more)
+    _launch_lists(k, v, s, tiles, score, part_m, part_l, place, share, blocks, readers, count, LP, PDL, more)
     BN = read_tile(tiles, BD, q.element_size(), each)
-    if launches > 2:
-        _read_kernel[P, B * G](
-            q, k, v, blocks, readers, count, *place, m, l, o, scale, *of_q, *k.stride(), *v.stride(), N, G, X, share,
-            BLOCK=s.block, D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2],
-            **launch_limits(tiles.read[1], tiles.read[4]), **same, **more)
-    if launches > 3:
-        BW = min(BD, tiles.merge[0])
-        _merge_kernel[B * H, triton.cdiv(D, BW)](
-            m, l, o, out, *of_out, H, P, D=D, BP=triton.next_power_of_2(P), BW=BW, PDL=PDL, num_warps=tiles.merge[1],
-            **more)
+    _read_kernel[P, B * G](
+        q, k, v, blocks, readers, count, *place, m, l, o, scale, *of_q, *k.stride(), *v.stride(), N, G, X, share,
+        BLOCK=s.block, D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2],
+        **launch_limits(tiles.read[1], tiles.read[4]), **same, **more)
+    BW = min(BD, tiles.merge[0])
+    _merge_kernel[B * H, triton.cdiv(D, BW)](
+        m, l, o, out, *of_out, H, P, D=D, BP=triton.next_power_of_2(P), BW=BW, PDL=PDL, num_warps=tiles.merge[1],
+        **more)
     return Found(out, blocks, count, score, readers)
 
 # %% ../../kernels/sketch_walk.ipynb #69f613b9

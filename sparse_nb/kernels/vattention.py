@@ -622,7 +622,7 @@ _BINS, GUESS = 8, 1024  # of the histogram; keys that the guess is made from
 
 def _most(x, n): return min(x, n) if isinstance(x, int) else min(n, math.ceil(n * x * (1 - 1e-12)))
 
-def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches):
+def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len):
     "Fill in the kept keys by equal bits of signatures"
     B, H, _, D = q.shape
     G, N = codes.shape[1:3]
@@ -639,18 +639,15 @@ def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches):
         q, *maps, code, None, 0, q.stride(0), q.stride(1), q.stride(3), H,
         D=D, M=M, BD=max(16, triton.next_power_of_2(D)), BM=max(16, triton.next_power_of_2(M)), BZ=1,
         **same | dict(num_warps=8))
-    if launches > 1:
-        _guess_kernel[B * L,](
-            code, codes, planes, hist, kv_start, kv_len, *keys, N, L, R, *middle,
-            LR=LR, PLANES=PLANES, BS=GUESS, BINS=_BINS, **same)
-    if launches > 2:
-        _count_kernel[T, B * L](
-            codes, planes, bins.view(torch.uint8), tails, hist, kv_start, kv_len, *keys, N, T, L, R, *middle,
-            LR=LR, PLANES=PLANES, BINS=_BINS, BN=BN, **same)
-    if launches > 3:
-        _keep_kernel[T, B * L](
-            bins, tails, hist, rows, mask, kv_start, kv_len, N, T, L, mask.shape[2], rows.shape[2], *middle,
-            BINS=_BINS, BT=triton.next_power_of_2(T), BN=BN, **same)
+    _guess_kernel[B * L,](
+        code, codes, planes, hist, kv_start, kv_len, *keys, N, L, R, *middle,
+        LR=LR, PLANES=PLANES, BS=GUESS, BINS=_BINS, **same)
+    _count_kernel[T, B * L](
+        codes, planes, bins.view(torch.uint8), tails, hist, kv_start, kv_len, *keys, N, T, L, R, *middle,
+        LR=LR, PLANES=PLANES, BINS=_BINS, BN=BN, **same)
+    _keep_kernel[T, B * L](
+        bins, tails, hist, rows, mask, kv_start, kv_len, N, T, L, mask.shape[2], rows.shape[2], *middle,
+        BINS=_BINS, BT=triton.next_power_of_2(T), BN=BN, **same)
 
 # %% ../../kernels/vattention.ipynb #070bbb82
 _LOOK, _SAMPLE = (128, 2, 2), (64, 2, 4)  # rows at once, stages, programs a multiprocessor of what reads rows
@@ -680,9 +677,8 @@ def launch(
     codes=None, maps=(), kept=None, mask=None, ceiling=None,  # as for `decode`
     lengths=None, levels=None,                                # likewise
     seed=0, scale=None, kv_start=None, kv_len=None,           # likewise
-    launches: int = 7,                                        # how many of them
 ) -> Found:
-    "Launch the kernels, or the first of them: then the rest of what is returned is not filled."
+    "Launch the kernels of a step."
     kv_start, kv_len, lengths = contiguous(kv_start, kv_len, lengths)
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     (K, CP, CE, look, sample), LR, W = _sizes(q, k, s, L, lengths is not None), H // L, triton.cdiv(N, 32)
@@ -695,7 +691,7 @@ def launch(
     norm = None if lengths is None else floats(B, H)
     if kept is None:
         mask = integers(B, L, W)
-        _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len, launches)
+        _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len)
     else: rows[:, :, :K] = kept
     seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
     seeds = dict(SEEDS=seed_ptr is not None and seed_ptr.ndim == 2)
@@ -704,28 +700,25 @@ def launch(
     middle = (*share_in_units(s.sinks), *share_in_units(s.window), *share_in_units(s.topk))
     base = share_in_units(s.base)
     more = dict(launch_pdl=True) if PDL else {}
-    if launches > 4:
-        _look_kernel[B * L, CP](
-            q, k, v, rows, mask, m, l, most, e, e2, o, count, lengths, *own, kv_start, kv_len, *drawn,
-            *strides, N, L, H // G, W, S, K, C, CP, *middle, *base, **look, **seeds, **(more if kept is None else {}))
+    _look_kernel[B * L, CP](
+        q, k, v, rows, mask, m, l, most, e, e2, o, count, lengths, *own, kv_start, kv_len, *drawn,
+        *strides, N, L, H // G, W, S, K, C, CP, *middle, *base, **look, **seeds, **(more if kept is None else {}))
     promise = dict(CLT_LEAST=s.clt_least, BOUND=s.bound, PLUGIN=s.plugin,
                    BQ=triton.next_power_of_2(LR), BP=triton.next_power_of_2(CP))
     sums = (most, e, e2) if lengths is None else (None,) * 3
-    if launches > 5 and lengths is not None:
+    if lengths is not None:
         _budget_kernel[B * L,](
             m, l, most, e, e2, o, count, *own, levels, ceiling, stop, facts, norm, kv_start, kv_len, N, L, C, CP,
             *middle, s.eps, s.log, s.square, s.plug, s.plug_square, **promise,
             TRIES=0 if levels is None else levels.shape[1], LR=LR, D=D, BD=BD, PDL=PDL, num_warps=4, **more)
-    if launches > 5:
-        _sample_kernel[B * L, CE](
-            q, k, v, rows, mask, m, l, *sums, o, count, ceiling, stop, facts, kv_start, kv_len, *drawn,
-            *strides, N, L, H // G, W, S, K, C, CP, CE, *middle, *base, s.eps, s.log, s.square, s.plug,
-            **promise, **sample, **seeds, **more)
-    if launches > 6:
-        BW = min(BD, 32)
-        _merge_kernel[B * H, triton.cdiv(D, BW)](
-            m, l, o, stop, count, out, out.stride(0), out.stride(1), out.stride(3), H, LR, C, CE,
-            D=D, BP=triton.next_power_of_2(C), BE=triton.next_power_of_2(CE), BD=BW, PDL=PDL, num_warps=4, **more)
+    _sample_kernel[B * L, CE](
+        q, k, v, rows, mask, m, l, *sums, o, count, ceiling, stop, facts, kv_start, kv_len, *drawn,
+        *strides, N, L, H // G, W, S, K, C, CP, CE, *middle, *base, s.eps, s.log, s.square, s.plug,
+        **promise, **sample, **seeds, **more)
+    BW = min(BD, 32)
+    _merge_kernel[B * H, triton.cdiv(D, BW)](
+        m, l, o, stop, count, out, out.stride(0), out.stride(1), out.stride(3), H, LR, C, CE,
+        D=D, BP=triton.next_power_of_2(C), BE=triton.next_power_of_2(CE), BD=BW, PDL=PDL, num_warps=4, **more)
     return Found(out, rows, stop[..., 0], stop[..., 1], count[..., :CP], count[..., CP:], facts, K, norm)
 
 # %% ../../kernels/vattention.ipynb #be5c6fe6
