@@ -13,11 +13,12 @@ from sparse_nb.hash_attention import BITS, PARTS
 from sparse_nb.kernels.choose import Place, launch_list, score
 from sparse_nb.kernels.gather import attend
 from benchmarks.attention import check_lists
-from benchmarks.recorder import Recorder, measure_dense
+from benchmarks.recorder import Recorder, measure_dense, up_to
 
 
 DENSITY, HIDDEN = 0.1, 128  # share of the keys, hidden numbers of a network
 LAUNCHES = "score", "sift", "select", "list", "attend"         # the marks are within `score`
+BEFORE = dict(sift="_select_kernel", select="_list_kernel")    # launch -> kernel of the next
 COUNTED = "score", "list", "attend"                           # where scores are counted as they are made
 METHODS = Quest(DENSITY), DoubleSparsity(DENSITY), Adamas(DENSITY), HashAttention(DENSITY, layer=0)
 
@@ -60,8 +61,9 @@ def step(
     "The first launches of a step."
     scores, known = score(x.kind, x.case.q, x.state.rows, x.given, x.number, DENSITY, x.place)
     if last == "score": return None, None, None
-    launches = min(LAUNCHES.index(last) + 1, 4)
-    index, weight, count = launch_list(scores, DENSITY, x.place, launches, after=True, known=known)
+    listed = partial(launch_list, scores, DENSITY, x.place, after=True, known=known)
+    if last in BEFORE: listed = up_to(listed, BEFORE[last])
+    index, weight, count = listed()
     out = attend(x.case.q, x.case.k, x.case.v, index, weight, count) if last == "attend" else None
     return out, index, weight
 

@@ -5,8 +5,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -174,12 +175,32 @@ class Recorder:
         return write_record(self.out, meta, self.rows)
 
 
-def measure_launches(recorder: Recorder, launches: tuple, names: tuple, step: Callable, check: Callable, nbytes: dict,
+def up_to(
+    step: Callable, # without arguments
+    kernel: str,    # name of a Triton kernel that it launches
+) -> Callable:
+    "The step without its launches from the first one of this kernel on."
+    from triton.runtime.jit import KernelInterface
+    own = KernelInterface.__getitem__
+    def call():
+        over = []
+        def launcher(self, grid):
+            launch = own(self, grid)
+            def run(*args, **kwargs):
+                if self.__name__ == kernel: over.append(self)
+                return None if over else launch(*args, **kwargs)
+            return run
+        with mock.patch.object(KernelInterface, "__getitem__", launcher): return step()
+    return call
+
+def measure_launches(recorder: Recorder, launches: dict, names: tuple, step: Callable, check: Callable, nbytes: dict,
                      **row):
-    "Time a step up to each launch of these names, of all its `launches`; the whole step is checked."
+    "Time a step up to each launch of these names; `launches`: name -> its first kernel; the whole step is checked."
+    after = dict(zip(launches, [*launches.values()][1:]))
     for name in names:
-        recorder.measure_row(partial(step, launches=launches.index(name) + 1), check if name == launches[-1] else None,
-                             **row, launch=name, memory="device", nbytes=nbytes[name])
+        call = up_to(step, after[name]) if name in after else step
+        recorder.measure_row(call, None if name in after else check, **row, launch=name, memory="device",
+                             nbytes=nbytes[name])
 
 
 BASELINES = "sdpa_cudnn", "sdpa_flash", "flashinfer_tc"

@@ -15,7 +15,8 @@ from benchmarks.recorder import Recorder, measure_copy, measure_dense, measure_l
 
 
 LENGTHS, DENSITY, CLUSTERS, SINKS, WINDOW = (171008, 524288, 1048576), 0.044, 1024, 1, 2047
-LAUNCHES, ONE_HEAD = ("route", "select", "read", "merge"), Shape(4, 1, 128)  # a key/value head of Llama 3
+LAUNCHES = {name: f"_{name}_kernel" for name in ("route", "select", "read", "merge")}
+ONE_HEAD = Shape(4, 1, 128)  # a key/value head of Llama 3
 HIDDEN = 1024  # numbers of a router's network
 
 class Parted(NamedTuple):
@@ -121,7 +122,7 @@ def measure_step(recorder: Recorder, x: Parted, s: Settings, names: tuple = LAUN
     case, step = x.case, partial(launch, x.case.q, x.case.k, x.case.v, x.index, s)
     found = step()
     read = rows_read(x, found)
-    measure_launches(recorder, LAUNCHES, names, lambda launches: step(launches=launches)[0],
+    measure_launches(recorder, LAUNCHES, names, lambda: step()[0],
                      lambda out: worst_error(out, x, s, found), read_bytes(x, read), method="saap", n=case.n,
                      H=case.shape.H, density=round(read / case.n, 4))
 

@@ -13,7 +13,8 @@ from sparse_nb.sketch_walk import Summary, block_scores, signed_hadamard
 
 
 DENSITIES, OTHERS = (0.05, 0.1, 0.2), ("fine16", "mean")
-LAUNCHES, AT_ONCE = ("score", "select", "read", "merge"), 2048  # blocks whose rows are made at once
+LAUNCHES = dict(score="_ask_kernel", select="_share_kernel", read="_read_kernel", merge="_merge_kernel")
+AT_ONCE = 2048  # blocks whose rows are made at once
 SMALL, OF_HEADS = (16, 8, 4), (131072, 524288)  # keys of other blocks; lengths for lists of single heads
 
 class Indexed(NamedTuple):
@@ -77,7 +78,7 @@ def measure_step(recorder: Recorder, x: Indexed, density: float, names: tuple = 
     step = partial(launch, case.q, case.k, case.v, x.index, s)
     found = step()
     read = float(found.count.double().mean()) * s.block  # the lengths are whole blocks
-    measure_launches(recorder, LAUNCHES, names, lambda launches: step(launches=launches).out,
+    measure_launches(recorder, LAUNCHES, names, lambda: step().out,
                      lambda out: worst_error(out, x, density, found), read_bytes(x, read), method="sketch_walk",
                      n=case.n, H=case.shape.H, index=s.index, block=s.block, heads=heads, asked=density,
                      density=round(read / case.n, 4))
@@ -86,7 +87,7 @@ def measure_step(recorder: Recorder, x: Indexed, density: float, names: tuple = 
 def sketch_walk_launches(recorder):
     "A step launch by launch; on a CPU two parts of the launches, with small heads."
     gpu, quick = recorder.gpu, recorder.quick
-    names, tenth = (LAUNCHES, 0.1) if gpu else (("select", "merge"), 0.5)
+    names, tenth = ((*LAUNCHES,), 0.1) if gpu else (("select", "merge"), 0.5)
     for i, case in enumerate(recorder.cases((32768, 131072, 524288, 1048576), 16384, 320, Shape(2, 1, 64))):
         measure_dense(recorder, case, H=case.shape.H, memory="device")
         x = indexed(case, "fine4")

@@ -12,7 +12,8 @@ from sparse_nb.vattention import read_rows
 
 
 DENSITY, HOST = 0.1, (0.05, 0.1, 0.2, 0.4)  # shares with keys in host memory
-LAUNCHES = "code", "guess", "count", "keep", "look", "sample", "merge"
+LAUNCHES = dict(code="code_kernel") | {
+    name: f"_{name}_kernel" for name in ("guess", "count", "keep", "look", "sample", "merge")}
 EPS, SEED = 0.1, 7
 
 def signatures(case: Case, generator: torch.Generator) -> dict:
@@ -67,7 +68,7 @@ def _read_bytes(case, given, row):
 def measure_step(recorder: Recorder, case: Case, names: tuple, given: dict, s: Settings, found: Found, row: dict):
     "Time the steps up to each of these launches; given: of `signatures`, what follows: of `settings_for`."
     measure_launches(recorder, LAUNCHES, names,
-                     lambda launches: launch(case.q, case.k, case.v, s, case.shape.G, **given, launches=launches).out,
+                     lambda: launch(case.q, case.k, case.v, s, case.shape.G, **given).out,
                      lambda out: worst_error(out, case, found, row["kept"]), _read_bytes(case, given, row), **row)
 
 def _measure_host(recorder, case, given, chosen):
