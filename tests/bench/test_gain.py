@@ -15,7 +15,7 @@ from sparse_nb.sketch_walk import SketchWalk
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("typer")
-from test_cli import one_line, run  # noqa: E402
+from commands import one_line, run  # noqa: E402
 
 QUICK, TINY = Protocol(warmup=1, runs=2, buffer_mb=0), Model("tiny", 4, Shape(4, 2, 16), 10**6)
 DECODERS = sorted(name for name in CLASSES if hasattr(method_class(name)(), "decode"))
