@@ -19,6 +19,7 @@ import torch
 import changed
 from covering import covering
 
+from benchmarks import recorder
 from sparse_nb.device import kernel_device
 
 # a share of the tests of the kernels, as one test of those without
@@ -162,6 +163,12 @@ def forked(request):
 def forked_pytest(forked):
     "`forked_pytest(*arguments, **environment)`: exit code and output of pytest in a process of its own."
     return lambda *arguments, **environment: forked(run_pytest, environment, *arguments)
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels(monkeypatch):
+    "The small form of a benchmark asks for Triton's interpreter, for the rest of the process: a test's goes without."
+    if not INTERPRETED: monkeypatch.setattr(recorder, "kernel_device", lambda: "cpu")
 
 
 @pytest.fixture(scope="session")
