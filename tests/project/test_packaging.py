@@ -41,12 +41,12 @@ def elsewhere(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
     python = folder / "env" / "bin" / "python"
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | dict(COLUMNS="100")
     subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index",
-                    wheel.filename], check=True)
+                    wheel.filename], check=True, env=env)
     (packages,) = (folder / "env").glob("lib/python*/site-packages")
     beside = [x for x in sys.path if x.endswith("site-packages")]  # of them no .pth file is read: no editable install
     (packages / "others.pth").write_text("\n".join(beside))
-    env = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | dict(COLUMNS="100")
     (folder / "empty").mkdir()
     def run(*args):
         return subprocess.run([folder / "env/bin" / args[0], *args[1:]], cwd=folder / "empty", env=env, text=True,
