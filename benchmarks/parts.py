@@ -8,21 +8,12 @@ from typing import Annotated
 
 import typer
 
-from sparse_nb.cli import method_from
+from sparse_nb.cli import items_of, method_from
 
 METHODS = Annotated[list[str], typer.Option("--decode", help="Method; may stand several times.", show_default=False)]
 
 
 def say(*said): print(*said, file=sys.stderr, flush=True)
-
-
-def items(option, text, number=False):
-    "The parts of a list that was given as text."
-    items = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() if number else part for part in items):
-        raise ValueError(f"--{option} must be {'whole numbers' if number else 'names'} separated by commas, got "
-                         f"{text!r}")
-    return [int(part) for part in items] if number else items
 
 
 bench = typer.Typer(help="Measure a part of a result file.", add_completion=False)
@@ -65,7 +56,7 @@ def decode(
         raise ValueError(f"--dtype must be bfloat16, float16 or float32, got {dtype!r}")
     lists = {"lengths": (lengths, room.LENGTHS), "batches": (batches, room.BATCHES), "shapes": (shapes, tuple(SHAPES)),
              "methods": (methods, None)}
-    chosen = {name: default if text is None else items(name, text, name in ("lengths", "batches"))
+    chosen = {name: default if text is None else items_of(name, text, name in ("lengths", "batches"))
               for name, (text, default) in lists.items()}
     path = room.bench_decode(**chosen, samples=samples, dtype=getattr(torch, dtype), out=out, append=append,
                              quick=quick,
@@ -82,7 +73,7 @@ def _prefill(
     "Time the attention of whole prompts: ours and its rivals, checked first, with a cold cache."
     _check_bench(out)
     from benchmarks import prefill as room
-    chosen = room.LENGTHS if lengths is None else items("lengths", lengths, number=True)
+    chosen = room.LENGTHS if lengths is None else items_of("lengths", lengths, number=True)
     print(f"saved {room.bench_prefill(lengths=chosen, out=out, command=_command(), say=say)}", file=sys.stderr)
 
 @bench.command("generate")
@@ -120,7 +111,7 @@ def _generate(
     methods = {text: method_from("--decode", text) for text in decode} or None
     device = "cpu" if quick and not torch.cuda.is_available() else "cuda"
     shape = dict(room.TINY if quick else room.LLAMA) | ({} if layers is None else dict(num_hidden_layers=layers))
-    chosen = [400] if quick and lengths is None else None if lengths is None else items("lengths", lengths, True)
+    chosen = [400] if quick and lengths is None else None if lengths is None else items_of("lengths", lengths, True)
     chosen = {} if chosen is None else dict(lengths=[(n, 1) for n in chosen])
     path = room.bench_generate(**chosen, **dict(read=0) if filled else {}, methods=methods, batch=batch, static=static,
                                tuned=tuned, offload=offload, rivals=rivals, kernels=kernels, tokens=tokens, shape=shape,

@@ -6,9 +6,9 @@
 __all__ = ['SUFFIXES', 'app', 'MODEL', 'MOST_SAMPLES', 'PROMPT_FILE', 'DECODE', 'QUESTION', 'DENSE', 'OFFLOAD', 'AUDIT',
            'OPTIONS', 'METHODS_OF', 'check_out', 'write_whole', 'load_tokenizer', 'longest_input', 'load_model',
            'progress_bars', 'demo', 'method_from', 'rehearse', 'list_methods', 'read_prompt', 'check_length',
-           'tokens_of', 'check_tokens', 'show_stats', 'continue_prompt', 'generate', 'tune', 'fetch_witness',
-           'seeds_of', 'texts_of', 'show_results', 'grid_from', 'evaluate_grid', 'train', 'show_bench', 'time_methods',
-           'triton_state', 'devices', 'doctor', 'main']
+           'tokens_of', 'check_tokens', 'show_stats', 'continue_prompt', 'items_of', 'generate', 'tune',
+           'fetch_witness', 'seeds_of', 'texts_of', 'show_results', 'grid_from', 'evaluate_grid', 'train', 'show_bench',
+           'time_methods', 'triton_state', 'devices', 'doctor', 'main']
 
 # %% ../nbs/95_cli.ipynb #97fadf6c
 import json
@@ -400,7 +400,7 @@ def continue_prompt(
 # %% ../nbs/95_cli.ipynb #b922e580
 def _option(kind, *names, **given): return Annotated[kind, typer.Option(*names, **given)]
 
-def _items(option, text, number=False):
+def items_of(option, text, number=False):
     "The parts of a list that was given as text."
     items = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() if number else part for part in items):
@@ -448,7 +448,7 @@ def generate(
     _check_seed(seed)
     if question == "": raise ValueError("--question must be some text, got none")
     if question and any("\ud800" <= c <= "\udfff" for c in question): raise ValueError("--question must be UTF-8")
-    dense = [] if dense_layers is None else _items("dense-layers", dense_layers, number=True)
+    dense = [] if dense_layers is None else items_of("dense-layers", dense_layers, number=True)
     if stats_out is not None: check_out(stats_out, "--stats-out", (".csv",))
     text = read_prompt(prompt_file)
     methods = {"decode": method_from("--decode", decode), "prefill": method_from("--prefill", prefill)}
@@ -619,7 +619,7 @@ def grid_from(
     "The grid that options describe, with methods that the model's heads have tried; raises ValueError."
     from transformers import AutoConfig
     from sparse_nb.grid import Grid
-    asked, named, sizes = seeds_of(seeds), _items("tasks", tasks), _items("lengths", lengths, number=True)
+    asked, named, sizes = seeds_of(seeds), items_of("tasks", tasks), items_of("lengths", lengths, number=True)
     if ("text" in named) != (text is not None):
         raise ValueError("--text must be given for the task text, and for no other")
     methods = dict(decode={x: method_from("--decode", x) for x in decode},
@@ -682,7 +682,7 @@ def evaluate_grid(
         from sparse_nb.grid import run
         grid = grid_from(model, tasks, lengths, decode, prefill, seeds, text, setup=setup, batch=batch,
                          chat=False if plain else None, short=long,
-                         dense_layers=[] if dense_layers is None else _items("dense-layers", dense_layers, number=True))
+                         dense_layers=[] if dense_layers is None else items_of("dense-layers", dense_layers, True))
         report("loading the model", 1, 1)
         with _naming_options():
             done, failed = run(grid, out, on=on, address=address, workers=workers, mix=mix,

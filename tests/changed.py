@@ -67,6 +67,17 @@ def modules(root=ROOT):
 
 
 @lru_cache(None)
+def door(root=ROOT):
+    "What the names of the front door stand for: sparse_nb.Santa -> sparse_nb.santa."
+    path = root / "sparse_nb/__init__.py"
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "_PLACES":
+            places = ast.literal_eval(node.value)
+            return {f"sparse_nb.{name}": f"sparse_nb.{module}" for module, names in places.items() for name in names}
+    return {}
+
+
+@lru_cache(None)
 def exports(path):
     "The module that a notebook exports, or None."
     name = re.search(r"#\| default_exp ([\w.]+)", path.read_text(encoding="utf-8"))
@@ -75,12 +86,12 @@ def exports(path):
 
 def depends(path, on, root=ROOT):
     "Does a notebook import one of the modules `on`, itself or through others?"
-    seen, names = set(), imported(path) & modules(root).keys()
+    ours = lambda names: {door(root).get(x, x) for x in names} & modules(root).keys()
+    seen, names = set(), ours(imported(path))
     while names:
         if names & on: return True
         seen |= names
-        names = set().union(*(imported(modules(root)[x], tuple(x.split(".")[:-1])) for x in names))
-        names = names & modules(root).keys() - seen
+        names = ours(set().union(*(imported(modules(root)[x], tuple(x.split(".")[:-1])) for x in names))) - seen
     return False
 
 
