@@ -198,7 +198,7 @@ def caches(day):
         if name == "hash_attention": continue  # its networks are of the whole model
         want = answers_of(day, model, method, 2)
         if name != "exact": day.same(answers_of(day, model, method, 2, offload=True), want, "offload", name)
-        ways = ("static", "replay") if day.small or name in SHORT[:3] else ("replay",) if name in GRAPHED else ()
+        ways = ("static", "replay") if name in SHORT[:3] else ("replay",) if name in GRAPHED else ()
         for how in () if hf.no_graph(method) else ways:
             cache, found = StaticCache(config=model.config, max_cache_len=day.prompts[1].shape[1] + 64), []
             try:

@@ -70,7 +70,8 @@ def test_a_step_without_side_effects(llama):
     with sparsify(llama, decode=Quest(budget=12, page=4)):
         assert torch.equal(compiled(llama, backend="aot_eager"), ids_of(llama))
 
-@pytest.mark.parametrize("method", one_of_each_state(METHODS), ids=lambda m: repr(m)[:40])
+@pytest.mark.slow  # with its usual settings each method is tried by tests/contract
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: repr(m)[:40])
 def test_a_compiled_step_writes_the_same(llama, method):
     forget(llama)
     padded = dict(attention_mask=MASK)

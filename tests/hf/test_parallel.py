@@ -116,6 +116,7 @@ def ranks(tmp_path_factory, request):
     assert process.returncode == 0, log[-6000:]
     return [1e-5 if device == "cpu" else 1e-3, one, *(torch.load(folder / f"{rank}.pt") for rank in range(2))]
 
+@pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", HEADS)
 def test_two_processes_write_what_one_writes(ranks, name, method):
@@ -129,6 +130,7 @@ def test_two_processes_write_what_one_writes(ranks, name, method):
         error = (one[method]["logits"] - one["own"]["logits"])[1].norm() / one["own"]["logits"][1].norm()
         assert error > 1e-3
 
+@pytest.mark.xdist_group("two processes")
 def test_two_processes_measure_and_the_first_writes(ranks):
     one, first, second = (rank["bench"] for rank in ranks[1:])
     ways = {generate.EXACT, "santa", "uneven", "hashed"}

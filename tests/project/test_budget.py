@@ -47,6 +47,12 @@ def test_slow(): spend(0.3)
 """
 
 
+@pytest.mark.xdist_group("kept")
+def test_groups_are_kept_together(request):
+    "What several tests share is made in one process: pytest-xdist knows a group by the test's name."
+    if getattr(request.config.option, "loadgroup", False): assert request.node.nodeid.endswith("@kept")
+
+
 @pytest.mark.parametrize("load, slower, failed", [(0, 1, 2), (0, 10, 0), (1000, 1, 0)])
 def test_a_test_over_its_time_fails(forked_pytest, tmp_path, load, slower, failed):
     "But not on a machine that takes longer for all; on one with much other work it is not named either."

@@ -22,6 +22,9 @@ POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_confi
           "README.md", "scores.json"]
 
 
+pytestmark = pytest.mark.xdist_group("wheel")  # one process builds it
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     "The wheel that pip builds of this tree, opened."
