@@ -27,6 +27,12 @@ LAYOUTS = {
 }
 
 
+def fast(cases, *places):
+    "Cases of a test: those at these places are fast tests, all others slow ones."
+    lists = [x if isinstance(x, tuple) else (x,) for x in cases]
+    return [pytest.param(*x, marks=() if i in places else pytest.mark.slow) for i, x in enumerate(lists)]
+
+
 class Problem(NamedTuple):
     "Queries, keys and values, and which keys a sequence sees."
     q: torch.Tensor

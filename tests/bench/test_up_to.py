@@ -31,6 +31,7 @@ if INTERPRETED:
 if not INTERPRETED:
     import pytest
 
+    @pytest.mark.slow
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
     def test_in_the_interpreter(forked_pytest):
         pytest.importorskip("triton")

@@ -58,6 +58,7 @@ PILOTS = "santa, promise",  # which read values to find out how many to draw
 WHOLE = "exact", "vattention, output", "sketch_walk"  # read all of so short a prompt
 STEPS = [x for x in DECODES if x in METHODS and x != "sketch_walk"] + ["sketch_walk, small"]
 NO_GRAPH = [x for x in ALONE if no_graph(EVERY[x])]
+COMPILES = "exact", "topk", "santa", "vattention", "quest", "h2o", "saap", "sketch_walk, small"  # a kind of state each
 START, N = torch.tensor([0, 9]), 44
 
 every, decodes = pytest.mark.parametrize("name", EVERY), pytest.mark.parametrize("name", DECODES)
@@ -389,7 +390,8 @@ def test_what_is_played_is_what_is_written(short, monkeypatch, name):
     assert (len(played) > 15) == (name not in ("exact", *NO_GRAPH))
 
 
-@pytest.mark.parametrize("name", [x for x in STEPS if x not in NO_GRAPH])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in COMPILES else pytest.mark.slow)
+                                  for x in STEPS if x not in NO_GRAPH])
 def test_a_compiled_step_is_one_graph_and_writes_the_same(short, name):
     forget(short)
     given = dict(attention_mask=MASK, max_new_tokens=5)

@@ -21,6 +21,7 @@ from experiments.santa_pocket import Reference
 from experiments.vattention_pocket import answer_steps, denominator_errors, pareto_methods, promise_counts
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
+from inputs import fast
 from models import methods_that, play_on_a_cpu
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,9 @@ METHODS = {
     "santa": Santa(samples=16),
 }
 
-@pytest.mark.parametrize("setup", ["A", "B"])
+setups = pytest.mark.parametrize("setup", fast(["A", "B"], 0))
+
+@setups
 def test_a_batch_of_one_is_hf_answer(tiny, setup):
     model, tokenizer = tiny
     frame = accuracy(model, tokenizer, "multikey", 700, METHODS, prompts=2, seed=3, batch=1, setup=setup)
@@ -76,7 +79,7 @@ def unlike(tokenizer):
     return [dataclasses.replace(e, question="Now: " * (e.seed % 2) + e.question[-9:])
             for e in ragged(tokenizer, "multikey", 300, 5, keys=3)]
 
-@pytest.mark.parametrize("setup", ["A", "B"])
+@setups
 def test_each_row_of_a_padded_batch_is_its_own_run(tiny, setup):
     model, tokenizer = tiny
     examples = unlike(tokenizer)
@@ -91,7 +94,7 @@ READERS = {"streaming": Streaming(2, 40), "topk": TopK(2), "layers": {0: TopK(2)
 READ = {f"{name}-{setup}": (setup, prefill, 130) for setup in "AB" for name, prefill in READERS.items()}
 READ["uniform-A"] = "A", Uniform(samples=32), 2048  # draws anew where a chunk begins, which a batch may shift
 
-@pytest.mark.parametrize("setup, prefill, chunk", READ.values(), ids=READ)
+@pytest.mark.parametrize("setup, prefill, chunk", fast(READ.values(), 1, 3, 6), ids=READ)
 def test_each_row_of_a_padded_batch_is_read_as_it_is_alone(tiny, setup, prefill, chunk):
     model, tokenizer = tiny
     methods = {"exact": Exact(), "uniform": Uniform(samples=32)}
@@ -101,13 +104,14 @@ def test_each_row_of_a_padded_batch_is_read_as_it_is_alone(tiny, setup, prefill,
     assert batched.equals(alone), pd.DataFrame({"batched": batched.answer, "alone": alone.answer})
     assert (batched.answer != run(None, 3).answer).any()  # the reader changes what is said
 
+@pytest.mark.slow
 def test_a_reader_of_everything_changes_nothing(tiny):
     model, tokenizer = tiny
     run = lambda prefill: answers(model, tokenizer, unlike(tokenizer), METHODS, batch=3, setup="B", prefill=prefill)
     assert run(Exact()) == run(Streaming(window=4096)) == run(None)
 
 @pytest.mark.budget(15)
-@pytest.mark.parametrize("setup", ["A", "B"])
+@setups
 def test_every_method_answers_as_on_a_gpu(tiny, monkeypatch, setup):
     "There the cache keeps room for keys to come."
     model, tokenizer = tiny
@@ -124,7 +128,7 @@ def test_a_prefill_that_cannot_read_is_refused(tiny, bad, error, words):
 
 WATCHED = ["density", "error", "bytes", "dense_bytes"]
 
-@pytest.mark.parametrize("setup", ["A", "B"])
+@setups
 def test_a_watched_batch_counts_for_each_row_what_it_reads_alone(tiny, setup):
     model, tokenizer = tiny
     run = lambda batch, **more: pd.DataFrame(answers(model, tokenizer, unlike(tokenizer), METHODS, batch=batch,

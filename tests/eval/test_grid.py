@@ -63,6 +63,7 @@ def test_ray_gives_the_rows_of_this_process_although_a_worker_dies(tiny, tmp_pat
     monkeypatch.setenv("SPARSE_NB_TEST_MARK", str(tmp_path / "mark"))
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     monkeypatch.setattr(room, "Worker", Dying)
+    monkeypatch.setattr(room, "TRIES", 2)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     seen = []
     done = run(here, tmp_path / "ray.jsonl", on="ray", workers=2, progress=lambda *x: seen.append(x))
@@ -86,7 +87,7 @@ class Telling(room.Worker):
 
 
 @pytest.mark.xdist_group("ray")  # one cluster at a time
-@pytest.mark.budget(60)
+@pytest.mark.slow
 def test_a_crew_outlives_its_grids_and_a_process_of_its_own(tiny, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     model = shutil.copytree(tiny, tmp_path / "model")
@@ -252,6 +253,7 @@ def test_a_file_of_other_versions_is_mixed_only_where_that_is_asked(tiny, tmp_pa
     assert mixed[-1]["versions"] == {"torch": torch.__version__} and len(frame_of(out)) == 2 * 2 + 1
 
 
+@pytest.mark.slow
 def test_one_run_at_a_time_writes_to_a_file(tiny, tmp_path, forked):
     run(one := small(tiny, tasks=["kv"], lengths=[150], prompts=1), out := tmp_path / "out.jsonl")
     before = out.read_bytes()

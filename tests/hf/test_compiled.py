@@ -31,7 +31,7 @@ from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
-from inputs import IDS, MASK, PADDED
+from inputs import IDS, MASK, PADDED, fast
 from models import SMALL as SMALL_MODEL, build, compiling, forget, ids_of
 
 SMALL = dict(sinks=2, window=8, clusters=4)
@@ -48,14 +48,6 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
                dict(index="mean", walk="softmax", power="matrix", degree=2))),
            Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL),
            H2O(budget=12, recent=4), SnapKV(budget=16, window=4, heads="each")]
-
-def one_of_each_state(methods):
-    "Cases: of the methods that keep the same kind of state, all but the first are slow tests."
-    seen = set()
-    for method in methods:
-        kind = type(method.new_state()) if hasattr(method, "new_state") else None, getattr(method, "random", False)
-        yield pytest.param(method, marks=pytest.mark.slow if kind in seen else ())
-        seen.add(kind)
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
@@ -83,6 +75,7 @@ def test_a_compiled_step_writes_the_same(llama, method):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1
         assert torch.equal(compiled(llama, PADDED, **padded), want_padded)
 
+@pytest.mark.slow
 def test_a_compiled_step_makes_no_streams_of_its_own(llama):
     "Whatever it would make of nothing is a kernel that reads nothing, and may run before the one that it follows ends."
     shifts = []
@@ -214,6 +207,7 @@ def test_what_no_graph_can_hold_is_refused_by_name(llama):
     with sparsify(llama, decode=TopK(), stats=True), pytest.raises(ValueError, match="stats and audit must be False"):
         compiled(llama)
 
+@pytest.mark.slow
 def test_below_the_crossover_every_layer_reads_all(llama):
     method, plain = Streaming(sinks=1, window=2), ids_of(llama)
     with sparsify(llama, decode=method): want = ids_of(llama)
@@ -326,7 +320,7 @@ def places(monkeypatch):
     return seen
 
 @pytest.mark.budget(20)
-@pytest.mark.parametrize("method", one_of_each_state(INDEXED), ids=lambda m: repr(m)[:40])
+@pytest.mark.parametrize("method", fast(INDEXED, 0, 2), ids=lambda m: repr(m)[:40])
 def test_graphs_tell_caches_apart(llama, method, places):
     "Two in turn, a third in the memory of one that is gone, one that is used anew, copies, and beams."
     forget(llama)
@@ -362,7 +356,7 @@ def test_graphs_tell_caches_apart(llama, method, places):
         steps(other)
     assert known == 4 and len(places) >= 8  # two layers each; malloc may give back the places that were
 
-@pytest.mark.parametrize("method", [*INDEXED, Santa(samples=32, keys="int8"), Saap(unread=0.3, **SMALL)],
+@pytest.mark.parametrize("method", fast([*INDEXED, Santa(samples=32, keys="int8"), Saap(unread=0.3, **SMALL)], 0, 4, 9),
                          ids=lambda m: repr(m)[:40])
 def test_a_cache_that_is_used_anew_keeps_its_places(llama, method, places):
     "A second prompt, a second turn and other beams lie where the first prompt's index lay, so its graph goes on."
@@ -520,7 +514,7 @@ EACH_LAYER = [  # what the first layer of a step does, and what the others do; t
     (SketchWalk(32, 0.4, "mean", dense_layers=0), 6, 6), (SnapKV(budget=16, window=4), 3, 3),
     (SnapKV(budget=16, window=4, heads="each"), 3, 3), (H2O(budget=12, recent=4), 66, 66)]
 
-@pytest.mark.parametrize("method, first, others", EACH_LAYER, ids=lambda x: repr(x)[:50])
+@pytest.mark.parametrize("method, first, others", fast(EACH_LAYER, 1, 5, 6, 10, 12), ids=lambda x: repr(x)[:50])
 def test_what_a_layer_of_a_compiled_step_does(bfloat, method, first, others, monkeypatch):
     "No more than this many launches, from the first step on, which a graph may be captured at."
     pytest.importorskip("triton")
@@ -612,7 +606,7 @@ WRONG = {"nothing": lambda x: x, "padding is shown": lambda x: x.any(0, keepdim=
          "the newest key is hidden": lambda x: x & moved(x, -1), "a key too many is shown": lambda x: x | moved(x, 1),
          "the first key is hidden": lambda x: x & moved(x, 1)}
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", fast(WRONG, 0, 3))
 def test_a_wrong_mask_of_a_step_writes_other_tokens(wrong, monkeypatch):
     "So tests of the tokens of compiled steps see one."
     torch.manual_seed(1)

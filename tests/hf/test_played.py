@@ -27,7 +27,7 @@ from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
-from inputs import IDS, MASK, PADDED
+from inputs import IDS, MASK, PADDED, fast
 from models import OLD, build, ids_of, play_on_a_cpu
 
 TOKENS = 28
@@ -58,7 +58,7 @@ def unplayed():
         yield
 
 
-@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("padded", fast((False, True), 1))
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_what_is_played_is_what_is_written(llama, played, method, padded):
     """Also where the room is full in the middle of it. Two tokens run before a part is recorded; where the room is new,
@@ -84,7 +84,7 @@ def test_a_context_is_read_in_parts(llama, played, method):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("padded", fast((False, True), 1))
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_graphs_write_the_same(monkeypatch, method, padded):
     "On a GPU, with real graphs. (Lists of SAAP are made anew where a room is, so its room lasts.)"
@@ -116,7 +116,7 @@ def test_ways_to_generate(llama, played, method, way):
 
 
 @some
-@pytest.mark.parametrize("setup", ("prompt", "context"))
+@pytest.mark.parametrize("setup", fast(("prompt", "context"), 1))
 def test_a_cache_goes_on(llama, played, method, setup):
     """Turns of several tokens, forks, copies, a crop, the exchange of sequences, a turn of the model alone, one in host
     memory, and another session: each writes what it writes in a cache without room."""

@@ -15,7 +15,7 @@ from sparse_nb.models import cache as cache_room, replay
 from sparse_nb.models.replay import places_of, replayed, weights_of
 from sparse_nb.saap import Partition, Saap
 from sparse_nb.santa import Santa
-from inputs import IDS, MASK, PADDED
+from inputs import IDS, MASK, PADDED, fast
 from models import build, compiling, forget, ids_of, taped
 
 TOKENS = 6
@@ -44,8 +44,9 @@ def written(model, cache, ids=IDS, **more):
 def static(model, room=64): return transformers.StaticCache(config=model.config, max_cache_len=room)
 
 
-@pytest.mark.parametrize("method", [None, TopK(budget=0.3), Santa(samples=32), Quest(budget=12, page=4),
-                                    Saap(budget=8, sinks=2, window=8, clusters=4)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("method", fast([None, TopK(budget=0.3), Santa(samples=32), Quest(budget=12, page=4),
+                                         Saap(budget=8, sinks=2, window=8, clusters=4)], 2, 4),
+                         ids=lambda m: type(m).__name__)
 def test_what_is_played_is_what_is_written(llama, played, method):
     forget(llama)
     with sparsify(llama, decode=method, seed=3, replay=True):
@@ -83,7 +84,7 @@ class Arrived:
     def synchronize(self): pass
 
 
-@pytest.mark.parametrize("method", [None, Quest(budget=12, page=4)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("method", fast([None, Quest(budget=12, page=4)], 1), ids=lambda m: type(m).__name__)
 def test_an_answer_that_ends_is_over_a_token_late(llama, played, monkeypatch, method):
     """In a cache of generate's own: one step more, which leaves no trace in what comes back nor in the next answer. One
     that ends by its length, or whose cache is given or handed back, has none."""

@@ -21,7 +21,7 @@ from sparse_nb.patterns import OracleBlocks, VerticalSlash
 from sparse_nb.santa import Santa
 from sparse_nb.santa_keys import quantise
 from sparse_nb.sketch_walk import SketchWalk
-from inputs import GREEDY, IDS, MASK, PAD, PADDED
+from inputs import GREEDY, IDS, MASK, PAD, PADDED, fast
 from models import (FAMILIES, GEMMA3N, OLD, REFUSED, SMALL, Letters, build, ids_of, step_by_step,
                     whole_layers)
 
@@ -770,7 +770,7 @@ def test_bad_calls_inside_a_session_are_named_and_leave_a_model_that_works(llama
     assert not [n for n in transformers.AttentionInterface._global_mapping if n.startswith("sparse_nb")]
     assert not any(m._forward_pre_hooks for m in llama.modules())
 
-@pytest.mark.parametrize("family", ["llama", "qwen2, window", "gpt-neox, partial, fused"])
+@pytest.mark.parametrize("family", fast(["llama", "qwen2, window", "gpt-neox, partial, fused"], 1))
 @pytest.mark.parametrize("method", [*METHODS, Santa(samples=32, eps=0.5, delta=0.1),
                                     Santa(samples=8, keys="rescored")], ids=repr)
 def test_keys_in_host_memory_change_nothing(family, method):

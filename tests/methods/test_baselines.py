@@ -23,6 +23,7 @@ from sparse_nb.core.methods import BlockState, weights_id
 from sparse_nb.hash_attention import POCKET_WEIGHTS, save_networks, trained_on
 from experiments.train.hash_networks import fit_maps, hash_examples, train_hash
 from sparse_nb.sketch_walk import SketchWalk
+from inputs import fast
 from models import FOLDER, random_maps
 
 ALARM = 1e-8  # chance that a check of random numbers fails for a correct sampler; about 100 checks
@@ -367,7 +368,7 @@ def test_what_is_learnt_follows_the_sequences_and_is_forgotten():
 
 # sampling
 
-@pytest.mark.parametrize("bits, tables", [(1, 2), (2, 2), (2, 5), (4, 12)])
+@pytest.mark.parametrize("bits, tables", fast([(1, 2), (2, 2), (2, 5), (4, 12)], 1))
 def test_chances_are_how_often_keys_are_sampled(bits, tables):
     g, seeds = torch.Generator().manual_seed(1), 1500
     q, k = torch.randn(1, 2, 1, 6, generator=g), torch.randn(1, 1, 20, 6, generator=g)

@@ -27,6 +27,7 @@ from sparse_nb.saap import (
     keys_for_mass, keys_to_read, moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores,
     saap_decode, save_partition, served)
 from sparse_nb.vattention import VAttention, select_and_promise
+from inputs import fast
 
 UNTRAINED = [tail for tail in TAILS if tail != "fitted"]
 SMALL = dict(clusters=7, sinks=2, window=9)
@@ -536,7 +537,7 @@ class RowsRead(TorchDispatchMode):
 
 @pytest.mark.parametrize("settings", [dict(unread=0.4), dict(budget=8), dict(probes=2), dict(budget=8, tail="drop"),
                                       dict(budget=0.1, tail="second_order")], ids=str)
-@pytest.mark.parametrize("how", ["grows", "fixed", "compiled"])
+@pytest.mark.parametrize("how", fast(["grows", "fixed", "compiled"], 2))
 def test_a_step_reads_what_it_chose_and_what_left_the_window(settings, how, monkeypatch):
     """Neither keys nor values of others, which are NaN once the moments of their cluster were taken.
 
@@ -934,7 +935,7 @@ def from_file(method, file):
 def ids_of(model, ids=IDS, **kwargs):
     return model.generate(ids, **GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs)[:, ids.shape[1]:]
 
-@pytest.mark.parametrize("method", [*USED, *OF_FILES], **NAMES)
+@pytest.mark.parametrize("method", fast([*USED, *OF_FILES], 0, 2, len(USED)), **NAMES)
 def test_ways_to_generate_agree(llama, file, method):
     if method in OF_FILES: method = from_file(method, file)
     ids = torch.randint(3, 64, (1, 120), generator=torch.Generator().manual_seed(2))
@@ -1260,6 +1261,7 @@ def test_a_file_that_is_written_anew_is_read_anew(llama, tmp_path):
     with pytest.raises(ValueError, match="model must have the weights"): Saap(partition=path).check_model(llama)
     assert [file.name for file in tmp_path.iterdir()] == ["own.safetensors"]
 
+@pytest.mark.slow
 def test_the_pocket_has_a_partition():
     "Of its own weights, all layers, with a router and factors from 0 to 1; it answers with it"
     model, tokenizer = pocket.load()

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from inputs import fast
+
 HERE = Path(__file__).parents[1]
 SPENT = """
 import os
@@ -53,7 +55,7 @@ def test_groups_are_kept_together(request):
     if getattr(request.config.option, "loadgroup", False): assert request.node.nodeid.endswith("@kept")
 
 
-@pytest.mark.parametrize("load, slower, failed", [(0, 1, 2), (0, 10, 0), (1000, 1, 0)])
+@pytest.mark.parametrize("load, slower, failed", fast([(0, 1, 2), (0, 10, 0), (1000, 1, 0)], 0))
 def test_a_test_over_its_time_fails(forked_pytest, tmp_path, load, slower, failed):
     "But not on a machine that takes longer for all; on one with much other work it is not named either."
     for name in "conftest", "covering", "inputs", "changed": shutil.copy(HERE / f"{name}.py", tmp_path)
