@@ -4,7 +4,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparse_nb.bench import SHAPES, Protocol, Shape
-from benchmarks.timing import Refused
+from benchmarks.timing import close_to
 from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern
 from sparse_nb.kernels.blocks import launch_blocks, launch_streaming, tile_settings
 
@@ -18,18 +18,8 @@ def _checker(q, k, v, seen):
     for h in heads:
         scores = q[0, h, rows].double() @ k[0, h // R].double().mT * q.shape[3]**-0.5
         want.append(scores.masked_fill(~seen(h, rows), -torch.inf).softmax(-1) @ v[0, h // R].double())
-    want = torch.stack(want)
-    def check(out):
-        error = float((torch.stack([out[0, h, rows] for h in heads]).double() - want).norm() / want.norm())
-        if not error < 0.01: raise Refused(f"differs from the reference by {error:.3g} of it")
-        return error
-    return check
-
-def _note(recorder, call, check, tflop, **row):
-    "A row with the rate of its arithmetic; `tflop`: operations that are needed, in 10**12"
-    before = len(recorder.rows)
-    recorder.measure_row(call, check, tflop=round(tflop, 4), **row)
-    for row in recorder.rows[before:]: row["tflops"] = round(row["tflop"] / row["median_us"] * 1e6, 1)
+    close = close_to(torch.stack(want))
+    return lambda out: close(torch.stack([out[0, h, rows] for h in heads]))
 
 
 STREAMING = (((128, 64, 4, 2, None), False), ((128, 64, 4, 2, None), True), ((128, 128, 8, 2, None), True),
@@ -52,7 +42,7 @@ class _Prompt:
     def note(self, call, seen, pairs, **row):
         "Check and time a call, whose queries see `pairs` keys in all."
         check = _checker(self.q, self.k, self.v, seen)
-        _note(self.recorder, call, check, self.each * pairs, n=self.n, **row)
+        self.recorder.measure_row(call, check, tflop=round(self.each * pairs, 4), n=self.n, **row)
 
 
 def _dense(p):
@@ -104,8 +94,7 @@ def blocks(recorder):
     streaming, lists = (STREAMING, LISTS) if gpu else ([(None, False)], [(None, False)])
     if gpu:
         a, b = torch.randn(2, 8192, 8192, device=recorder.device).bfloat16()
-        product = lambda: a @ b
-        _note(recorder, product, None, 2 * len(a)**3 / 1e12, method="matmul", n=len(a))
+        recorder.measure_row(lambda: a @ b, tflop=round(2 * len(a)**3 / 1e12, 4), method="matmul", n=len(a))
     for n in (4096 if gpu else 160,) if quick else LENGTHS:
         p = _Prompt(recorder, n, shape, window)
         if gpu: _dense(p)

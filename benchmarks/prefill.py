@@ -281,11 +281,9 @@ def note(recorder: Recorder, p: Prompt, call: Callable, check: Callable | None, 
     if recorder.device == "cuda" and tflop > SLOW and row.get("method") in RIVALS:
         plain = Protocol(warmup=1, runs=2 if tflop > 10 * SLOW else BRIEF.runs, buffer_mb=recorder.protocol.buffer_mb)
     how = dict(mode="eager", runs=plain.runs) if plain else {}
-    before = len(recorder.rows)
     sizes = dict(n=p.n, H=p.shape.H, G=p.shape.G, D=p.shape.D)
     recorder.measure_row(call, check, plain=plain, **row, **sizes, **how, keys=round(sum(work[:3]) / p.n, 1),
                          tflop=round(tflop, 6))
-    for x in recorder.rows[before:]: x["tflops"] = round(x["tflop"] / x["median_us"] * 1e6, 1)
 
 
 def attempt(recorder: Recorder, what: str, step: Callable):

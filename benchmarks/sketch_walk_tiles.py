@@ -9,9 +9,9 @@ from sparse_nb.core.blocks import BlockPattern
 from sparse_nb.kernels import sketch_walk as steps, sketch_walk_prefill as choice
 from sparse_nb.kernels.blocks import attend_blocks, launch_blocks, tile_settings
 from sparse_nb.kernels.common import LOG2E
+from benchmarks.launches import Indexed, blocks_error, indexed
 from benchmarks.prefill import BLOCK, Prompt, Setting, Truth, chosen
 from benchmarks.recorder import Recorder
-from benchmarks.sketch_walk_launches import Indexed, indexed, worst_error
 from benchmarks.timing import Case
 from sparse_nb.sketch_walk import SketchWalk, pattern_of
 
@@ -47,7 +47,7 @@ def measure_step(recorder: Recorder, x: Indexed, name: str, value):
     tiles, s = steps.Tiles()._replace(**{name: value}), steps.Settings(x.summary.block, DENSITY)
     call = lambda: steps.launch(x.case.q, x.case.k, x.case.v, x.index, s, tiles=tiles)
     found = call()
-    recorder.measure_row(lambda: call().out, lambda out: worst_error(out, x, DENSITY, found), what="step", launch=name,
+    recorder.measure_row(lambda: call().out, lambda out: blocks_error(out, x, DENSITY, found), what="step", launch=name,
                          n=x.case.n, tiles=value, shipped=tiles == steps.Tiles())
 
 

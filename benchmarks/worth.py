@@ -6,7 +6,8 @@ from functools import lru_cache
 import numpy as np
 
 from sparse_nb.bench import SHAPES, Shape
-from benchmarks.generate import LLAMA, add_rivals, generate_methods, random_model, weight_bytes
+from benchmarks.end_to_end import LLAMA, random_model, weight_bytes
+from benchmarks.generate import add_rivals, generate_methods
 from benchmarks.recorder import recorded
 from benchmarks.baselines import DENSE
 

@@ -19,7 +19,7 @@ from sparse_nb.bench import Protocol, Shape, cold_times, quartiles
 from sparse_nb.core.methods import Exact, Streaming
 from sparse_nb.eviction import SnapKV
 from sparse_nb.hash_attention import HashAttention
-from benchmarks import decode, first_token, generate, recorder
+from benchmarks import decode, end_to_end, generate, recorder
 from benchmarks.decode import add_ratios, bench_decode, contenders, measure, read
 from benchmarks.recorder import Recorder, read_record, recorded, run_record, write_record
 from benchmarks.registry import REGISTRY
@@ -414,12 +414,12 @@ def test_the_first_token_is_timed_in_every_way(tmp_path, monkeypatch):
         run_record("first_token", tmp_path / "x")
     said = []
     meta, rows = read_record(run_record("first_token", tmp_path / "x.json", quick=True, say=said.append)).values()
-    ways = [way for way in first_token.reading_ways() if way != "cuDNN"]
+    ways = [way for way in end_to_end.reading_ways() if way != "cuDNN"]
     assert [(row["n"], row["way"]) for row in rows] == [(n, way) for n in (300, 310) for way in ways]
-    assert len(said) == 1 + len(rows) and meta["command"] == "python -m benchmarks.run first_token --quick"
-    late = dict(lengths=((64, 1), (65, 1)), shape=generate.TINY, device="cpu", say=said.append)
-    ways = {"streaming": first_token.reading_ways()["streaming"], "no attention": first_token.Nothing()}
-    first_token.bench_first_token(tmp_path / "late.json", **late, ways=ways, limit_s=-1)
+    assert len(said) == 2 + len(rows) and meta["command"] == "python -m benchmarks.run first_token --quick"
+    late = Recorder("first_token", tmp_path / "late.json", quick=True, say=said.append)
+    ways = {"streaming": end_to_end.reading_ways()["streaming"], "no attention": end_to_end.Nothing()}
+    end_to_end.bench_first_token(late, lengths=((64, 1), (65, 1)), shape=generate.TINY, ways=ways, limit_s=-1)
     assert said[-2:] == [f"n={n}: not measured, the time is over" for n in (64, 65)]
 
 
