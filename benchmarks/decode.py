@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from sparse_nb.bench import SHAPES, Protocol, bandwidth, captured, cold_times, quartiles
 from sparse_nb.plots import SERIES, palette
 from benchmarks.machine import machine
-from benchmarks.recorder import Recorder, need_gpu, read_record, record_path, recorded
+from benchmarks.recorder import Recorder, read_record, record_path, recorded
 from benchmarks.baselines import DENSE, Contender, build_flashinfer
 from benchmarks.timing import (
     COMPARED, DENSE_ERROR, Case, Refused, bytes_needed, cache_bytes, check_dense, check_sampled, flash_bytes,
@@ -226,8 +226,7 @@ def bench_decode(
         methods = methods or [x for x in known if x != "flex"]
     methods = list(known) if methods is None else list(methods)
     check_request(lengths=lengths, batches=batches, shapes=shapes, methods=methods, samples=samples, dtype=dtype)
-    need_gpu("decode")
-    recorder = Recorder("decode", record_path("decode", out), quick=quick, say=say)
+    recorder = Recorder("decode", record_path("decode", out), say=say)
     recorder.protocol = Protocol(warmup=3, runs=10) if quick else Protocol()
     how = asdict(recorder.protocol) | dict(seed=0, inputs="Gaussian", l2="cold", times="CUDA events")
     meta = machine() | bandwidth() | dict(protocol=how, command=command)
@@ -243,13 +242,11 @@ def bench_decode(
     return recorder.out
 
 
-def bench_recorded(recorder):
-    "On a GPU."
-    bench_decode(out=recorder.out, quick=recorder.quick, command=recorder.command, say=recorder.say)
-
 def decode(recorder):
     "One decode step of every contender; in the quick form two lengths and one batch size, on a CPU one small case."
-    if recorder.gpu: return bench_recorded(recorder)
+    if recorder.gpu:
+        bench_decode(out=recorder.out, quick=recorder.quick, command=recorder.command, say=recorder.say)
+        return None
     known, protocol = contenders(samples=8), Protocol(warmup=1, runs=2, buffer_mb=1)
     case = Case(SHAPES["pocket"], 128, dtype=torch.float32, device="cpu")
     few = "sdpa_flash", "santa_systematic", "santa_int8", "santa_rescored"

@@ -23,7 +23,7 @@ from sparse_nb.hash_attention import BITS, HashAttention
 from benchmarks.end_to_end import (
     LLAMA, TINY, Filled, Ranks, bytes_here, fill, random_model, token_times, weight_bytes)
 from benchmarks.machine import machine
-from benchmarks.recorder import Recorder, need_gpu, read_record, record_path
+from benchmarks.recorder import Recorder, read_record, record_path
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
@@ -367,12 +367,12 @@ def bench_generate(
     steps of the model alone are left out. Raises ValueError for device "cuda" without one, no sequence, no token, a
     static cache in host memory, tuning without a static cache, and a shape that the processes cannot share.
     """
-    if device == "cuda": need_gpu("generate")
+    recorder = Recorder("generate", record_path("generate", out), quick=device != "cuda")
     for what, least in ("batch", batch), ("lengths", min(n for n, _ in lengths)):
         if least < 1: raise ValueError(f"{what} must be at least 1, got {least}")
     if static and offload: raise ValueError("offload must be False for a static cache, got True")
     if tuned and not static: raise ValueError("tuned must be False without a static cache, got True")
-    ranks, recorder = ranks_of(shape, device), Recorder("generate", record_path("generate", out), quick=True)
+    ranks = ranks_of(shape, device)
     if ranks.rank: say = lambda line: None
     old = [read_record(recorder.out)] if append and recorder.out.exists() else []
     model = random_model(shape, device, ranks)

@@ -99,7 +99,7 @@ def run_record(
                         say=say)
     about = REGISTRY[name].load()(recorder)
     if about is not None: recorder.write(**about)
-    say(f"{recorder.out}: {len(recorder.rows)} rows, {recorder.seconds():.0f} s")
+    say(f"{recorder.out}: {recorder.seconds():.0f} s")
     return recorder.out
 
 
@@ -180,6 +180,7 @@ class Recorder:
     def grow(
         self,
         steps: Mapping[str, Callable], # name -> function that gives rows, in the order of the file
+        /,
         **settings,                    # of the result, for `meta`, where the seconds of each step stand, too
     ) -> Path:                         # the file
         """Make the steps that the file lacks, and write it after each: a file that is not complete is gone on with.

@@ -26,7 +26,7 @@ from benchmarks.registry import REGISTRY
 from benchmarks.baselines import DENSE, Contender
 from benchmarks.timing import (
     Case, Refused, bytes_needed, cache_bytes, check_dense, check_sampled, dense_bytes, exact_moments, flash_bytes,
-    santa_bytes)
+    santa_bytes, worst_of_lists)
 from sparse_nb.santa import SCHEMES, Santa, santa_decode, variance_trace
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +169,22 @@ def test_our_own_draws_pass_and_others_do_not(scheme, dtype):
     for wrong in draw(1), draw(0, 3.0), draw(0, 0.0), exact(c), draw(0).flip(1), draw(0) * math.nan:
         with pytest.raises(Refused): check_sampled(wrong, c, samples, draw(0))
     with pytest.raises(Refused, match="independent samples"): check_sampled(draw(0), c, 16 * samples)
+
+
+def test_the_worst_list_counts_and_what_is_no_number_is_refused():
+    c = case(B=1, shape=Shape(8, 4, 16))  # of four groups the first and the last are looked at
+    want = lambda wide: lambda i, heads: attention(
+        c.q, c.k, c.v)[0, heads, 0].double() if heads == slice(i * wide, (i + 1) * wide) else None
+    for wide in 1, 2: assert worst_of_lists(exact(c), c.shape, want(wide), wide) < 1e-5
+    out = exact(c)
+    out[0, 7] *= 1.005
+    assert 1e-3 < worst_of_lists(out, c.shape, want(2), 2) < 0.005 < worst_of_lists(out, c.shape, want(1), 1) * 1.01
+    for spoiled, factor in ((7, 1.1), (0, math.nan), (7, math.nan)):
+        out = exact(c)
+        out[0, spoiled] *= factor
+        for wide in 1, 2:
+            with pytest.raises(Refused, match="differs from the reference by"):
+                worst_of_lists(out, c.shape, want(wide), wide)
 
 
 def test_a_cache_is_as_large_as_its_keys_and_values():
@@ -440,6 +456,8 @@ def test_a_recorder_poisons_checks_and_says(monkeypatch):
     r.measure_row(lambda: exact(c) * 2, lambda out: check_dense(out, c), what="wrong")
     r.measure_row(lambda: kept, lambda out: check_dense(out, c), what="its output is its own memory")
     assert [row["what"] for row in r.rows] == ["right"] and r.rows[0]["error"] < 1e-5
+    r.measure_row(lambda: exact(c), tflop=0.002)
+    assert r.rows[1]["tflops"] == round(0.002 / r.rows[1]["median_us"] * 1e6, 1)
     assert ("wrong" in said[1] and "not recorded, relative error 1, allowed is 0.001" in said[1]
             and "relative error nan" in said[2])
 
