@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from sparse_nb.bench import SHAPES, Protocol, bandwidth, captured, cold_times, quartiles
 from sparse_nb.plots import SERIES, palette
 from benchmarks.machine import machine
-from benchmarks.recorder import need_gpu, read_record, record_path, recorded, write_record
+from benchmarks.recorder import Recorder, read_record, record_path, recorded
 from benchmarks.baselines import DENSE, Contender, build_flashinfer
 from benchmarks.timing import (
     COMPARED, DENSE_ERROR, Case, Refused, bytes_needed, cache_bytes, check_dense, check_sampled, flash_bytes,
@@ -186,16 +186,18 @@ def _line(row):
     ratio = row["ratio_to_fastest_dense"] if row["samples"] else None
     return f"{row['method']} {row['median_us']:.1f} us" + (f" = {ratio:.2f}x" if ratio else "")
 
-def _run(cases, methods, protocol, path, meta, kept, say):
-    "Measure cases and write the file after each; `kept`: rows of earlier runs, of which those of the same cases go."
-    rows, spent, buffer, start = [], {}, protocol.buffer("cuda"), time.perf_counter()
+def _run(recorder, cases, methods, meta):
+    "Measure cases and write the file after each; rows of earlier runs of the same cases go."
+    spent, buffer, kept = {}, recorder.protocol.buffer("cuda"), recorder.rows
+    rows = []
     for what, case in cases:
-        new = measure(case, methods, protocol, buffer=buffer, say=say, spent=spent)
+        new = measure(case, methods, recorder.protocol, buffer=buffer, say=recorder.say, spent=spent)
         rows += new
         done = {_key(row)[:-1] for row in rows}
-        write_record(path, meta, [row for row in kept if _key(row)[:-1] not in done] + rows)
+        recorder.rows = [row for row in kept if _key(row)[:-1] not in done] + rows
+        recorder.write(**meta)
         said = ", ".join(_line(row) for row in new if row["mode"] == "graph")
-        say(f"{what}, {time.perf_counter() - start:.0f} s: {said}")
+        recorder.say(f"{what}, {recorder.seconds():.0f} s: {said}")
 
 
 def bench_decode(
@@ -218,33 +220,33 @@ def bench_decode(
 
     Raises ValueError without a CUDA device, for unknown names and counts below one.
     """
-    start, known = time.perf_counter(), contenders(samples)
+    known = contenders(samples)
     if quick:
         lengths, batches, shapes = (8192, 32768), (1,), ("llama3",)
         methods = methods or [x for x in known if x != "flex"]
     methods = list(known) if methods is None else list(methods)
     check_request(lengths=lengths, batches=batches, shapes=shapes, methods=methods, samples=samples, dtype=dtype)
-    need_gpu("decode")
-    path, protocol = record_path("decode", out), Protocol(warmup=3, runs=10) if quick else Protocol()
-    old = read(path) if append and path.exists() else {"rows": [], "meta": {}}
-    how = asdict(protocol) | dict(seed=0, inputs="Gaussian", l2="cold", times="CUDA events")
+    recorder = Recorder("decode", record_path("decode", out), say=say)
+    recorder.protocol = Protocol(warmup=3, runs=10) if quick else Protocol()
+    how = asdict(recorder.protocol) | dict(seed=0, inputs="Gaussian", l2="cold", times="CUDA events")
     meta = machine() | bandwidth() | dict(protocol=how, command=command)
-    if old["meta"]: meta["earlier"] = [*old["meta"].pop("earlier", []), old["meta"]]
+    if append and recorder.out.exists():
+        old, recorder.rows = read(recorder.out).values()
+        meta["earlier"] = [*old.pop("earlier", []), old]
     say(f"{meta['gpu']}: copy {meta['copy_gb_s']:,.0f} GB/s, read {meta['read_gb_s']:,.0f} GB/s")
     _build(methods, shapes, dtype, batches, say)
     with torch.no_grad():
-        cases = plan_cases(shapes, batches, lengths, dtype=dtype, budget_gb=budget_gb, until=start + limit_s, say=say)
-        _run(cases, {x: known[x] for x in methods}, protocol, path, meta, old["rows"], say)
-    return path
+        cases = plan_cases(shapes, batches, lengths, dtype=dtype, budget_gb=budget_gb, until=recorder.began + limit_s,
+                           say=say)
+        _run(recorder, cases, {x: known[x] for x in methods}, meta)
+    return recorder.out
 
-
-def bench_recorded(recorder):
-    "On a GPU."
-    bench_decode(out=recorder.out, quick=recorder.quick, command=recorder.command, say=recorder.say)
 
 def decode(recorder):
     "One decode step of every contender; in the quick form two lengths and one batch size, on a CPU one small case."
-    if recorder.gpu: return bench_recorded(recorder)
+    if recorder.gpu:
+        bench_decode(out=recorder.out, quick=recorder.quick, command=recorder.command, say=recorder.say)
+        return None
     known, protocol = contenders(samples=8), Protocol(warmup=1, runs=2, buffer_mb=1)
     case = Case(SHAPES["pocket"], 128, dtype=torch.float32, device="cpu")
     few = "sdpa_flash", "santa_systematic", "santa_int8", "santa_rescored"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
 from sparse_nb.bench import Protocol, bandwidth, captured, cold_times, quartiles
@@ -21,63 +20,18 @@ from sparse_nb.core.methods import Exact, Method, Streaming, TopK
 from sparse_nb.eviction import SnapKV
 from sparse_nb.grid import needs_queries
 from sparse_nb.hash_attention import BITS, HashAttention
+from benchmarks.end_to_end import (
+    LLAMA, TINY, Filled, Ranks, bytes_here, fill, random_model, token_times, weight_bytes)
 from benchmarks.machine import machine
-from benchmarks.recorder import need_gpu, read_record, record_path, write_record
+from benchmarks.recorder import Recorder, read_record, record_path
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
 
 
-def _clock(marks, held, tokens):
-    "A stopping criterion that marks when each token ends, and writes down what the device holds then."
-    from transformers import StoppingCriteria, StoppingCriteriaList
-    class Clock(StoppingCriteria):
-        def __call__(self, ids, scores, **kwargs):
-            if ids.is_cuda:
-                marks.append(torch.cuda.Event(enable_timing=True))
-                marks[-1].record(torch.cuda.current_stream(ids.device))
-            else: marks.append(time.perf_counter())
-            held.append(torch.cuda.memory_allocated(ids.device) if ids.is_cuda else 0)
-            return torch.full((len(ids),), len(marks) > tokens + 4, device=ids.device)
-    return StoppingCriteriaList([Clock()])
-
-def _between(marks):
-    "Microseconds from each mark to the next."
-    if isinstance(marks[0], float): return [1e6 * (b - a) for a, b in zip(marks, marks[1:])]
-    marks[-1].synchronize()
-    return [1e3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
-
-def token_times(
-    model,                          # a transformers decoder
-    input_ids: torch.Tensor,        # prompts [B, N]
-    tokens: int = 32,               # to time, after four that are not
-    session: Mapping | None = None, # arguments of `sparse_nb.hf.sparsify`; None: the model alone
-    **settings,                     # of `generate`
-) -> tuple: # microseconds of each token (list), the tokens [B, 4 + tokens], bytes that the device holds at the last one
-    "Generate greedily and take the time of each token. Raises as `sparsify` and `generate`."
-    from sparse_nb.hf import sparsify
-    marks, held, most = [], [], tokens + 5
-    with nullcontext() if session is None else sparsify(model, **session):
-        out = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=most,
-                             min_new_tokens=most, do_sample=False, stopping_criteria=_clock(marks, held, tokens),
-                             **settings)
-    return _between(marks)[4:], out[:, input_ids.shape[1]:][:, :tokens + 4], held[-1]
-
-
 SHARED = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size" # of a shape, by processes
 
-class Ranks(NamedTuple):
-    "The processes that share a model, each with a GPU of its own."
-    rank: int = 0  # number of this one
-    count: int = 1
-
-    def any(self, x):
-        "Is it so in any of them? All have to ask."
-        if self.count == 1: return bool(x)
-        found = torch.tensor(int(bool(x)))
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-        return bool(found)
 
 def ranks_of(shape: Mapping, device: str) -> Ranks:
     """The processes of `torchrun`, which are joined if they are not yet; without it there is one.
@@ -96,85 +50,7 @@ def ranks_of(shape: Mapping, device: str) -> Ranks:
         dist.init_process_group("cpu:gloo,cuda:nccl" if own else "gloo", device_id=own, timeout=timedelta(minutes=5))
     return Ranks(rank, count)
 
-def bytes_here(*tensors: torch.Tensor) -> int:
-    "What this process holds of them."
-    return sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in tensors)
 
-
-class Filled(NamedTuple):
-    "Keys and values of a prompt, from which every way goes on."
-    ids: torch.Tensor # the prompt [B, n + 1], whose last token has no key yet
-    keys: list        # of each layer [B, G, room, D]
-    values: list      # likewise
-    how: str          # "read" or "drawn"
-
-    @property
-    def n(self): return self.ids.shape[1] - 1
-
-    def static(self, model):
-        "A static cache that holds them, and shares their memory: what is written behind them counts for nobody."
-        from transformers import StaticCache
-        class Passing(StaticCache):  # as one of `generate`'s own, which is dropped after the answer
-            _is_user_defined = property(lambda self: False, lambda self, given: None)
-        cache = Passing(config=model.config, max_cache_len=self.keys[0].shape[2])
-        for layer, k, v in zip(cache.layers, self.keys, self.values):
-            layer.lazy_initialization(k[:, :, :0], v[:, :, :0])
-            layer.keys, layer.values = k, v
-            for x in k, v: torch._dynamo.mark_static_address(x)
-            layer.cumulative_length.fill_(self.n)
-        return cache
-
-    def growing(self, model):
-        "A growing cache that holds them; it takes memory of its own with its first token."
-        from transformers import DynamicCache
-        cache = DynamicCache(config=model.config)
-        for layer, k, v in zip(cache.layers, self.keys, self.values):
-            layer.lazy_initialization(k, v)
-            layer.keys, layer.values = k[:, :, :self.n], v[:, :, :self.n]
-        return cache
-
-    def offloaded(self, model):
-        "One that transformers keeps in host memory."
-        from transformers import DynamicCache
-        cache = DynamicCache(config=model.config, offloading=True)
-        for i, (k, v) in enumerate(zip(self.keys, self.values)): cache.update(k[:, :, :self.n], v[:, :, :self.n], i)
-        return cache
-
-
-@torch.no_grad()
-def fill(
-    model,                   # a transformers decoder
-    input_ids: torch.Tensor, # [B, n + 1]
-    room: int,               # tokens that the cache can hold, at least
-    read: bool = True,       # read the prompt? Else keys and values are drawn
-    ranks: Ranks = Ranks(),  # which of the heads are here
-) -> Filled:
-    "Keys and values of all tokens but the last."
-    from transformers import DynamicCache
-    config, (rows, n) = model.config, (len(input_ids), input_ids.shape[1] - 1)
-    shape = rows, config.num_key_value_heads // ranks.count, -(-room // 64) * 64, config.head_dim
-    new = lambda: [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(config.num_hidden_layers)]
-    keys, values = new(), new()
-    if not read:
-        torch.manual_seed(ranks.rank)
-        for x in keys + values: x[:, :, :n].normal_()
-        return Filled(input_ids, keys, values, "drawn")
-    fastest = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    for b in range(rows):
-        cache = DynamicCache(config=config)
-        with sdpa_kernel(fastest, set_priority=True):
-            model.base_model(input_ids=input_ids[b:b + 1, :n], past_key_values=cache, use_cache=True)
-        for layer, k, v in zip(cache.layers, keys, values):
-            k[b:b + 1, :, :n], v[b:b + 1, :, :n] = layer.keys, layer.values
-            layer.keys = layer.values = None
-    return Filled(input_ids, keys, values, "read")
-
-
-LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-             num_key_value_heads=8, vocab_size=128256, max_position_embeddings=1048576,
-             rope_parameters=dict(rope_type="default", rope_theta=5e5))  # Llama-3.1-8B
-TINY = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=64, max_position_embeddings=4096)
 PAIR = "the model alone", "a session that does nothing"
 EXACT, NO_KEYS, HOST = "exact kernel", "no keys", ", host"
 OFFLOADED = "the model alone, offloaded by transformers"
@@ -223,11 +99,6 @@ def must_read(way: Way) -> bool:
     "Does its method need the queries of the prompt, so that it has to read the prompt itself?"
     return needs_queries((way.session or {}).get("decode"))
 
-
-def weight_bytes(model) -> int:
-    "Bytes of weights that a token reads: all but the embedding, of which it reads a row, unless the head shares it."
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return bytes_here(*model.parameters()) - (0 if table is head else bytes_here(table))
 
 @torch.no_grad()
 def asked_queries(
@@ -326,17 +197,6 @@ def cold_tuning():
         if own is None: vars(benchmarker).pop("benchmark_gpu", None)
         else: benchmarker.benchmark_gpu = own
 
-
-def random_model(shape: Mapping, device: str, ranks: Ranks = Ranks(), dtype: torch.dtype = torch.bfloat16):
-    "A Llama of this shape with random weights."
-    from transformers import AutoModelForCausalLM, LlamaConfig
-    torch.manual_seed(0)
-    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    with torch.device(device): model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    if ranks.count == 1: return model
-    from transformers.distributed import DistributedConfig
-    given = dict(config=config, state_dict=model.cpu().state_dict(), dtype=dtype) # a part would hold all of it
-    return type(model).from_pretrained(None, **given, distributed_config=DistributedConfig(tp_plan="auto")).eval()
 
 def random_networks(shape: Mapping, path: Path) -> str:
     "Write networks of HashAttention for a model of this shape: the time does not depend on what they have learnt."
@@ -464,12 +324,11 @@ def _row(model, filled, name, way, runs, tokens, found, kernels, tuned):
                 asked="by the model", density=None if read is None else round(read, 4),
                 method=None if method is None else method.to_json()) | notes
 
-def _written(path, old, meta, rows):
-    "Write the record so far; gives its rows."
+def _write(recorder, old, meta, rows):
+    "Write the record so far: these rows and those of old records."
     every = join_records([*old, dict(meta=meta, rows=rows)])
-    add_rivals(add_parts(every["rows"], meta))
-    write_record(path, **every)
-    return every["rows"]
+    recorder.rows = add_rivals(add_parts(every["rows"], meta))
+    recorder.write(**every["meta"])
 
 def _said(row):
     "A row as a line."
@@ -508,27 +367,28 @@ def bench_generate(
     steps of the model alone are left out. Raises ValueError for device "cuda" without one, no sequence, no token, a
     static cache in host memory, tuning without a static cache, and a shape that the processes cannot share.
     """
-    if device == "cuda": need_gpu("generate")
+    recorder = Recorder("generate", record_path("generate", out), quick=device != "cuda")
     for what, least in ("batch", batch), ("lengths", min(n for n, _ in lengths)):
         if least < 1: raise ValueError(f"{what} must be at least 1, got {least}")
     if static and offload: raise ValueError("offload must be False for a static cache, got True")
     if tuned and not static: raise ValueError("tuned must be False without a static cache, got True")
-    ranks, start, path = ranks_of(shape, device), time.perf_counter(), record_path("generate", out)
+    ranks = ranks_of(shape, device)
     if ranks.rank: say = lambda line: None
-    old, model = [read_record(path)] if append and path.exists() else [], random_model(shape, device, ranks)
+    old = [read_record(recorder.out)] if append and recorder.out.exists() else []
+    model = random_model(shape, device, ranks)
     maps = random_networks(shape, Path(tempfile.mkdtemp()) / "networks.safetensors")
     ways = _taken(methods, maps, static, offload, rivals, device, ranks.count)
     about = dict(shape=dict(shape), dtype="bfloat16", tokens=tokens, seed=0, command=command, gpus=ranks.count,
                  weights_bytes=bytes_here(*model.parameters()), weights_read_bytes=weight_bytes(model), failed=[])
     meta, rows = machine(device) | about | bandwidth(device, gigabytes=4 if device == "cuda" else 0.01), []
     join_records([*old, dict(meta=meta, rows=[])])  # records that do not go together are refused before the work
-    say(f"{meta['weights_bytes'] / 1e9:.1f} GB of weights after {time.perf_counter() - start:.0f} s")
+    say(f"{meta['weights_bytes'] / 1e9:.1f} GB of weights after {recorder.seconds():.0f} s")
     few = {NO_KEYS: Way(dict(replay=True), "static") if static else Way(None, "growing")} if rivals else {}
     for n, runs, asked in [(16, 1, few), *((n, runs, ways) for n, runs in lengths)]:
         ids = torch.randint(1, shape["vocab_size"], (batch, n + 1), generator=torch.Generator().manual_seed(0))
         filled, found = None, {}
         for name, way in asked.items():
-            why = "the time is over" if ranks.any(time.perf_counter() - start > limit_s) else None
+            why = "the time is over" if ranks.any(recorder.seconds() > limit_s) else None
             row = dict(way=name, n=n, batch=batch, static=static, tuned=tuned, gpus=ranks.count)
             try:
                 if not (why or filled): filled = fill(model, ids.to(device), n + tokens + 8, n <= read, ranks)
@@ -538,10 +398,10 @@ def bench_generate(
             if why: meta["failed"].append(row | dict(why=why))
             else: rows.append(row)
             if ranks.rank: continue
-            every = _written(path, old, meta, rows)
+            _write(recorder, old, meta, rows)
             say(f"n={n}, {name}: not measured, {why}" if why else
-                f"{_said(every[-1])}, {time.perf_counter() - start:.0f} s")
-    return path
+                f"{_said(recorder.rows[-1])}, {recorder.seconds():.0f} s")
+    return recorder.out
 
 
 def quick_methods() -> dict: # name -> method

@@ -4,9 +4,10 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -25,7 +26,7 @@ def write_record(
     meta: dict, # where the rows come from
     rows: list, # of dicts
 ) -> Path:      # the file
-    "Write meta and rows as JSON, a row a line."
+    "Write meta and rows as JSON, a row a line. A measurement writes by `Recorder.write` and `Recorder.grow`."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(map(json.dumps, rows))
@@ -98,6 +99,7 @@ def run_record(
                         say=say)
     about = REGISTRY[name].load()(recorder)
     if about is not None: recorder.write(**about)
+    say(f"{recorder.out}: {recorder.seconds():.0f} s")
     return recorder.out
 
 
@@ -112,10 +114,11 @@ class Recorder:
         say: Callable = print, # told what happens, line by line
     ):
         if not quick and REGISTRY[name].gpu: need_gpu(name)
-        self.name, self.out, self.quick, self.say = name, out, quick, say
+        self.name, self.out, self.quick, self.say = name, out and Path(out), quick, say
         package = REGISTRY[name].path.partition(".")[0]
         self.speed, self.command = package == "benchmarks", f"python -m {package}.run {name}" + " --quick" * quick
-        self.rows, self.began, self.gpu = [], time.perf_counter(), torch.cuda.is_available()
+        self.meta, self.rows = {}, []
+        self.began, self.gpu = time.perf_counter(), torch.cuda.is_available()
         self.device = "cuda" if self.gpu else "cpu"
         on_gpu = Protocol(warmup=3, runs=5) if quick else Protocol()
         self.protocol = on_gpu if self.gpu else Protocol(warmup=1, runs=1, buffer_mb=0)
@@ -141,7 +144,7 @@ class Recorder:
         check: Callable | None = None, # gets that tensor, returns its error or raises `Refused`: then there is no row
         *,
         plain: Protocol | None = None, # of a call so long that its launches do not count: then it takes no graph
-        **row,                         # what the row says beside its times
+        **row,                         # what the row says beside its times; of a tflop (10**12 operations) also a rate
     ):
         "Check a call, time it, and check what the last replay wrote."
         protocol = plain or self.protocol
@@ -157,7 +160,8 @@ class Recorder:
             error = check(out) if check else None  # of the last replay
         except Refused as why: return self.say(f"{row}: not recorded, {why}")
         if error is not None: row["error"] = float(f"{error:.3g}")
-        self.rows.append(row | times._asdict())
+        rate = dict(tflops=round(row["tflop"] / times.median_us * 1e6, 1)) if "tflop" in row else {}
+        self.rows.append(row | times._asdict() | rate)
         self.say(f"{row}: {times.median_us:.1f} us, {self.seconds():.0f} s")
 
     def write(
@@ -171,8 +175,33 @@ class Recorder:
                        l2="cold" if self.buffer.numel() else "warm", runs=self.protocol.runs) if self.speed else {}
             meta = machine(self.device) | how | meta
             if self.speed: meta |= bandwidth(self.device, gigabytes=4 if self.gpu else 0.01)
-        self.say(f"{self.out}: {len(self.rows)} rows, {self.seconds():.0f} s")
         return write_record(self.out, meta, self.rows)
+
+    def grow(
+        self,
+        steps: Mapping[str, Callable], # name -> function that gives rows, in the order of the file
+        /,
+        **settings,                    # of the result, for `meta`, where the seconds of each step stand, too
+    ) -> Path:                         # the file
+        """Make the steps that the file lacks, and write it after each: a file that is not complete is gone on with.
+
+        Raises ValueError for one that was made in another way.
+        """
+        self.meta = json.loads(json.dumps(machine(self.device) | settings | dict(command=self.command, seconds={})))
+        old = read_record(self.out) if self.out.exists() else dict(meta=self.meta, rows=[])
+        if not {*steps} <= {*old["meta"]["seconds"]}:
+            for name in self.meta.keys() - {"date", "seconds", "methods"}:
+                if (there := old["meta"].get(name)) != self.meta[name]:
+                    raise ValueError(f"out must hold a record made with {name} = {self.meta[name]!r}, got {there!r}")
+            self.meta, self.rows = old["meta"], old["rows"]
+        for name, rows_of in steps.items():
+            if name in self.meta["seconds"]: continue
+            began = time.monotonic()
+            self.rows += rows_of()
+            self.meta["seconds"][name] = round(time.monotonic() - began, 1)
+            write_record(self.out, self.meta, self.rows)
+            self.say(f"{self.meta['seconds'][name]:6.1f} s  {name}")
+        return self.out
 
 
 def up_to(
@@ -193,14 +222,30 @@ def up_to(
         with mock.patch.object(KernelInterface, "__getitem__", launcher): return step()
     return call
 
-def measure_launches(recorder: Recorder, launches: dict, names: tuple, step: Callable, check: Callable, nbytes: dict,
-                     **row):
-    "Time a step up to each launch of these names; `launches`: name -> its first kernel; the whole step is checked."
-    after = dict(zip(launches, [*launches.values()][1:]))
-    for name in names:
-        call = up_to(step, after[name]) if name in after else step
-        recorder.measure_row(call, None if name in after else check, **row, launch=name, memory="device",
-                             nbytes=nbytes[name])
+class Step(NamedTuple):
+    "A step of a method that chooses keys, as its launches are timed one after the other."
+    run: Callable   # gets keys and values [1, G, N, D]; returns the output
+    check: Callable # as of `measure_row`
+    launches: dict  # name -> the first kernel of this launch
+    nbytes: dict    # name -> what this launch has to read
+    row: dict       # what the rows say
+
+def measure_launches(recorder: Recorder, case: Case, step: Step, names: Iterable | None = None):
+    "Time a step up to each launch of these names, or of all; the whole step is checked."
+    after, whole = dict(zip(step.launches, [*step.launches.values()][1:])), lambda: step.run(case.k, case.v)
+    for name in step.launches if names is None else names:
+        call = up_to(whole, after[name]) if name in after else whole
+        recorder.measure_row(call, None if name in after else step.check, **step.row, launch=name, memory="device",
+                             nbytes=step.nbytes[name])
+
+def measure_host(recorder: Recorder, case: Case, steps: Iterable, **row):
+    "Time whole steps with keys and values in host memory, and a copy of these; row: what that of the copy says."
+    far = to_host(case.k, case.v)
+    for step in steps:
+        nbytes = sum(step.nbytes[name] for name in ("look", "sample", "read") if name in step.nbytes)
+        recorder.measure_row(lambda: step.run(*far), step.check, **step.row, launch="merge", memory="host",
+                             nbytes=nbytes)
+    measure_copy(recorder, [case.k, case.v], far, **row, memory="host")
 
 
 BASELINES = "sdpa_cudnn", "sdpa_flash", "flashinfer_tc"

@@ -1,6 +1,7 @@
 """What every bench checks before it times: a problem that knows its exact answer, the fewest bytes of a step, and the
 output of a kernel"""
 import math
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import torch
@@ -144,6 +145,46 @@ DENSE_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}  
 class Refused(Exception):
     "A kernel that gives a wrong answer or cannot do a case; the message says why."
 
+def relative(
+    out: torch.Tensor,
+    want: torch.Tensor, # float64, of the same shape
+) -> float:
+    "Length of the difference over that of what is wanted."
+    return float((out.double() - want).norm() / want.norm())
+
+def largest(errors: Iterable) -> float:
+    "The largest of some numbers; NaN where one is NaN, which `max` may pass over."
+    return float(torch.tensor([*errors], dtype=torch.float64).max())
+
+def refuse_above(
+    error: float,
+    allowed: float = 0.01,
+    what: str = "differs from the reference by {:.3g} of it",
+) -> float: # the error
+    "Raise `Refused` for an error that is not below what is allowed."
+    if not error < allowed: raise Refused(what.format(error))
+    return error
+
+def close_to(
+    want: torch.Tensor, # float64
+    allowed: float = 0.01,
+) -> Callable: # gets an output, returns its relative error or raises `Refused`
+    "A check against this output."
+    return lambda out: refuse_above(relative(out, want), allowed)
+
+def worst_of_lists(
+    out: torch.Tensor, # what a step returned [1, H, 1, D]
+    shape: Shape,
+    want: Callable,    # number of a list, slice of its heads -> their exact output [heads, D], float64
+    wide: int,         # heads of a list
+) -> float:            # of the lists of every third group
+    "Largest relative error of the heads of a list. Raises `Refused` above a percent."
+    H, G, _ = shape
+    lists = [i for i in range(H // wide) if i * wide * G // H % 3 == 0]
+    heads = {i: slice(i * wide, (i + 1) * wide) for i in lists}
+    return refuse_above(largest(relative(out[0, heads[i], 0], want(i, heads[i])) for i in lists))
+
+
 def _shaped(out, exact):
     if out.shape != exact.shape: raise Refused(f"out must have the shape {list(exact.shape)}, got {list(out.shape)}")
 
@@ -154,7 +195,7 @@ def check_dense(
     "Hold a dense kernel against exact attention in float64. Raises `Refused`."
     exact, _ = case.truth
     _shaped(out, exact)
-    error, allowed = float((out.double() - exact).norm() / exact.norm()), DENSE_ERROR[case.dtype]
+    error, allowed = relative(out, exact), DENSE_ERROR[case.dtype]
     if not error <= allowed: raise Refused(f"relative error {error:.3g}, allowed is {allowed:g}")
     return error
 
@@ -184,4 +225,4 @@ def check_sampled(
         if not distance <= (_FLIPPED * independent) ** 0.5 + rounding:
             raise Refused(f"{distance**2 / independent:.0%} of the draws differ from the reference's, "
                           f"allowed is {_FLIPPED:.0%}")
-    return float((out.double() - exact).norm() / exact.norm())
+    return relative(out, exact)

@@ -1,12 +1,14 @@
 """What each method saves of a token, for a GPU, a model, a length and a batch, from the records: what could be had,
 what was had, and below which length it is a loss"""
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
 
 from sparse_nb.bench import SHAPES, Shape
-from benchmarks.generate import LLAMA, add_rivals, generate_methods, random_model, weight_bytes
+from benchmarks.end_to_end import LLAMA, random_model, weight_bytes
+from benchmarks.generate import add_rivals, generate_methods
 from benchmarks.recorder import recorded
 from benchmarks.baselines import DENSE
 
@@ -49,9 +51,7 @@ def kernel_times(records: Mapping, heads: Shape = SHAPES["llama3"]) -> list:
 
 
 @lru_cache
-def _weight_bytes(shape): return weight_bytes(random_model({name: _thawed(x) for name, x in shape}, "meta"))
-def _frozen(x): return ("dict", *sorted((k, _frozen(y)) for k, y in x.items())) if isinstance(x, Mapping) else x
-def _thawed(x): return {k: _thawed(y) for k, y in x[1:]} if isinstance(x, tuple) and x[:1] == ("dict",) else x
+def _weight_bytes(shape): return weight_bytes(random_model(json.loads(shape), "meta"))  # shape: as JSON
 
 def _at(rows, n, what):
     "A time at n keys, between measured ones; None outside."
@@ -84,7 +84,7 @@ def worth(records: Mapping, n: int, batch: int = 1, shape: Mapping = LLAMA) -> l
     if heads not in SHAPES.values():
         raise ValueError(f"shape must have heads that were recorded, {list(SHAPES.values())}, got {heads}")
     meta, layers = records["decode"]["meta"], shape["num_hidden_layers"]
-    weights = _weight_bytes(tuple(sorted((k, _frozen(x)) for k, x in shape.items())))
+    weights = _weight_bytes(json.dumps(dict(shape), sort_keys=True))
     weights /= max(meta["copy_gb_s"], meta["read_gb_s"]) * 1e6  # ms
     found, times, known = [], kernel_times(records, heads), generate_methods()
     for method in dict.fromkeys(row["method"] for row in times):

@@ -1,21 +1,17 @@
-"""What the records of answers share: the tasks, a method that is watched at work, a record that grows a step at a
-time, and its reader"""
-import json
+"""What the records of answers share: the tasks, the model that is asked, what is kept of grids, and their reader"""
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import torch
 
 from sparse_nb import hf, pocket
-from sparse_nb.core.exact import attention
-from sparse_nb.core.methods import Exact
+from sparse_nb.core.methods import Exact, TopK
 from sparse_nb.evaluate import accuracy
 from sparse_nb.grid import CELL, frame_of, read_results, run
-from sparse_nb.metrics import relative_error
-from benchmarks.machine import machine
-from benchmarks.recorder import read_record, write_record
+from benchmarks.recorder import read_record
 from sparse_nb.tasks import make
 
 
@@ -28,70 +24,6 @@ def labelled_task(
 ) -> tuple: # name of the task and its settings
     "What a label in a record stands for"
     return SANTA_TASKS.get(label, (label, {}))
-
-
-class Watched:
-    "A method that adds up what its decode steps read, and how wrong their outputs are, in `sums`"
-    def __init__(self,
-        method,     # with `decode`
-        sums: dict, # density, error and steps, to which each step adds
-    ): self.method, self.sums, self.random = method, sums, method.random
-
-    def new_state(self):
-        "That of the method"
-        return self.method.new_state()
-
-    def decode(self, q, k, v, *, seed, state=None, **visible):
-        "That of the method, whose statistics are added to `sums`"
-        kept = {} if state is None else dict(state=state)
-        out, stats = self.method.decode(q, k, v, seed=seed, return_stats=True, **visible, **kept)
-        error = relative_error(out, attention(q, k, v, **visible))
-        for name, x in (("density", stats.density), ("error", error), ("steps", torch.ones_like(error))):
-            self.sums[name] = self.sums.get(name, 0) + x.double().sum()
-        return out
-
-def watched_means(
-    sums: Mapping, # of `Watched`
-) -> dict: # density and error, means over steps, sequences and heads, of five digits
-    "What a watched method read, and how wrong it was"
-    return {name: float(f"{float(sums[name] / sums['steps']):.5g}") for name in ("density", "error")}
-
-
-class GrowingRecord:
-    "A record in a file, made a step at a time"
-    def __init__(self,
-        out,        # JSON file to write; one that is there and not complete is gone on with
-        say=print,  # hears of each step
-        **settings, # of the record, for `meta`
-    ):
-        self.out, self.say, self.rows = Path(out), say, []
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        about = dict(dtype="bfloat16" if device == "cuda" else "float32", model="pocket")
-        self.meta = json.loads(json.dumps(machine(device) | about | settings | dict(seconds={})))
-
-    def _resume(self, steps):
-        "Take over the rows of a file that is not complete; raises ValueError for one that was made in another way"
-        if not self.out.exists(): return
-        old = read_record(self.out)
-        if set(steps) <= set(old["meta"]["seconds"]): return
-        for name in self.meta.keys() - {"date", "seconds", "methods"}:
-            if (there := old["meta"].get(name)) != self.meta[name]:
-                raise ValueError(f"out must hold a record made with {name} = {self.meta[name]!r}, got {there!r}")
-        self.meta, self.rows = old["meta"], old["rows"]
-
-    def make(self,
-        steps: Mapping[str, Callable], # name -> function that gives rows, in the order of the file
-    ) -> Path: # the file
-        "Make the steps that the file lacks, and write it after each. Raises ValueError for a file made in another way."
-        self._resume(steps)
-        for name, rows_of in steps.items():
-            if name in self.meta["seconds"]: continue
-            began = time.monotonic()
-            self.rows += rows_of()
-            self.meta["seconds"][name] = round(time.monotonic() - began, 1)
-            write_record(self.out, self.meta, self.rows)
-            self.say(f"{self.meta['seconds'][name]:6.1f} s  {name}")
-        return self.out
 
 
 def stacked(
@@ -107,6 +39,7 @@ class PocketModel:
         gpu = torch.cuda.is_available()
         self.model, self.tokenizer = pocket.load("cuda", torch.bfloat16) if gpu else pocket.load()
         self.layers = range(self.model.config.num_hidden_layers)
+        self.about = dict(dtype=str(self.model.dtype).removeprefix("torch."), model="pocket")
 
     def captured(self,
         label: str,  # of the task
@@ -118,10 +51,6 @@ class PocketModel:
         example = make(task, length, seed=seed, tokenizer=self.tokenizer, **settings)
         ids = torch.tensor([self.tokenizer(example.prompt)["input_ids"]], device=self.model.device)
         return stacked(hf.capture(self.model, ids, positions=[-1]))
-
-    def _watched(self, name, method, sums):
-        "The method of each layer, watched"
-        return {i: Watched(one, sums) for i, one in hf.by_layer(name, method, self.layers, "decode").items()}
 
     def ask(self,
         part: str,          # of the record
@@ -135,20 +64,18 @@ class PocketModel:
         watch: bool = False, # also: density and error of decode steps, and whether answers are those of exact attention
     ) -> list: # a row for each method
         "Answers of several methods to a task"
-        (task, settings), sums = labelled_task(label), {}
-        if watch:
-            sums = {name: {} for name, m in methods.items() if not isinstance(m, Exact)}
-            methods = {x: self._watched(x, m, sums[x]) if x in sums else m for x, m in methods.items()}
+        task, settings = labelled_task(label)
         frame = accuracy(self.model, self.tokenizer, task, length, methods, prompts=prompts, setup=setup,
-                         batch=max(1, tokens // length), task_settings=settings, chunk=length)
+                         batch=max(1, tokens // length), task_settings=settings, chunk=length, watch=watch)
         exact = frame.answer[frame.method == "exact"].to_numpy()
         digits = lambda x: "".join("01"[bool(y)] for y in x)
         rows = []
         for name, group in frame.groupby("method", sort=False):
             rows.append(dict(part=part, task=label, length=length, setup=setup, method=name, right=digits(group.exact),
                              characters=round(group.characters.mean(), 4)))
-            if name not in sums: continue
-            rows[-1] |= dict(same=digits(group.answer.to_numpy() == exact), **watched_means(sums[name]))
+            if not watch or isinstance(methods[name], Exact): continue
+            rows[-1] |= dict(same=digits(group.answer.to_numpy() == exact))
+            rows[-1] |= {x: float(f"{group[x].mean():.5g}") for x in ("density", "error")}
         return rows
 
 
@@ -216,6 +143,18 @@ def condensed(
             rows.append(row | {x: float(f"{y:.5g}") for x, y in means.items()})
     return rows
 
+
+def equal_grid(
+    grid,           # a `grid.Grid`
+    file: Path,     # of its results
+    names: Mapping, # name of a vAttention of the grid -> what its predictor alone is called
+):                  # a `grid.Grid`
+    "The predictors alone, with as many rows as vAttention has read with them."
+    read, alone = frame_of(file).groupby("decode").density.mean(), {}
+    for name, new in names.items():
+        predictor = grid.decode[name].predictor
+        alone[new] = replace(TopK() if predictor == "oracle" else predictor, budget=float(f"{read[name]:.4f}"))
+    return replace(grid, decode=alone)
 
 def finish(
     grid,      # a `grid.Grid`

@@ -5,7 +5,7 @@ import torch
 
 from sparse_nb.core.methods import Exact, TopK
 from sparse_nb.core.streams import fold_in
-from experiments.answers import SANTA_TASKS, GrowingRecord, PocketModel
+from experiments.answers import SANTA_TASKS, PocketModel
 from sparse_nb.santa import (
     Santa, bernoulli_decode, bernoulli_scores, select_santa, unique_keys, variance_trace, variance_trace_replicates)
 
@@ -158,4 +158,4 @@ def santa_pocket(recorder):
         steps[f"{part} {label} {length} {setup}"] = answered
     settings = {name: x for name, x in asdict(size).items() if name != "tokens"}
     tasks = {label: dict(task=task, **own) for label, (task, own) in SANTA_TASKS.items()}
-    GrowingRecord(recorder.out, recorder.say, **settings, tasks=tasks, command=recorder.command).make(steps)
+    recorder.grow(steps, **pocket.about, **settings, tasks=tasks)

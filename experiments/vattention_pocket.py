@@ -12,7 +12,7 @@ from sparse_nb.core.exact import attention_weights
 from sparse_nb.core.methods import Exact, Method, Streaming, TopK, TopP, Uniform
 from sparse_nb.core.selection import Selection
 from sparse_nb.evaluate import forced_decode
-from experiments.answers import GrowingRecord, PocketModel
+from experiments.answers import PocketModel
 from sparse_nb.corpus import HELD_OUT, texts
 from sparse_nb.vattention import VAttention
 
@@ -215,12 +215,11 @@ def vattention_pocket(recorder):
     settings = {name: x for name, x in asdict(size).items() if name != "tokens"}
     told = lambda given: {name: method_settings(name, m, pocket.layers) for name, m in given.items()}
     settings["methods"] = {part: told(given) for part, given in methods.items()}
-    growing = GrowingRecord(recorder.out, recorder.say, **settings, command=recorder.command)
 
     def generation():
         rows, used = generation_rows(pocket, size)
-        growing.meta["methods"]["generation"] = told(used)
+        recorder.meta["methods"]["generation"] = told(used)
         return rows
 
     steps = promise_steps(pocket, size) | asked["accuracy"] | asked["setups"]
-    growing.make(steps | {f"generation {size.length}": generation} | asked["pareto"])
+    recorder.grow(steps | {f"generation {size.length}": generation} | asked["pareto"], **pocket.about, **settings)

@@ -1,7 +1,6 @@
 """How many values each layer draws, learned by REINFORCE on the pocket model and on the witness, beside three
 schedules that are not"""
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -20,7 +19,6 @@ from sparse_nb.hf import attention_override, capture, prefill
 from sparse_nb.models.cache import fork_cache
 from experiments.answers import stacked
 from benchmarks.machine import machine
-from benchmarks.recorder import read_record, write_record
 from experiments.configs.sketch_walk import sized_alike
 from sparse_nb.santa import Santa, largest_remainder, variance_trace
 
@@ -330,44 +328,19 @@ def written_answers(
             for name, part in frame_of(path).groupby("decode", sort=False)]
 
 
-def schedule_steps(
-    out: Path,  # the record's file; what a step makes stands beside it
-    s: Setting,
-    say: Callable = print, # hears of each step
-) -> dict: # name -> function: all but the last make a file beside the record's, the last makes the record of them
-    "The steps of a record, in order; the first two may run at once. A file that is there is not made again."
-    out, known = Path(out), []
-    beside = lambda name: out.with_suffix(f".{name}.json")
-    def worker():
-        if not known: known.append(Worker(s.grid(s.task, s.train)))
-        return known[0]
-    def schedules():
-        rows = [row for x in ("measured", "learned") for row in read_record(beside(x))["rows"]]
-        return {row["schedule"]: row["samples"] for row in rows if row["part"] == "schedules"}
-    makers = {"measured": measured_schedules, "learned": learned_schedule,
-              "judged": lambda w, s: ({}, judged(w, s.grid(s.task, s.prompts), schedules(), s.draws, s.each)),
-              "judged_other": lambda w, s: ({}, judged(w, s.grid(s.other, s.prompts), schedules(), s.draws, s.each)),
-              "written": lambda w, s: ({}, written_answers(s, schedules()))}
-    def make(name):
-        if beside(name).exists(): return
-        began = time.perf_counter()
-        made, rows = makers[name](worker(), s)
-        rows += [dict(part="schedules", schedule=x, samples=n, answers=m) for x, (n, m) in made.items()]
-        write_record(beside(name), machine(worker().model.device.type), rows)
-        say(f"{name}: {time.perf_counter() - began:.0f} s" + "".join(f"; {x} {n}" for x, (n, _) in made.items()))
-    def join():
-        rows = [row for name in makers for row in read_record(beside(name))["rows"]]
-        about = s._asdict() | dict(weights=weights_id(worker().model))
-        write_record(out, machine(worker().model.device.type) | about, rows)
-        for name in makers: beside(name).unlink()
-        return out
-    return {name: partial(make, name) for name in makers} | {"joined": join}
-
-
 def make_record(recorder, s: Setting):
     "All steps of a result; in the quick form two steps of learning, two prompts."
     if recorder.quick: s = s._replace(steps=2, train=2, least=1, prompts=2, draws=1)
-    for step in schedule_steps(recorder.out, s, recorder.say).values(): step()
+    worker = Worker(s.grid(s.task, s.train))
+    def schedules(find):
+        found, rows = find(worker, s)
+        return rows + [dict(part="schedules", schedule=x, samples=n, answers=m) for x, (n, m) in found.items()]
+    made = lambda: {row["schedule"]: row["samples"] for row in recorder.rows if row["part"] == "schedules"}
+    judge = lambda task: judged(worker, s.grid(task, s.prompts), made(), s.draws, s.each)
+    steps = {"measured": partial(schedules, measured_schedules), "learned": partial(schedules, learned_schedule),
+             "judged": partial(judge, s.task), "judged_other": partial(judge, s.other),
+             "written": lambda: written_answers(s, made())}
+    recorder.grow(steps, **s._asdict(), weights=weights_id(worker.model))
 
 def santa_schedule(recorder):
     "Learn schedules for the pocket model, and judge them on prompts that none was made from."

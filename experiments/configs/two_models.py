@@ -1,6 +1,5 @@
 """Every method on the pocket model and on the witness: seven tasks at four lengths, and prose, against exact
 attention on the same prompts"""
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -8,10 +7,10 @@ from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest, heavy_c
 from sparse_nb.compose import Then
 from sparse_nb.core.methods import Streaming, TopK, TopP, Uniform
 from sparse_nb.eviction import H2O, SnapKV
-from sparse_nb.grid import Grid, frame_of, load_named, needs_queries, read_results
+from sparse_nb.grid import Grid, load_named, needs_queries, read_results
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.models.capturing import capture
-from experiments.answers import answered, condensed, finish
+from experiments.answers import answered, condensed, equal_grid, finish
 from sparse_nb.santa import Santa
 from sparse_nb.tasks import TASKS
 from sparse_nb.text import speeches
@@ -70,16 +69,6 @@ def look_grid(length: int, chat: bool) -> Grid:
     return Grid("witness", [*TASKS, "multikey:keys=2", "multikey:keys=4"], [min(length, 8000)], {}, prompts=50,
                 chat=chat, batch=50 * length)  # a batch needs room for its longest answer: the model holds 8,192 tokens
 
-def equal_grid(grid: Grid, file: Path) -> Grid:
-    "The predictors alone, with as many rows as vAttention has read on them."
-    read = frame_of(file).groupby("decode").density.mean()
-    methods = {f"equal+{name.removeprefix('half+')}": grid.decode[name].predictor for name in grid.decode
-               if name.startswith("half+") and name != "half+topk"}
-    methods = {name: replace(method, budget=float(f"{read[name.replace('equal', 'half')]:.4f}"))
-               for name, method in methods.items()}
-    return replace(grid, decode=methods)
-
-
 def rows_of_two(files: list) -> list:
     "`condensed`, with the parts pocket, witness, and, of what `look_grid` asked, plain and chat."
     rows = []
@@ -99,5 +88,7 @@ def two_models(recorder):
     for model, task, length in [("pocket", "needle", 700)] if quick else cells():
         grid, name = grid_of(model, task, length, quick), f"{model}.{task.replace(':', '.')}.{length}"
         files.append(finish(grid, out, name, say))
-        if task != "text": files.append(finish(equal_grid(grid, files[-1]), out, f"equal.{name}", say))
+        if task == "text": continue
+        alone = {x: x.replace("half", "equal") for x in grid.decode if x.startswith("half+") and x != "half+topk"}
+        files.append(finish(equal_grid(grid, files[-1], alone), out, f"equal.{name}", say))
     return answered(recorder, files, rows_of_two(files))

@@ -1,7 +1,7 @@
 """Does a sample beside the heavy keys bring answers, does it matter who reads the question, and what becomes of a
 text that vAttention writes itself? Asked of a model that has read books, and of long texts"""
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
 
 import torch
 
@@ -9,14 +9,13 @@ from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
 from sparse_nb.core.exact import attention
 from sparse_nb.core.methods import Exact, Streaming, TopK
 from sparse_nb.core.streams import fold_in
-from sparse_nb.grid import Grid, frame_of, load_named
+from sparse_nb.grid import Grid, load_named
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.hf import attention_layers, attention_override, by_layer, prefill
 from sparse_nb.metrics import relative_error
 from sparse_nb.models.cache import fork_cache
-from experiments.answers import answered, condensed, finish
-from benchmarks.machine import machine
-from benchmarks.recorder import read_record, write_record
+from experiments.answers import answered, condensed, equal_grid, finish
+from benchmarks.recorder import Recorder
 from sparse_nb.text import token_bits
 from sparse_nb.vattention import VAttention
 
@@ -30,15 +29,6 @@ def sampled_arms() -> dict: # name -> `VAttention`
     return {"vattention 0.05": promised(0.05, 0.05, 0.025, 0.025), "vattention 0.1": promised(0.1, 0.1, 0.025, 0.025),
             "vattention 0.4": promised(0.4, 0.2, 0.02, 0.015),
             "vattention+adamas 0.1": promised(0.1, 0.1, 0.025, 0.025, predictor=Adamas(0.025))}
-
-def equal_grid(grid: Grid, file: Path) -> Grid:
-    "The predictors alone, with as many rows as vAttention has read with them."
-    read, methods = frame_of(file).groupby("decode").density.mean(), {}
-    for name, method in grid.decode.items():
-        if isinstance(method, Exact): continue
-        alone = TopK(1.0) if method.predictor == "oracle" else method.predictor
-        methods[name.replace("vattention", "alone", 1)] = replace(alone, budget=float(f"{read[name]:.4f}"))
-    return replace(grid, decode=methods)
 
 def little_arms() -> dict: # name -> method
     "Methods that read about a fortieth of the keys, and MagicPIG as its paper sets it (8 bits, 75 tables)."
@@ -148,10 +138,10 @@ def grids(size: Size) -> dict:
     return found
 
 
-def write_text(out: Path, name: str, text: int, size: Size) -> Path:
-    "A text that a method writes."
-    path = Path(out).with_suffix(f".generation.{name}.{text}.json")
-    if path.exists(): return path
+TEXTS = "exact", "vattention+hash", "vattention"  # names of `writers`
+
+def text_rows(name: str, text: int, size: Size) -> list:
+    "What is told of a text that a method writes."
     model, tokenizer = load_named("pocket")
     ids, method = tokenizer(BEGIN, return_tensors="pt").input_ids.to(model.device), writers(model)[name]
     written, told = write_alone(model, ids, method, size.tokens, seed=text)
@@ -159,21 +149,18 @@ def write_text(out: Path, name: str, text: int, size: Size) -> Path:
     told = {} if told is None else dict(zip(("density", "error", "agree"), told))
     told["bits"] = token_bits(model, read, read=ids.shape[1] - 1)[0][0]
     means = {x: [float(f"{y:.5g}") for y in z.double().view(-1, size.every).mean(1).tolist()] for x, z in told.items()}
-    row = dict(part="generation", method=name, text=text, position=list(range(0, size.tokens, size.every)), **means)
-    return write_record(path, machine(model.device.type), [row])
+    return [dict(part="generation", method=name, text=text, position=list(range(0, size.tokens, size.every)), **means)]
 
 def vattention_witness(recorder):
     "Ask and write everything; in the quick form a few short prompts and a line of text. Raises as `finish`."
-    size, files, texts = QUICK if recorder.quick else FULL, [], []
+    size, files = QUICK if recorder.quick else FULL, []
     for name, grid in grids(size).items():
         files.append(finish(grid, recorder.out, name, recorder.say))
         if name.startswith("answers"):
-            files.append(finish(equal_grid(grid, files[-1]), recorder.out, f"equal.{name}", recorder.say))
-    for name, text in ((name, text) for name in ("vattention", "vattention+hash", "exact")
-                       for text in range(size.texts)):
-        texts.append(write_text(recorder.out, name, text, size))
-        recorder.say(texts[-1].name)
-    made = [read_record(x) for x in sorted(texts)]
-    rows = condensed(sorted(files)) + [row for x in made for row in x["rows"]]
-    about = answered(recorder, sorted(files), rows)
-    return about | dict(wrote=sorted({x["meta"]["gpu"] for x in made}), size=asdict(size))
+            alone = {x: x.replace("vattention", "alone", 1) for x in grid.decode if x != "exact"}
+            files.append(finish(equal_grid(grid, files[-1], alone), recorder.out, f"equal.{name}", recorder.say))
+    texts = Recorder(recorder.name, recorder.out.with_suffix(".generation.json"), quick=recorder.quick,
+                     say=recorder.say)
+    texts.grow({f"{name} {text}": partial(text_rows, name, text, size) for name in TEXTS for text in range(size.texts)})
+    about = answered(recorder, sorted(files), condensed(sorted(files)) + texts.rows)
+    return about | dict(wrote=[texts.meta["gpu"]], size=asdict(size))

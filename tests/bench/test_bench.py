@@ -19,14 +19,14 @@ from sparse_nb.bench import Protocol, Shape, cold_times, quartiles
 from sparse_nb.core.methods import Exact, Streaming
 from sparse_nb.eviction import SnapKV
 from sparse_nb.hash_attention import HashAttention
-from benchmarks import decode, first_token, generate, recorder
+from benchmarks import decode, end_to_end, generate, recorder
 from benchmarks.decode import add_ratios, bench_decode, contenders, measure, read
 from benchmarks.recorder import Recorder, read_record, recorded, run_record, write_record
 from benchmarks.registry import REGISTRY
 from benchmarks.baselines import DENSE, Contender
 from benchmarks.timing import (
     Case, Refused, bytes_needed, cache_bytes, check_dense, check_sampled, dense_bytes, exact_moments, flash_bytes,
-    santa_bytes)
+    santa_bytes, worst_of_lists)
 from sparse_nb.santa import SCHEMES, Santa, santa_decode, variance_trace
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +169,22 @@ def test_our_own_draws_pass_and_others_do_not(scheme, dtype):
     for wrong in draw(1), draw(0, 3.0), draw(0, 0.0), exact(c), draw(0).flip(1), draw(0) * math.nan:
         with pytest.raises(Refused): check_sampled(wrong, c, samples, draw(0))
     with pytest.raises(Refused, match="independent samples"): check_sampled(draw(0), c, 16 * samples)
+
+
+def test_the_worst_list_counts_and_what_is_no_number_is_refused():
+    c = case(B=1, shape=Shape(8, 4, 16))  # of four groups the first and the last are looked at
+    want = lambda wide: lambda i, heads: attention(
+        c.q, c.k, c.v)[0, heads, 0].double() if heads == slice(i * wide, (i + 1) * wide) else None
+    for wide in 1, 2: assert worst_of_lists(exact(c), c.shape, want(wide), wide) < 1e-5
+    out = exact(c)
+    out[0, 7] *= 1.005
+    assert 1e-3 < worst_of_lists(out, c.shape, want(2), 2) < 0.005 < worst_of_lists(out, c.shape, want(1), 1) * 1.01
+    for spoiled, factor in ((7, 1.1), (0, math.nan), (7, math.nan)):
+        out = exact(c)
+        out[0, spoiled] *= factor
+        for wide in 1, 2:
+            with pytest.raises(Refused, match="differs from the reference by"):
+                worst_of_lists(out, c.shape, want(wide), wide)
 
 
 def test_a_cache_is_as_large_as_its_keys_and_values():
@@ -414,12 +430,12 @@ def test_the_first_token_is_timed_in_every_way(tmp_path, monkeypatch):
         run_record("first_token", tmp_path / "x")
     said = []
     meta, rows = read_record(run_record("first_token", tmp_path / "x.json", quick=True, say=said.append)).values()
-    ways = [way for way in first_token.reading_ways() if way != "cuDNN"]
+    ways = [way for way in end_to_end.reading_ways() if way != "cuDNN"]
     assert [(row["n"], row["way"]) for row in rows] == [(n, way) for n in (300, 310) for way in ways]
-    assert len(said) == 1 + len(rows) and meta["command"] == "python -m benchmarks.run first_token --quick"
-    late = dict(lengths=((64, 1), (65, 1)), shape=generate.TINY, device="cpu", say=said.append)
-    ways = {"streaming": first_token.reading_ways()["streaming"], "no attention": first_token.Nothing()}
-    first_token.bench_first_token(tmp_path / "late.json", **late, ways=ways, limit_s=-1)
+    assert len(said) == 2 + len(rows) and meta["command"] == "python -m benchmarks.run first_token --quick"
+    late = Recorder("first_token", tmp_path / "late.json", quick=True, say=said.append)
+    ways = {"streaming": end_to_end.reading_ways()["streaming"], "no attention": end_to_end.Nothing()}
+    end_to_end.bench_first_token(late, lengths=((64, 1), (65, 1)), shape=generate.TINY, ways=ways, limit_s=-1)
     assert said[-2:] == [f"n={n}: not measured, the time is over" for n in (64, 65)]
 
 
@@ -440,6 +456,8 @@ def test_a_recorder_poisons_checks_and_says(monkeypatch):
     r.measure_row(lambda: exact(c) * 2, lambda out: check_dense(out, c), what="wrong")
     r.measure_row(lambda: kept, lambda out: check_dense(out, c), what="its output is its own memory")
     assert [row["what"] for row in r.rows] == ["right"] and r.rows[0]["error"] < 1e-5
+    r.measure_row(lambda: exact(c), tflop=0.002)
+    assert r.rows[1]["tflops"] == round(0.002 / r.rows[1]["median_us"] * 1e6, 1)
     assert ("wrong" in said[1] and "not recorded, relative error 1, allowed is 0.001" in said[1]
             and "relative error nan" in said[2])
 

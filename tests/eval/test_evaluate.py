@@ -14,9 +14,9 @@ from sparse_nb import hf, tasks
 from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform, attention_scores
 from sparse_nb.evaluate import accuracy, answers, compare, forced_decode, prefill_rows, summary
 from sparse_nb.pocket import byte_tokenizer
-from benchmarks.recorder import run_record
+from benchmarks.recorder import Recorder, run_record
 from experiments import vattention_pocket
-from experiments.answers import GrowingRecord, PocketModel, read_answers
+from experiments.answers import PocketModel, read_answers
 from experiments.santa_pocket import Reference
 from experiments.vattention_pocket import answer_steps, denominator_errors, pareto_methods, promise_counts
 from sparse_nb.santa import Santa
@@ -389,12 +389,16 @@ def test_forced_decoding_refuses_bad_input(tiny, bad, error, words):
 
 LITTLE = dataclasses.replace(vattention_pocket.QUICK, times=3)
 
+def grown(path, steps, **settings):
+    "The file of these steps."
+    return Recorder("vattention_pocket", path, quick=True).grow(steps, **settings)
+
 @pytest.fixture(scope="module")
 def pocket_model(): return PocketModel()
 
 def test_promises_in_a_record(pocket_model, tmp_path):
     size = dataclasses.replace(LITTLE, length=1280, captures=("flat_words",))
-    path = GrowingRecord(tmp_path / "x.json").make(vattention_pocket.promise_steps(pocket_model, size))
+    path = grown(tmp_path / "x.json", vattention_pocket.promise_steps(pocket_model, size))
     promise = read_answers(path)[1]["promise"]
     assert (
         promise.groupby(["kept", "kind", "eps", "delta"])["head"].nunique() == 36
@@ -407,7 +411,7 @@ def test_answers_of_both_set_ups_in_a_record(pocket_model, tmp_path, monkeypatch
     few = lambda *x: {name: m for name, m in whole(*x).items() if name in ("exact", "magicpig-8-75", "streaming-10")}
     monkeypatch.setattr(vattention_pocket, "setup_methods", few)
     steps, methods = answer_steps(pocket_model, LITTLE)
-    setups = read_answers(GrowingRecord(tmp_path / "x.json").make(steps["setups"]))[1]["setups"]
+    setups = read_answers(grown(tmp_path / "x.json", steps["setups"]))[1]["setups"]
     assert (
         setups.setup.tolist() == ["B"] * 3 + ["A"] * 3
         and set(setups.length) == {400}
@@ -417,7 +421,7 @@ def test_answers_of_both_set_ups_in_a_record(pocket_model, tmp_path, monkeypatch
 def check_pareto(pocket_model, path, size):
     "Density and error of every predictor, alone and in vAttention, are what they should be"
     steps, methods = answer_steps(pocket_model, size)
-    pareto = read_answers(GrowingRecord(path).make(steps["pareto"]))[1]["pareto"].set_index(["task", "method"])
+    pareto = read_answers(grown(path, steps["pareto"]))[1]["pareto"].set_index(["task", "method"])
     names, tasks_ = list(methods["pareto"]), list(size.pareto_tasks)
     assert (
         pareto.index.tolist() == [(task, name) for task in tasks_ for name in names]
@@ -454,16 +458,16 @@ def test_a_record_is_gone_on_with_or_made_anew_but_never_mixed(tmp_path):
             made.append(name)
             return [dict(part="p", name=name, values=[1.0])]
         return {name: lambda name=name: rows(name) for name in names}
-    with pytest.raises(RuntimeError): GrowingRecord(path, prompts=1).make(steps("a", "b", "c", broken="c"))
+    with pytest.raises(RuntimeError): grown(path, steps("a", "b", "c", broken="c"), prompts=1)
     before = json.loads(path.read_text())
     assert [row["name"] for row in before["rows"]] == ["a", "b"] == list(before["meta"]["seconds"])
     with pytest.raises(ValueError, match="out must hold a record made with prompts = 2, got 1"):
-        GrowingRecord(path, prompts=2).make(steps("a", "b", "c"))
+        grown(path, steps("a", "b", "c"), prompts=2)
     assert json.loads(path.read_text()) == before
-    GrowingRecord(path, prompts=1).make(steps("a", "b", "c"))
+    grown(path, steps("a", "b", "c"), prompts=1)
     after = json.loads(path.read_text())
     assert after["rows"][:2] == before["rows"] and [row["name"] for row in after["rows"]] == ["a", "b", "c"] == made
-    GrowingRecord(path, prompts=2).make(steps("a", "b", "c"))  # complete, so made anew
+    grown(path, steps("a", "b", "c"), prompts=2)  # complete, so made anew
     assert made == ["a", "b", "c"] * 2 and json.loads(path.read_text())["meta"]["prompts"] == 2
 
 @pytest.mark.slow
