@@ -13,7 +13,7 @@ import torch
 from . import pocket
 from .core.checks import check_choice
 from .grid import load_named
-from .saap import save_partition
+from .methods.saap.partition import save_partition
 from .saap_training import train_partition
 from .tasks import TASKS, make, prompt_tokens
 from .text import speeches, windows

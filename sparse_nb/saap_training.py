@@ -17,10 +17,13 @@ import torch.nn.functional as F
 
 from .core.checks import check_choice, check_count, check_flag, check_number
 from .core.exact import attention, exponentials, grouped, promote
+from .core.methods import method_class
 from .core.selection import weighted_state
+from .methods.saap.partition import (
+    NETWORKS, check_kmeans, cluster_sums, fit_partition, log_weights, nearest_cluster)
+from .methods.saap.state import Partition
+from .methods.saap.step import steps
 from .models.capturing import capture
-from .saap import (
-    NETWORKS, Partition, Saap, check_kmeans, cluster_sums, fit_partition, log_weights, nearest_cluster, steps)
 
 # %% ../nbs/42_saap_training.ipynb #b9826250
 QUERIES_AT_ONCE = 256
@@ -177,7 +180,7 @@ def factor_errors(
     "How far the tail of each of `FACTORS` is from exact attention."
     errors, factors = [], torch.tensor(FACTORS, device=x.k.device, dtype=torch.float64)[:, None, None]
     for budget in BUDGETS:
-        s = Saap(budget, tail="second_order", window=max(16, x.k.shape[2] // 64))
+        s = method_class("Saap")(budget, tail="second_order", window=max(16, x.k.shape[2] // 64))
         state = Partition(centroids.shape[1], kmeans, 0, 0, before_rope, centroids)
         state.append(x.k, x.v, **(dict(k_before=x.k_before) if before_rope else {}))
         for i in range(max(0, x.q.shape[2] - queries), x.q.shape[2]):

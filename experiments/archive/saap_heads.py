@@ -21,9 +21,10 @@ from benchmarks.machine import machine
 from benchmarks.recorder import read_record
 from experiments.configs.saap import PAGE, Pages
 from sparse_nb.saap_partition import KINDS, lesson_texts, make_partition
-from sparse_nb.saap import (
-    Partition, Saap, keys_to_read, nearest_cluster, newest_of_each, partition_parts, router_scores, save_partition,
-    steps, tail_state)
+from sparse_nb.methods.saap.partition import nearest_cluster, partition_parts, router_scores, save_partition
+from sparse_nb.methods.saap.state import Partition
+from sparse_nb.methods.saap.step import newest_of_each, steps
+from sparse_nb.saap import Saap, keys_to_read, tail_state
 from sparse_nb.saap_training import Lessons, model_centroids
 from sparse_nb.tasks import make, prompt_tokens
 from sparse_nb.text import token_bits

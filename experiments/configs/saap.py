@@ -10,7 +10,8 @@ from sparse_nb.grid import Grid
 from sparse_nb.hash_attention import HashAttention
 from experiments.answers import ask
 from sparse_nb.saap_partition import KINDS, make_partition, partition_path
-from sparse_nb.saap import Partition, Saap
+from sparse_nb.methods.saap.state import Partition
+from sparse_nb.saap import Saap
 from sparse_nb.tasks import TASKS
 
 

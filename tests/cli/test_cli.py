@@ -753,7 +753,7 @@ def test_bad_options_of_a_partition(tmp_path, monkeypatch, options, words):
 @pytest.mark.slow
 def test_a_partition_is_made_and_used(tmp_path, files, pocket):
     from sparse_nb.core.methods import weights_id
-    from sparse_nb.saap import about_partition
+    from sparse_nb.methods.saap.partition import about_partition
     out = tmp_path / "p.safetensors"
     asked = "partition", "pocket", "--seen", "lists", "--quick", "--out", out
     result = run(*asked)

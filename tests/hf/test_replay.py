@@ -13,7 +13,8 @@ from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
 from sparse_nb.models import cache as cache_room, replay
 from sparse_nb.models.replay import places_of, replayed, weights_of
-from sparse_nb.saap import Partition, Saap
+from sparse_nb.methods.saap.state import Partition
+from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from inputs import IDS, MASK, PADDED, fast
 from models import build, compiling, forget, ids_of, taped

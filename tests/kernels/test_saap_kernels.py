@@ -328,12 +328,13 @@ def test_sums_of_clusters(dtype, layout, unit):
 @kernel
 def test_sums_in_place_go_on_by_kernels(monkeypatch):
     "A step that has no kernel of its own: sums of the keys that left the window, and of those that were read, do."
-    from sparse_nb import saap
+    from sparse_nb.methods.saap import partition, state as states, step
+    from sparse_nb.saap import Saap
     p = problem(2, 2, 2, 80, 16, FP32)
-    s, outs = saap.Saap(unread=0.4, clusters=5, sinks=2, window=9, before_rope=False), []
+    s, outs = Saap(unread=0.4, clusters=5, sinks=2, window=9, before_rope=False), []
     assert s.tail == "first_order" and s.router == "moments"
     for kernels in (True, False):
-        monkeypatch.setattr(saap, "has_kernels", lambda q: False)
+        for module in (partition, states, step): monkeypatch.setattr(module, "has_kernels", lambda q: False)
         state, end = s.new_state(), torch.full((2,), 71, device=DEVICE)
         state.append(p.k[:, :, :70], p.v[:, :, :70])
         state.fix(80)
@@ -341,7 +342,7 @@ def test_sums_in_place_go_on_by_kernels(monkeypatch):
         for n in range(70, 74):
             state.put(p.k, p.v, end[:1] - 1)
             with monkeypatch.context() as patch:
-                patch.setattr(saap, "has_kernels", lambda q: kernels)
+                for module in (partition, states, step): patch.setattr(module, "has_kernels", lambda q: kernels)
                 outs.append(s.decode(p.q, p.k, p.v, state=state, kv_len=end))
             end = end + 1
     for got, want in zip(outs[:4], outs[4:]): assert_close(got, want, rtol=TOLERANCE[FP32])
@@ -371,7 +372,9 @@ def test_an_index_that_grew_is_that_of_a_rebuild():
     (False, dict(budget=9, tail="drop")), (False, dict(budget=25, router="centroid"))], ids=str)
 def test_the_method_by_kernels_is_the_reference(ragged, settings):
     "After appending: as with a longer window, until the lists are made anew. After crop and reorder: as from scratch."
-    from sparse_nb.saap import EVERY, Partition, saap_decode
+    from sparse_nb.core.methods import EVERY
+    from sparse_nb.methods.saap.state import Partition
+    from sparse_nb.saap import saap_decode
     p = problem(2, 2, 2, 190, 16, FP32, ragged=ragged)
     k, v, fit = p.k.nan_to_num(), p.v.nan_to_num(), torch.randn(2, 8, 16, device=DEVICE)
     masks = lambda n: dict(p.masks, kv_len=None if p.stop is None else (p.stop - 190 + n).clamp(max=n))
@@ -416,7 +419,7 @@ def test_a_key_is_put_in_one_launch(dtype, D, layout, plain, rotation, width):
     "Turned back, compared and written where it belongs, and nowhere else; of equal centroids the first."
     from sparse_nb.kernels.saap import Turn, put_key
     from sparse_nb.models.rotation import Rotation, unrotate
-    from sparse_nb.saap import nearest_cluster
+    from sparse_nb.methods.saap.partition import nearest_cluster
     B, G, N, C, at = 3, 2, 50, 37, 31
     p = problem(B, G, 1, N, D, dtype, layout=layout, seed=D)
     generator = torch.Generator(DEVICE).manual_seed(1)
@@ -449,7 +452,8 @@ def test_a_key_is_put_in_one_launch(dtype, D, layout, plain, rotation, width):
 @kernel
 def test_lists_of_a_fixed_length_stay_where_they_are():
     "Keys that are put are read as near ones, until so many are there that the lists are made anew in their places"
-    from sparse_nb.saap import EVERY, Saap
+    from sparse_nb.core.methods import EVERY
+    from sparse_nb.saap import Saap
     p = problem(2, 2, 2, 90, 16, FP32)
     q, k, v = p.q, p.k.nan_to_num(), p.v.nan_to_num()
     s, start = Saap(budget=12, sinks=2, window=20, clusters=8), torch.tensor([0, 9], device=DEVICE)
@@ -490,7 +494,8 @@ def test_lists_are_renewed_in_their_places(few):
 
     A sequence that had no far key when its length was fixed has no centroids, and stays out of them."""
     from sparse_nb.kernels.saap import build_index
-    from sparse_nb.saap import Saap, listed
+    from sparse_nb.methods.saap.state import listed
+    from sparse_nb.saap import Saap
     p = problem(2, 2, 2, 90, 16, FP32)
     q, k, v = p.q, p.k.nan_to_num(), p.v.nan_to_num()
     s, start = Saap(budget=12, sinks=2, window=20, clusters=8), torch.tensor([0, 45 if few else 9], device=DEVICE)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparse_nb import saap, saap_training
+from sparse_nb import saap_training
 from sparse_nb.attention import (
     Exact, Method, assert_close, attention, attention_scores, attention_weights)
 from sparse_nb.core import methods
@@ -22,10 +22,13 @@ from sparse_nb.core.methods import weights_id
 from sparse_nb.metrics import clopper_pearson, relative_error
 from experiments.archive import saap_heads
 from benchmarks.recorder import results
-from sparse_nb.saap import (
-    KMEANS, RANKS, ROUTERS, TAILS, Partition, Saap, about_partition, cluster_sums, fit_partition, guessed_shares,
-    keys_for_mass, keys_to_read, moment_rows, nearest_cluster, partition_parts, rank_clusters, router_scores,
-    saap_decode, save_partition, served)
+from sparse_nb.methods.saap import partition
+from sparse_nb.methods.saap.partition import (
+    KMEANS, about_partition, cluster_sums, fit_partition, moment_rows, nearest_cluster, partition_parts, router_scores,
+    save_partition)
+from sparse_nb.methods.saap.state import Partition
+from sparse_nb.methods.saap.step import RANKS, ROUTERS, TAILS, guessed_shares, keys_for_mass, served
+from sparse_nb.saap import Saap, keys_to_read, rank_clusters, saap_decode
 from sparse_nb.vattention import VAttention, select_and_promise
 from inputs import fast
 
@@ -157,7 +160,7 @@ def test_sums_in_blocks(monkeypatch):
     x, _, v = inputs()[1], None, inputs()[2]
     ids, counted = torch.randint(7, (2, 2, 60)), torch.rand(2, 1, 60) < 0.7
     whole = cluster_sums(moment_rows(x, v), ids, counted, 7), nearest_cluster(x, x[:, :, :5], "plain")
-    monkeypatch.setattr("sparse_nb.saap.AT_ONCE", 13)
+    monkeypatch.setattr("sparse_nb.methods.saap.partition.AT_ONCE", 13)
     assert_close(cluster_sums(moment_rows(x, v), ids, counted, 7), whole[0], 1e-12)
     assert torch.equal(nearest_cluster(x, x[:, :, :5], "plain"), whole[1])
 
@@ -359,7 +362,7 @@ def test_a_guess_that_is_no_number_reads_all():
 
 def test_unread_has_no_kernel(monkeypatch):
     "Where a GPU has kernels, a step with `unread` is PyTorch's unless they are asked for"
-    monkeypatch.setattr("sparse_nb.saap.has_kernels", lambda q: True)
+    monkeypatch.setattr("sparse_nb.methods.saap.step.has_kernels", lambda q: True)
     by = lambda s, backend: served(s, Q, K, V, backend)
     assert by(Saap(0.1), "auto") and not by(Saap(unread=0.1), "auto") and not by(Saap(unread=0.1), "torch")
     with pytest.raises(ValueError, match="unread must be None for backend='triton', got 0.1"):
@@ -562,7 +565,7 @@ def test_a_step_reads_what_it_chose_and_what_left_the_window(settings, how, monk
         else: state.put(*cache, end[:1] - 1)
         with monkeypatch.context() as patch, RowsRead(*cache) as rows:
             if how == "compiled":
-                for module in saap, methods: patch.setattr(module, "on_cpu_eagerly", lambda x: False)
+                for module in partition, methods: patch.setattr(module, "on_cpu_eagerly", lambda x: False)
             got = s.decode(asked, *seen, state=state, kv_start=start, kv_len=end)
         assert_close(got, want, 1e-12)
         assert all(x <= set(number[chosen].tolist()) for x in rows.read)
