@@ -300,7 +300,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/08_bounds.ipynb": "error bounds",
     "nbs/20_vattention.ipynb": "an (eps, delta) guarantee",
     "nbs/60_baselines.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",
-    "nbs/40_saap.ipynb": "clusters of keys",
+    "nbs/08_saap.ipynb": "clusters of keys",
     "nbs/64_eviction.ipynb": "H2O, SnapKV",
     "nbs/30_delta.ipynb": "prompts that correct themselves",
     "nbs/50_sketch_walk.ipynb": "blocks of keys",
