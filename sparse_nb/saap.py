@@ -5,7 +5,9 @@
 # %% auto #0
 __all__ = ['rank_clusters', 'keys_to_read', 'tail_state', 'saap_step', 'Saap', 'saap_decode', 'about_partition', 'save_partition']
 
-# %% ../nbs/08_saap.ipynb #48157043
+# %% ../nbs/08_saap.ipynb #f69f286e
+#| code-fold: true
+#| code-summary: "Imports"
 import math
 from dataclasses import dataclass
 
@@ -66,7 +68,9 @@ def tail_state(
     with no_autocast(q): o = u.reshape(len(q), groups, -1, u.shape[-1]) @ rest.values
     return SoftmaxState(m, u.sum(-1), o.reshape(q.shape))
 
-# %% ../nbs/08_saap.ipynb #9dbb7e70
+# %% ../nbs/08_saap.ipynb #157e7fec
+#| code-fold: true
+#| code-summary: "A decoding step of the library, the reference"
 def saap_step(s, q, k, v, state, first, far, scale, q_before):
     "The `Step` of queries [B, H, 1, D] whose first visible keys are `first` [B, 1, 1] and whose ranges `far`."
     tail = s.tail != "drop" and v is not None
@@ -100,7 +104,9 @@ def saap_step(s, q, k, v, state, first, far, scale, q_before):
     elif v is not None: out = weighted_attention(q, k, v, selection, scale=scale)
     return Step(selection, taken.sum(-1).repeat_interleave(repeats, 1)[..., None], out, rest)
 
-# %% ../nbs/08_saap.ipynb #552c2556
+# %% ../nbs/08_saap.ipynb #8d2ae1fc
+#| code-fold: true
+#| code-summary: "The class Saap"
 @dataclass(frozen=True)
 class Saap(Partitioned):
     """Clusters of keys that a router chooses, and the means of the others (`saap_decode`).
@@ -140,7 +146,9 @@ class Saap(Partitioned):
         ids = state.rows[..., 0].long()[:, :, None].expand(-1, -1, q.shape[2], -1)
         return found.gather(-1, ids).repeat_interleave(q.shape[1] // found.shape[1], 1)
 
-# %% ../nbs/08_saap.ipynb #2ea17cd2
+# %% ../nbs/08_saap.ipynb #4426b53b
+#| code-fold: true
+#| code-summary: "The function saap_decode"
 def saap_decode(
     q: torch.Tensor,                      # queries [B, H, Q, D]
     k: torch.Tensor,                      # keys [B, G, N, D]
