@@ -14,14 +14,13 @@ from typing import ClassVar
 import torch
 
 from .core.checks import check_inputs
-from .core.exact import attention, promote, to_device_of, visible_range
-from .core.methods import Method, Stats
+from .core.exact import visible_range
+from .core.methods import Method
 from .core.selection import Selection
 from .core.streams import new_seed, stream_seeds
 from .methods.santa import (
-    SCHEMES, Certificate, ValueNorms, check_decode, check_keys, check_promise, check_sampler, count_visible,
-    decode_on_gpu, default_scheme, draw_fixed, draw_promised, draw_selected, kernel_fits, largest_remainder,
-    sample_values, select_santa, unique_keys, value_lengths)
+    SCHEMES, Certificate, ValueNorms, check_decode, check_settings, decode_on_gpu, default_scheme, draw_fixed,
+    draw_guaranteed, draw_selected, kernel_fits, largest_remainder, sample_values, select_santa, unique_keys)
 from .methods.santa_bernoulli import bernoulli_decode, bernoulli_scores
 from .methods.santa_variance import variance_trace, variance_trace_replicates
 from .santa_keys import Int8Keys, bytes_read, index_of
@@ -62,31 +61,18 @@ def santa_decode(
     """
     masks, scheme = dict(causal=causal, kv_start=kv_start, kv_len=kv_len), default_scheme(scheme, eps)
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
-    check_sampler(samples, scheme, tile)
-    check_promise(eps, delta, bound, scheme, samples)
+    check_settings(samples, scheme, tile, eps, delta, bound, keys)
     check_decode(q, v, eps, value_norms, backend, return_stats)
-    check_keys(keys, scheme, eps)
-    index = index_of(q, k, keys, state)
+    index, drawn = index_of(q, k, keys, state), dict(samples=samples, scheme=scheme, scale=scale)
     if backend == "triton" or backend == "auto" and eps is None and kernel_fits(q, samples, scheme, tile):
-        return decode_on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, keys=keys, index=index, samples=samples,
-                       scheme=scheme, tile=tile, scale=scale)
-    bounds, seeds = visible_range(q, k, **masks), stream_seeds(q, new_seed(seed))[..., None]
-    visible, certificate = count_visible(q, bounds), None
+        return decode_on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, keys=keys, index=index, tile=tile, **drawn)
+    seeds = stream_seeds(q, new_seed(seed))[..., None]
     if eps is None:
-        out, read, budget = draw_fixed(q, k if index is None else index.keys(), v, bounds, seeds, samples, scheme, tile,
-                                     scale, k if keys == "rescored" else None)
-    else:
-        norms = value_lengths(to_device_of(v, q)) if value_norms is None else value_norms
-        norms = norms.detach().repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
-        out, read, certificate = draw_promised(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, delta,
-                                                      bound)
-        whole = certificate.samples == 0
-        if whole.any(): out = torch.where(whole[..., None], promote(attention(q, k, v, scale=scale, **masks)), out)
-        read, budget = (torch.where(whole, visible, x) for x in (read, certificate.samples))
-    out = out.to(q.dtype)
-    if not return_stats: return out
-    stats = Stats(visible, read, 0 if eps is None else 4 * k.shape[2], read / visible, budget, certificate)
-    return out, bytes_read(stats, keys, q.shape[3])
+        scored = k if index is None else index.keys()
+        out, stats = draw_fixed(q, scored, v, visible_range(q, k, **masks), seeds, tile=tile,
+                                exact=k if keys == "rescored" else None, **drawn)
+    else: out, stats = draw_guaranteed(q, k, v, seeds, value_norms, masks, eps=eps, delta=delta, bound=bound, **drawn)
+    return (out.to(q.dtype), bytes_read(stats, keys, q.shape[3])) if return_stats else out.to(q.dtype)
 
 # %% ../nbs/10_santa.ipynb #702492d4
 @dataclass(frozen=True)
@@ -103,9 +89,7 @@ class Santa(Method):
 
     def __post_init__(self):
         object.__setattr__(self, "scheme", default_scheme(self.scheme, self.eps))
-        check_sampler(self.samples, self.scheme, self.tile)
-        check_promise(self.eps, self.delta, self.bound, self.scheme, self.samples)
-        check_keys(self.keys, self.scheme, self.eps)
+        check_settings(self.samples, self.scheme, self.tile, self.eps, self.delta, self.bound, self.keys)
 
     @property
     def scores_all(self) -> bool:

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SCHEMES', 'MOST_SAMPLES', 'CLT_DELTA', 'CLT_SAMPLES', 'PILOT_SHARE', 'check_sampler', 'Draws', 'largest_remainder',
            'draw_keys', 'select_santa', 'count_distinct', 'unique_keys', 'average_values', 'estimates',
-           'default_scheme', 'check_promise', 'Certificate', 'check_keys', 'kernel_fits', 'decode_on_gpu',
-           'count_visible', 'check_decode', 'used_slots', 'draw_fixed', 'value_lengths', 'draw_promised',
-           'draw_selected', 'sample_values', 'ValueNorms']
+           'default_scheme', 'check_guarantee', 'Certificate', 'check_keys', 'kernel_fits', 'decode_on_gpu',
+           'count_visible', 'check_decode', 'check_settings', 'used_slots', 'draw_fixed', 'value_lengths',
+           'draw_guaranteed', 'draw_selected', 'sample_values', 'ValueNorms']
 
 # %% ../../nbs/library/methods_santa.ipynb #bcf81c69
 import math
@@ -21,7 +21,7 @@ from ..core.bounds import bernstein_radius
 from ..core.checks import (
     check_choice, check_count, check_flag, check_inputs, check_level, check_scores, on_cpu_eagerly)
 from ..core.exact import (
-    exponentials, from_first_visible, masked_scores, no_autocast, promote, visible_range)
+    attention, exponentials, from_first_visible, masked_scores, no_autocast, promote, to_device_of, visible_range)
 from ..core.methods import State, Stats
 from ..core.selection import COPIED_AT_ONCE, Selection, has_kernels, take_rows
 from ..core.streams import fold_in, new_seed, philox, stream_seeds
@@ -207,7 +207,7 @@ def default_scheme(scheme, eps):
     "The default: one random number for all draws, or, for a promise, one for each."
     return scheme if scheme is not None else "systematic" if eps is None else "stratified"
 
-def check_promise(eps, delta, bound, scheme, samples):
+def check_guarantee(eps, delta, bound, scheme, samples):
     "Both or neither of `eps` and `delta`, in (0, 1), with draws that the bound holds for."
     check_choice("bound", bound, ("clt", "bernstein"))
     if eps is None and delta is None: return
@@ -319,25 +319,33 @@ def check_decode(q, v, eps, value_norms, backend, return_stats):
     if q.dtype == torch.float64:
         raise TypeError("q must be float16, bfloat16 or float32 for backend='triton', got torch.float64")
 
+def check_settings(samples, scheme, tile, eps, delta, bound, keys):
+    "What `santa_decode` and `Santa` raise for settings that can never work, TypeError or ValueError."
+    check_sampler(samples, scheme, tile)
+    check_guarantee(eps, delta, bound, scheme, samples)
+    check_keys(keys, scheme, eps)
+
 # %% ../../nbs/library/methods_santa.ipynb #4013a428
 def used_slots(draws):
     "Which slots hold a draw [B, H, Q, P, L]."
     return (draws.share > 0).expand(draws.index.shape)
 
-def draw_fixed(q, k, v, bounds, seeds, samples, scheme, tile, scale, exact=None):
-    """Output, different rows read and draws [B, H, Q] of a fixed number of samples.
+def draw_fixed(q, k, v, bounds, seeds, *, samples, scheme, tile, scale, exact=None):
+    """Output and `Stats` of a fixed number of samples; `bounds` are from `visible_range`, `seeds` are [B, H, Q, 1].
 
-    With the `exact` keys the drawn are scored again (`reweighted`).
+    With the `exact` keys those drawn are scored again (`reweighted`).
     """
-    found = []
+    found, visible = [], count_visible(q, bounds)
     for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
         draws = draw_keys(scores, first, end, seeds[..., at, :], samples, scheme, tile)
         used, index = used_slots(draws), draws.index[..., 0, :]
         if exact is None: out = average_values(v, draws, scheme, samples)[..., 0, :]
         else: out = reweighted(q[:, :, at], exact, v, index, scores.gather(-1, index), scale=scale)
         found.append((out, count_distinct(draws.index, used)[..., 0], used.sum(-1)[..., 0]))
-    return [torch.cat(x, 2) for x in zip(*found)]
+    out, read, drawn = (torch.cat(x, 2) for x in zip(*found))
+    return out, Stats(visible, read, 0, read / visible, drawn)
 
+# %% ../../nbs/library/methods_santa.ipynb #8e019110
 def value_lengths(v):
     "The lengths of the rows of v, float32 or float64; their squares may be beyond float32."
     return v.double().norm(dim=-1).to(promote(v).dtype)
@@ -357,8 +365,8 @@ def _stretched(v, index, norms, length):
     own = norms.expand(*index.shape[:3], -1).gather(-1, index[..., 0, :]).double()
     return promote(take_rows(v, index))[..., 0, :, :] * (length[..., None] / own.clamp(min=1e-300))[..., None]
 
-def draw_promised(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, delta, bound):
-    """Output, different rows read [B, H, Q] and `Certificate`, from as many samples as the promise needs.
+def _draw_certified(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, delta, bound):
+    """Output, different rows read [B, H, Q] and `Certificate`, from as many samples as the guarantee needs.
 
     `samples` are those of the pilots. Heads that need all keys (0 draws in the certificate) have no output yet.
     """
@@ -378,6 +386,22 @@ def draw_promised(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, de
         found.append((out, count_distinct(torch.cat(index, -1), torch.cat(used, -1))[..., 0], trace, norm, count))
     out, read, *promised = (torch.cat(x, 2) for x in zip(*found))
     return out, read, Certificate(eps, delta, bound, *promised, samples)
+
+# %% ../../nbs/library/methods_santa.ipynb #609aba12
+def draw_guaranteed(q, k, v, seeds, norms, masks, *, samples, scheme, scale, eps, delta, bound):
+    """Output, and `Stats` with a `Certificate`, of as many samples as the guarantee needs; `samples` are of the pilots.
+
+    `norms` are the lengths of the values [B, G, N], or None; `masks` are those of `visible_range`. Heads that need as
+    many draws as they see keys are computed exactly.
+    """
+    norms = value_lengths(to_device_of(v, q)) if norms is None else norms
+    norms = norms.detach().repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+    bounds = visible_range(q, k, **masks)
+    out, read, certificate = _draw_certified(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, delta, bound)
+    whole, visible = certificate.samples == 0, count_visible(q, bounds)
+    if whole.any(): out = torch.where(whole[..., None], promote(attention(q, k, v, scale=scale, **masks)), out)
+    read, drawn = (torch.where(whole, visible, x) for x in (read, certificate.samples))
+    return out, Stats(visible, read, 4 * k.shape[2], read / visible, drawn, certificate)
 
 # %% ../../nbs/library/methods_santa.ipynb #9c6fe0ad
 def _check_selection(q, k, selection):
