@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHAPTERS = {"nbs/10_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/30_delta.ipynb", "nbs/40_saap.ipynb",
+CHAPTERS = {"nbs/04_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/30_delta.ipynb", "nbs/40_saap.ipynb",
             "nbs/50_sketch_walk.ipynb"}
 COMPILED = re.compile(r"kernels/|sparse_nb/(kernels|core)/|tests/(kernels|interpreter|conftest|inputs)")  # by Triton
 
