@@ -16,6 +16,8 @@ def systematic_one_head(q, k, v, samples, uniform):
     return v[drawn].mean(0), drawn                                  # gather, add, divide
 
 # %% ../nbs/04_santa.ipynb #bcf81c69
+#| code-fold: true
+#| code-summary: "Imports"
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,6 +39,8 @@ _all_ = [SCHEMES, Certificate, ValueNorms, bernoulli_decode, bernoulli_scores, d
          sample_values, select_santa, unique_keys, variance_trace, variance_trace_replicates]
 
 # %% ../nbs/04_santa.ipynb #147fd9d4
+#| code-fold: true
+#| code-summary: "Code of santa_decode"
 def santa_decode(
     q: torch.Tensor,                         # queries [B, H, Q, D]
     k: torch.Tensor,                         # keys [B, G, N, D]
@@ -45,10 +49,10 @@ def santa_decode(
     samples: int = 128,                      # draws for each query S, with replacement; with eps, of the pilots
     scheme: str | None = None,               # of `SCHEMES`; None: "systematic", with eps "stratified"
     tile: int = 128,                         # keys in a tile, for proportional and flash
-    eps: float | None = None,                # relative error to promise, in (0, 1): draws are then chosen for each head
+    eps: float | None = None,                # largest relative error, in (0, 1): draws are then chosen for each head
     delta: float | None = None,              # chance of a larger error, in (0, 1), at most 0.25 with bound="clt"
-    bound: str = "clt",                      # "clt", or "bernstein": holds for any number of draws, asks for more
-    value_norms: torch.Tensor | None = None, # lengths of the rows of v [B, G, N], for eps; None computes them
+    bound: str = "clt",                      # "clt", or "bernstein": holds for any number of draws, needs more
+    value_norms: torch.Tensor | None = None, # lengths of the values [B, G, N], for eps; None computes them
     keys: str = "exact",                     # what is scored: "exact", "int8", or "rescored", see `Int8Keys`
     state: Int8Keys | None = None,           # the index of just these keys, for the last two; None makes one
     seed=None,                               # int, integer tensor without axes, or [B, H], see `stream_seeds`; or None
@@ -59,13 +63,13 @@ def santa_decode(
     kv_len: torch.Tensor | None = None,      # end of the valid keys of each sequence [B]
     return_stats: bool = False,              # also return `Stats`?
 ):                                           # [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`
-    """Attention whose values are sampled: the mean of S drawn rows of v, each drawn with its attention weight.
+    """Attention whose values are sampled: the mean of S drawn values, each drawn with its attention weight.
 
-    SANTA Eq. 4 and S2ANTA, section 2.1. `Stats` counts all visible keys as scored and the different rows of v as read,
+    SANTA Eq. 4 and S2ANTA, section 2.1. `Stats` counts all visible keys as scored and the different values as read,
     those of the pilots included. With eps and delta keys are drawn by their weight times the length of their value, and
     `Stats.certificate` is a `Certificate`; heads that would need as many draws as they see keys are computed exactly.
-    The number of draws is then looked at, for which a GPU must be waited for. A gradient reaches the rows of v that
-    were drawn, not q and k. Raises as `select_santa`, and TypeError or ValueError for other bad settings.
+    The number of draws is then read back, for which a GPU must be waited for. A gradient reaches the values that were
+    drawn, not q and k. Raises as `select_santa`, and TypeError or ValueError for other bad settings.
     """
     masks, scheme = dict(causal=causal, kv_start=kv_start, kv_len=kv_len), default_scheme(scheme, eps)
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
@@ -83,13 +87,15 @@ def santa_decode(
     return (out.to(q.dtype), bytes_read(stats, keys, q.shape[3])) if return_stats else out.to(q.dtype)
 
 # %% ../nbs/04_santa.ipynb #702492d4
+#| code-fold: true
+#| code-summary: "Code of Santa"
 @dataclass(frozen=True)
 class Santa(Method):
     "Sampled values (`select_santa`, `santa_decode`). Raises TypeError or ValueError for settings that can never work."
     samples: int = 128          # draws for each query S; with eps, of the pilot
     scheme: str | None = None   # one of `SCHEMES`; None: "systematic", with eps "stratified"
     tile: int = 128             # keys in a tile, for proportional and flash
-    eps: float | None = None    # relative error to promise, in (0, 1)
+    eps: float | None = None    # largest relative error, in (0, 1)
     delta: float | None = None  # chance of a larger error
     bound: str = "clt"          # "clt" or "bernstein"
     keys: str = "exact"         # what is scored: "exact", "int8" or "rescored", as in `santa_decode`
