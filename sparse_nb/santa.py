@@ -25,7 +25,7 @@ import torch
 
 from .core.checks import check_inputs
 from .core.exact import visible_range
-from .core.methods import Method
+from .core.methods import Method, stats_of, visible_keys
 from .core.selection import Selection
 from .core.streams import new_seed, stream_seeds
 from .methods.santa import (
@@ -81,10 +81,13 @@ def santa_decode(
     seeds = stream_seeds(q, new_seed(seed))[..., None]
     if eps is None:
         scored = k if index is None else index.keys()
-        out, stats = draw_fixed(q, scored, v, visible_range(q, k, **masks), seeds, tile=tile,
+        out, found = draw_fixed(q, scored, v, visible_range(q, k, **masks), seeds, tile=tile,
                                 exact=k if keys == "rescored" else None, **drawn)
-    else: out, stats = draw_guaranteed(q, k, v, seeds, value_norms, masks, eps=eps, delta=delta, bound=bound, **drawn)
-    return (out.to(q.dtype), bytes_read(stats, keys, q.shape[3])) if return_stats else out.to(q.dtype)
+    else: out, found = draw_guaranteed(q, k, v, seeds, value_norms, masks, eps=eps, delta=delta, bound=bound, **drawn)
+    out = out.to(q.dtype)
+    if not return_stats: return out
+    visible = visible_keys(q, k, **masks)
+    return out, bytes_read(stats_of(visible, scored=visible, **found), keys, q.shape[3])
 
 # %% ../nbs/04_santa.ipynb #702492d4
 #| code-fold: true

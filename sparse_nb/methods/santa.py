@@ -331,11 +331,11 @@ def used_slots(draws):
     return (draws.share > 0).expand(draws.index.shape)
 
 def draw_fixed(q, k, v, bounds, seeds, *, samples, scheme, tile, scale, exact=None):
-    """Output and `Stats` of a fixed number of samples; `bounds` are from `visible_range`, `seeds` are [B, H, Q, 1].
+    """Output and what `stats_of` takes, of a fixed number of samples; `seeds` are [B, H, Q, 1].
 
     With the `exact` keys those drawn are scored again (`reweighted`).
     """
-    found, visible = [], count_visible(q, bounds)
+    found = []
     for at, first, end, scores in _blocks(q, k, bounds, scale, samples * q.shape[3]):
         draws = draw_keys(scores, first, end, seeds[..., at, :], samples, scheme, tile)
         used, index = used_slots(draws), draws.index[..., 0, :]
@@ -343,7 +343,7 @@ def draw_fixed(q, k, v, bounds, seeds, *, samples, scheme, tile, scale, exact=No
         else: out = reweighted(q[:, :, at], exact, v, index, scores.gather(-1, index), scale=scale)
         found.append((out, count_distinct(draws.index, used)[..., 0], used.sum(-1)[..., 0]))
     out, read, drawn = (torch.cat(x, 2) for x in zip(*found))
-    return out, Stats(visible, read, 0, read / visible, drawn)
+    return out, dict(read=read, budget=drawn)
 
 # %% ../../nbs/library/methods_santa.ipynb #8e019110
 def value_lengths(v):
@@ -389,7 +389,7 @@ def _draw_certified(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, 
 
 # %% ../../nbs/library/methods_santa.ipynb #609aba12
 def draw_guaranteed(q, k, v, seeds, norms, masks, *, samples, scheme, scale, eps, delta, bound):
-    """Output, and `Stats` with a `Certificate`, of as many samples as the guarantee needs; `samples` are of the pilots.
+    """Output and what `stats_of` takes, of as many samples as the guarantee needs; `samples` are those of the pilots.
 
     `norms` are the lengths of the values [B, G, N], or None; `masks` are those of `visible_range`. Heads that need as
     many draws as they see keys are computed exactly.
@@ -401,7 +401,7 @@ def draw_guaranteed(q, k, v, seeds, norms, masks, *, samples, scheme, scale, eps
     whole, visible = certificate.samples == 0, count_visible(q, bounds)
     if whole.any(): out = torch.where(whole[..., None], promote(attention(q, k, v, scale=scale, **masks)), out)
     read, drawn = (torch.where(whole, visible, x) for x in (read, certificate.samples))
-    return out, Stats(visible, read, 4 * k.shape[2], read / visible, drawn, certificate)
+    return out, dict(read=read, budget=drawn, index_bytes=4 * k.shape[2], certificate=certificate)
 
 # %% ../../nbs/library/methods_santa.ipynb #9c6fe0ad
 def _check_selection(q, k, selection):
