@@ -255,10 +255,12 @@ def list_methods():
     def say(text, before=""):
         print(textwrap.fill(text, _width(), initial_indent=before.ljust(16), subsequent_indent=" " * 16,
                             break_long_words=False, break_on_hyphens=False))
+    default = lambda f: f.default if f.default_factory is MISSING else f.default_factory()
     say("reads; settings with their defaults", "method")
     for row in METHODS.values():
         kind = row.path.partition(":")[2]
-        settings = [f.name if f.default is MISSING else f"{f.name}={f.default!r}" for f in fields(method_class(kind))]
+        settings = [f"{f.name}={default(f)!r}" if default(f) is not MISSING else f.name
+                    for f in fields(method_class(kind))]
         say(row.reads, kind)
         if settings: say(", ".join(settings))
     print("sparse-nb tune finds settings of VAttention that read a given share of a prompt's\nkeys.")

@@ -6,16 +6,16 @@
 __all__ = ['Then']
 
 # %% ../nbs/65_compose.ipynb #95195277
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from .core.checks import check_choice, check_flag, check_inputs
 from .core.exact import visible_range
-from .core.methods import Method, Stats, TopK, own_arguments
+from .core.methods import Method, Stats, TopK, method_class, own_arguments
 from .core.selection import Selection
 from .core.streams import fold_in, head_seeds, new_seed
+from .methods.santa import SCHEMES, draw_selected, sample_values, unique_keys
 from .metrics import rows_read
-from .santa import SCHEMES, Santa, draw_selected, sample_values, unique_keys
 
 # %% ../nbs/65_compose.ipynb #446566d2
 def _check_parts(keys, values):
@@ -23,7 +23,8 @@ def _check_parts(keys, values):
     if not isinstance(keys, Method): raise TypeError(f"keys must be a Method, got {type(keys).__name__}")
     if type(keys).select is Method.select:
         raise ValueError(f"keys must be a method that selects keys, got {keys!r}")
-    if not isinstance(values, Santa): raise TypeError(f"values must be a Santa, got {type(values).__name__}")
+    if not isinstance(values, method_class("Santa")):
+        raise TypeError(f"values must be a Santa, got {type(values).__name__}")
     if values.eps is not None:
         raise ValueError(f"values must be a Santa without eps, which would need all keys, got {values!r}")
     check_choice("values.scheme", values.scheme, SCHEMES[:3])
@@ -36,8 +37,8 @@ class Then(Method):
 
     Raises TypeError or ValueError for settings that can never work.
     """
-    keys: Method = TopK()   # selects the keys that are scored, with their weights
-    values: Santa = Santa() # how values are drawn from them: without eps, and "iid", "stratified" or "systematic"
+    keys: Method = TopK() # selects the keys that are scored, with their weights
+    values: Method = field(default_factory=lambda: method_class("Santa")()) # a Santa without eps draws the values
     random: ClassVar[bool] = True
 
     def __post_init__(self): _check_parts(self.keys, self.values)

@@ -24,9 +24,9 @@ def demo_methods(
     eps: float = 0.1,      # relative error that vAttention promises, in (0, 1)
 ) -> dict:                 # name in the table of methods -> method
     "One method of each family. Raises TypeError or ValueError for a bad setting."
+    from sparse_nb import Santa
     from sparse_nb.baselines import DoubleSparsity
     from sparse_nb.core.methods import Exact, Streaming, TopK
-    from sparse_nb.santa import Santa
     from sparse_nb.vattention import VAttention
     check_number("density", density)
     if not 0 < density <= 1: raise ValueError(f"density must lie in (0, 1], got {density}")

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHAPTERS = {"nbs/10_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/30_delta.ipynb", "nbs/08_saap.ipynb",
+CHAPTERS = {"nbs/04_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/30_delta.ipynb", "nbs/08_saap.ipynb",
             "nbs/50_sketch_walk.ipynb"}
 COMPILED = re.compile(r"kernels/|sparse_nb/(kernels|core)/|tests/(kernels|interpreter|conftest|inputs)")  # by Triton
 
@@ -103,7 +103,7 @@ def touched(changed, root=ROOT):
 
 def notebooks(changed, root=ROOT):
     "The notebooks to run: the methods' chapters, those that changed, and those that import what changed."
-    every = {p.relative_to(root).as_posix(): p for p in [*root.glob("nbs/*.ipynb"), *root.glob("kernels/*.ipynb")]}
+    every = {p.relative_to(root).as_posix(): p for p in [*root.glob("nbs/**/*.ipynb"), *root.glob("kernels/*.ipynb")]}
     on = touched(changed, root)
     chosen = {name for name, path in every.items() if name in changed or on and depends(path, on, root)}
     return sorted((chosen | CHAPTERS) & every.keys())

@@ -296,7 +296,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/04_exact.ipynb": "softmax in pieces",
     "nbs/06_selection.ipynb": "a few weighted keys for all",
     "nbs/02_pocket.ipynb": "for experiments",
-    "nbs/10_santa.ipynb": "drawn values",
+    "nbs/04_santa.ipynb": "drawn values",
     "nbs/08_bounds.ipynb": "error bounds",
     "nbs/20_vattention.ipynb": "an (eps, delta) guarantee",
     "nbs/60_baselines.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",

@@ -200,7 +200,7 @@ def seen(path, folder):
 
 
 OPENED = [PAGES[0], *(Path(f"{name}.ipynb") for name in (
-    "nbs/06_selection", "nbs/10_santa", "kernels/santa", "nbs/90_claims"))]
+    "nbs/06_selection", "nbs/04_santa", "kernels/santa", "nbs/90_claims"))]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")

@@ -13,7 +13,7 @@ import sparse_nb.kernels.choose
 import sparse_nb.kernels.exact
 import sparse_nb.kernels.gather
 import sparse_nb.kernels.santa
-import sparse_nb.santa
+import sparse_nb.methods.santa
 from sparse_nb.attention import Exact, Streaming, TopK
 from sparse_nb.baselines import Quest
 from sparse_nb.hf import sparsify
@@ -73,7 +73,7 @@ def launched(monkeypatch):
         if kernel.__name__ == "_list_kernel":  # numbers, weights and how many
             for x, value in zip(args[3:6], (0, 1, args[4].shape[3])): x.numpy().fill(value)
     monkeypatch.setattr(JITFunction, "run", run)
-    for module in (sparse_nb.core.selection, sparse_nb.santa):
+    for module in (sparse_nb.core.selection, sparse_nb.methods.santa):
         monkeypatch.setattr(module, "has_kernels", lambda q: q.shape[2] == 1)
     for module in (sparse_nb.kernels.exact, sparse_nb.kernels.gather, sparse_nb.kernels.santa):
         monkeypatch.setattr(module, "relaunch", launch)

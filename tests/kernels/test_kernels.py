@@ -32,9 +32,9 @@ from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, kernel, poisoned
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from sparse_nb.attention import (Selection, SoftmaxState, masked_scores, assert_close, attention, fold_in, philox,
-                                 merge_states, select_sinks_window, select_uniform, visible_range, weighted_attention,
-                                 weighted_state)
+from sparse_nb.attention import (Selection, SoftmaxState, masked_scores, assert_close, attention, fold_in,
+                                 from_first_visible, philox, merge_states, select_sinks_window, select_uniform,
+                                 visible_range, weighted_attention, weighted_state)
 from sparse_nb import baselines, vattention
 from sparse_nb.core import bounds
 from sparse_nb.bench import captured
@@ -44,7 +44,7 @@ from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels import vattention as steps
 from sparse_nb.kernels.santa import SCHEMES, decode, put_codes
 from benchmarks.recorder import run_record
-from sparse_nb.santa import from_first_visible, largest_remainder, santa_decode, select_santa
+from sparse_nb.santa import largest_remainder, santa_decode, select_santa
 from sparse_nb.santa_keys import Int8Keys, quantise
 
 ALARM = 1e-8

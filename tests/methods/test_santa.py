@@ -16,9 +16,10 @@ from scipy import stats
 
 from sparse_nb.attention import (Exact, Method, Selection, TopK, Uniform, assert_close, attention, attention_scores,
                                  attention_weights, fold_in, philox, stream_seeds, weighted_attention)
-from sparse_nb.santa import (CLT_SAMPLES, PILOT_SHARE, SCHEMES, _average, _draw, Certificate, Santa, ValueNorms,
-                             bernoulli_decode, bernoulli_scores, draw_selected, sample_values, santa_decode,
-                             select_santa, unique_keys, variance_trace, variance_trace_replicates)
+from sparse_nb.methods.santa import CLT_SAMPLES, PILOT_SHARE, average_values, draw_keys
+from sparse_nb.santa import (SCHEMES, Certificate, Santa, ValueNorms, bernoulli_decode, bernoulli_scores, draw_selected,
+                             sample_values, santa_decode, select_santa, unique_keys, variance_trace,
+                             variance_trace_replicates)
 from sparse_nb.compose import Then
 from sparse_nb.santa_keys import Int8Keys, int8_error, quantise
 from inputs import fast
@@ -331,7 +332,7 @@ def test_the_ends_of_the_uniform_numbers_meet_no_weightless_key(scheme, u):
     scores = torch.tensor([-math.inf, 0, -math.inf, 1, 0, -math.inf, -math.inf, 0, -math.inf],
                           dtype=torch.float64).view(1, 1, 1, 9)
     first = torch.zeros(1, 1, 1, dtype=torch.int64)
-    draws = _draw(scores, first, first + 9, first[..., None], 6, scheme, 3, uniform=lambda seeds,
+    draws = draw_keys(scores, first, first + 9, first[..., None], 6, scheme, 3, uniform=lambda seeds,
                   offset: torch.full(torch.broadcast_shapes(seeds.shape, offset.shape), u))
     used = (draws.share > 0).expand(draws.index.shape)
     assert used.any() and scores.flatten()[draws.index[used]].isfinite().all()
@@ -507,8 +508,8 @@ def test_bernoulli_decode_is_santa_on_bernoulli_scores(scheme):
                                    kv_start=start, kv_len=stop, return_stats=True)
     scores, read = bernoulli_scores(q, k, samples=3, seed=fold_in(4, 0), kv_start=start, kv_len=stop)
     first, end = (x.view(2, 1, 1).expand(2, 1, 3) for x in (start, stop))
-    draws = _draw(scores, first, end, stream_seeds(q, fold_in(4, 1))[..., None], 20, scheme, 8)
-    assert same(out, _average(v, draws, scheme, 20)[..., 0, :])
+    draws = draw_keys(scores, first, end, stream_seeds(q, fold_in(4, 1))[..., None], 20, scheme, 8)
+    assert same(out, average_values(v, draws, scheme, 20)[..., 0, :])
     assert_close(stats_.keys_scored, (end - first) * read.double().mean(-1), 1e-9)
     assert (stats_.values_read <= stats_.budget).all()
 
@@ -723,7 +724,7 @@ def test_draws_of_a_selection_in_blocks_dtypes_and_rows(monkeypatch):
     whole = chosen(q, k, v, samples=9, seed=HEADS)
     part = Selection(FEW.index[1:], FEW.weight[1:])
     assert same(whole[1:], sample_values(q[1:], k[1:], v[1:], part, samples=9, seed=HEADS[1:]))
-    monkeypatch.setattr("sparse_nb.santa.COPIED_AT_ONCE", 1)  # a query at a time
+    monkeypatch.setattr("sparse_nb.methods.santa.COPIED_AT_ONCE", 1)  # a query at a time
     assert same(whole, chosen(q, k, v, samples=9, seed=HEADS))
 
 
