@@ -135,7 +135,9 @@ def send_result(pipe, function, arguments):
 def run_pytest(environment, *arguments):
     "Exit code and output of pytest with `arguments`."
     os.environ.update(environment)
-    if "TRITON_INTERPRET" in environment: kernel_device()  # Triton, which transformers has imported, anew
+    if "TRITON_INTERPRET" in environment:
+        kernel_device()  # Triton, which transformers has imported, anew
+        for name in "covering", "inputs": sys.modules.pop(name, None)  # they have read the environment that was
     with io.StringIO() as said, redirect_stdout(said), redirect_stderr(said):
         return int(pytest.main([*map(str, arguments)])), said.getvalue()
 
