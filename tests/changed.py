@@ -103,7 +103,7 @@ def touched(changed, root=ROOT):
 
 def notebooks(changed, root=ROOT):
     "The notebooks to run: the methods' chapters, those that changed, and those that import what changed."
-    every = {p.relative_to(root).as_posix(): p for p in [*root.glob("nbs/*.ipynb"), *root.glob("kernels/*.ipynb")]}
+    every = {p.relative_to(root).as_posix(): p for p in [*root.glob("nbs/**/*.ipynb"), *root.glob("kernels/*.ipynb")]}
     on = touched(changed, root)
     chosen = {name for name, path in every.items() if name in changed or on and depends(path, on, root)}
     return sorted((chosen | CHAPTERS) & every.keys())
