@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -37,10 +38,11 @@ def build(out):
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    "The folder of the site: half a minute of processor time."
+    "The folder of the site, whose pages are parsed: 45 seconds of processor time."
     out = tmp_path_factory.mktemp("built")
     done = build(out)
     assert done.returncode == 0, done.stdout + done.stderr
+    for page in PAGES: parsed(out / "site" / place(page))
     return out / "site"
 
 
@@ -60,10 +62,10 @@ class Page(HTMLParser):
     def __init__(self, path):
         super().__init__()
         self.ids, self.links, self.headings, self.contents, self.menu, self.code, self.near = [], [], [], [], [], [], {}
-        self.text, self.title, self.section, self.inside = "", "", None, []
+        self.text, self.title, self.section, self.inside, self.around = "", "", None, [], Counter()
         self.feed(path.read_text(encoding="utf-8"))
 
-    def within(self, name): return any(name in kinds for _, kinds in self.inside)
+    def within(self, name): return self.around[name] > 0
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
@@ -76,11 +78,13 @@ class Page(HTMLParser):
         if tag == "pre": self.code.append(["", self.within(".hide")])
         if tag == "a" and self.within(".localtoc"): self.contents.append(["", attributes["href"]])
         if tag == "a" and self.within(".globaltoc"): self.menu.append(["", attributes["href"]])
-        if tag not in {"meta", "link", "img", "input", "br", "hr", "col", "path"}: self.inside.append((tag, kinds))
+        if tag not in {"meta", "link", "img", "input", "br", "hr", "col", "path"}:
+            self.inside.append((tag, kinds))
+            self.around.update(kinds)
 
     def handle_endtag(self, tag):
         places = [place for place, (name, _) in enumerate(self.inside) if name == tag]
-        if places: del self.inside[places[-1]:]
+        for _ in self.inside[places[-1]:] if places else (): self.around.subtract(self.inside.pop()[1])
 
     def handle_data(self, data):
         if self.within(".headerlink") or self.within("script"): return
@@ -296,6 +300,15 @@ def test_a_page_fits_a_phone_and_a_laptop(site, browser, page):
     screens = {"phone": (390, 844), "laptop": (1280, 800)}
     wrong = {name: found_wrong(browser, site / place(page), *size) for name, size in screens.items()}
     assert wrong == {"phone": {}, "laptop": {}}
+
+
+def test_the_ledger_is_first_and_readable_on_a_phone(site, browser):
+    path = site / place("nbs/90_claims.ipynb")
+    browser.open(path.as_uri(), 390, 844)
+    box, top, columns = browser.value("""(() => { const table = document.querySelector("article table");
+        const box = table.closest(".table-wrapper");
+        return [box.scrollWidth - box.clientWidth, box.getBoundingClientRect().top, table.rows[0].cells.length] })()""")
+    assert box <= 0 and top < 844 and columns == 4
 
 
 def test_the_search_finds_from_the_disk(site, browser):
