@@ -15,12 +15,12 @@ PIP_FLAGS =
 ARGS =
 FLAGS =
 WORKERS ?= 2
-NOTEBOOKS = $(wildcard nbs/*.ipynb nbs/*/*.ipynb kernels/*.ipynb)
+NOTEBOOKS = $(shell find nbs kernels -name "*.ipynb" -not -path "*/.*" | sort)
 PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 NBTEST = .venv/bin/nbdev_test $(if $(filter auto,$(WORKERS)),,--n_workers $(WORKERS))
 
-.PHONY: setup demo lab test test-all newest gpu-day layers bench quick witness wheel notebooks readme docs preview
+.PHONY: setup demo lab test test-all newest gpu-day layers bench quick witness wheel notebooks contents readme site docs
 
 setup: .venv/installed
 
@@ -99,8 +99,16 @@ wheel: setup
 readme: setup
 	.venv/bin/python tools/front.py
 
-docs: setup
-	$(if $(shell command -v quarto 2>/dev/null),PYTHONPATH=$(CURDIR) .venv/bin/nbdev_docs,$(error the site needs Quarto: get it from https://quarto.org/docs/get-started, or look at the pages with `make preview`))
+# nbs/contents.yml, the list of pages, into the sidebar of _quarto.yml
+contents: setup
+	.venv/bin/python tools/contents.py
 
-preview: setup
-	.venv/bin/python tools/book.py preview
+# the book as a site, which needs no network to be read: open _site/html/index.html
+site: setup
+	rm -rf _site
+	.venv/bin/sphinx-build -q -W --keep-going -c tools/site -d _site/doctrees . _site/html
+	@echo "open _site/html/index.html"
+
+# the same pages by nbdev and Quarto
+docs: setup
+	$(if $(shell command -v quarto 2>/dev/null),PYTHONPATH=$(CURDIR) .venv/bin/nbdev_docs,$(error the site needs Quarto: get it from https://quarto.org/docs/get-started, or make the site without it: `make site`))

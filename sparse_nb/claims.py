@@ -254,11 +254,12 @@ def ledger(
     folder=None,        # of the JSON files; None: nbs/claims of the source tree
     start: str = "nbs", # folder of the page that shows it, from which the links lead
 ) -> str:               # Markdown
-    "What came out, as Markdown: `table` but for `fails_unless`, each row with a link to the chapter that measured it."
-    head = "| id | claim | source | verdict | paper | ours | notes |\n|---|---|---|---|---|---|---|\n"
+    "What came out, as Markdown: claim with its source and note, verdict, the paper's value and ours, a row each."
+    head = "| claim | verdict | paper | ours |\n|---|---|---|---|\n"
     def cells(line):
-        said = line.claim, line.source, f"**{line.verdict}**", line.paper, line.ours, line.note
-        return " | ".join([_link(line, start), *map(_cell, said)])
+        claim = f"{_link(line, start)} {_cell(line.claim)} ({_cell(line.source)})"
+        if line.note: claim += f"<br><small>{_cell(line.note)}</small>"
+        return " | ".join([claim, f"**{line.verdict}**", _cell(line.paper), _cell(line.ours)])
     return head + "".join(f"| {cells(line)} |\n" for line in table(folder).itertuples())
 
 def failures(

@@ -145,7 +145,7 @@ def test_shell_lines_name_what_there_is():
     targets = re.findall(r"^([\w-]+)(?: [\w-]+)*:", (ROOT / "Makefile").read_text(), flags=re.M)
     asked = {word for line in [*lines, *re.findall(r"`(make [^`]+)`", TEXT)] if line.startswith("make ")
              for word in re.sub(r'"[^"]*"', "", line).split()[1:] if "=" not in word}
-    assert asked >= {"demo", "test", "lab", "preview"} and asked <= {*targets}
+    assert asked >= {"demo", "test", "lab", "site"} and asked <= {*targets}
     folder = next(line for line in lines if line.startswith("pip wheel")).split("-w ")[1].split()[0]
     assert f'pip install "$(ls {folder}/sparse_nb-*.whl)[cli]"' in lines
 

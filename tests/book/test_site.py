@@ -1,11 +1,10 @@
-"""The book as a visitor meets it: its pages, rendered once, and the notebooks and addresses behind them."""
-import html
+"""The book as a visitor meets it: the site, built once, read as HTML and in a browser, and the notebooks behind it."""
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,69 +12,89 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
-from execnb.nbio import mk_cell, new_nb, read_nb
+from execnb.nbio import read_nb
 from nbdev.doclinks import nbglob
-from nbdev.process import extract_directives
+
+from browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-from tools import book, pages  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "site")]
+from tools import book, contents  # noqa: E402
+import notebook  # noqa: E402
 
-SIDEBAR = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
-PAGES = [Path(address) for _, address, _ in book.entries(SIDEBAR) if "#" not in address]
-NOTEBOOKS = [page for page in PAGES if page.suffix == ".ipynb"]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-HEADINGS = {"h2", "h3", "h4", "h5", "h6"}
+PAGES = contents.pages()
+NOTEBOOKS = [page for page in PAGES if page.endswith(".ipynb")]
+PILOTS = re.compile(r"index|nbs/(00_attention|\w+_why_a_token_is_slow|\d+_santa|\d+_saap|\w+_claims)\.")
+
+pytestmark = pytest.mark.xdist_group("site")  # one process builds the site, parses its pages and has a browser
 
 
-pytestmark = pytest.mark.xdist_group("site")  # one process renders the book and has its pages parsed
+def build(out):
+    "The site, built below `out`: what Sphinx said, with a warning as an error."
+    command = [Path(sys.executable).parent / "sphinx-build", "-q", "-W", "--keep-going", "-c", ROOT / "tools" / "site",
+               "-d", out / "doctrees", ROOT, out / "site"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    "The folder of the rendered book: 6 seconds of processor time."
-    out = tmp_path_factory.mktemp("site")
-    book.preview(out)
-    return out
+    "The folder of the site, whose pages are parsed: 45 seconds of processor time."
+    out = tmp_path_factory.mktemp("built")
+    done = build(out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in PAGES: parsed(out / "site" / place(page))
+    return out / "site"
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    if CHROMIUM is None: pytest.skip("no Chromium on the PATH")
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
 
 
 class Page(HTMLParser):
-    """What a rendered page holds: ids and links; headings and contents as [level, text, id]; the code blocks, and which
-    of them are folded; the text outside code; the links to near pages; how many pictures."""
+    """What a page holds: ids and links; headings of the article, contents and menu as [text, address]; blocks of code
+    as [code, is folded]; the text outside code; the pages before and after it; its title."""
+    HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
+
     def __init__(self, path):
         super().__init__()
-        self.ids, self.links, self.headings, self.contents, self.code, self.near = [], [], [], [], [], {}
-        self.folded, self.text, self.depth, self.inside, self.article, self.pictures = [], "", 0, [], False, 0
+        self.ids, self.links, self.headings, self.contents, self.menu, self.code, self.near = [], [], [], [], [], [], {}
+        self.text, self.title, self.section, self.inside, self.around = "", "", None, [], Counter()
         self.feed(path.read_text(encoding="utf-8"))
+
+    def within(self, name): return self.around[name] > 0
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         if "id" in attributes: self.ids.append(attributes["id"])
         self.links += [attributes[name] for name in ("href", "src") if name in attributes]
-        if "rel" in attributes: self.near[attributes["rel"]] = attributes.get("href")
-        if tag == "article": self.article = True
-        if tag == "img": self.pictures += 1
-        if tag == "nav": self.depth = 0
-        if tag == "ul": self.depth += 1
-        if tag == "pre":
-            self.code.append("")
-            self.folded.append("details" in self.inside)
-        if tag in HEADINGS and self.article: self.headings.append([int(tag[1]), "", attributes.get("id")])
-        if tag == "a" and not self.article and self.depth and attributes.get("href", "").startswith("#"):
-            self.contents.append([self.depth + 1, "", attributes["href"][1:]])
-        if tag in HEADINGS | {"pre", "code", "a", "annotation", "style", "details"}: self.inside.append(tag)
+        if tag == "section": self.section = attributes.get("id")
+        if tag == "link" and "rel" in attributes: self.near[attributes["rel"]] = attributes["href"]
+        kinds = {tag, *("." + name for name in (attributes.get("class") or "").split())}
+        if tag in self.HEADINGS and self.within("article"): self.headings.append(["", f"#{self.section}"])
+        if tag == "pre": self.code.append(["", self.within(".hide")])
+        if tag == "a" and self.within(".localtoc"): self.contents.append(["", attributes["href"]])
+        if tag == "a" and self.within(".globaltoc"): self.menu.append(["", attributes["href"]])
+        if tag not in {"meta", "link", "img", "input", "br", "hr", "col", "path"}:
+            self.inside.append((tag, kinds))
+            self.around.update(kinds)
 
     def handle_endtag(self, tag):
-        if tag == "article": self.article = False
-        if tag == "ul": self.depth -= 1
-        if tag in self.inside: del self.inside[len(self.inside) - 1 - self.inside[::-1].index(tag):]
+        places = [place for place, (name, _) in enumerate(self.inside) if name == tag]
+        for _ in self.inside[places[-1]:] if places else (): self.around.subtract(self.inside.pop()[1])
 
     def handle_data(self, data):
-        if "annotation" in self.inside: return
-        if "pre" in self.inside: self.code[-1] += data
-        elif not {"code", "style"} & set(self.inside) and self.article: self.text += data
-        if HEADINGS & set(self.inside) and self.headings and self.article: self.headings[-1][1] += data
-        if "a" in self.inside and self.depth and not self.article and self.contents: self.contents[-1][1] += data
+        if self.within(".headerlink") or self.within("script"): return
+        if self.within("title") and not self.within("svg"): self.title += data
+        if self.within("pre"): self.code[-1][0] += data
+        elif self.within("a") and self.within(".localtoc"): self.contents[-1][0] += data
+        elif self.within("a") and self.within(".globaltoc"): self.menu[-1][0] += data
+        elif self.within("article"):
+            if any(map(self.within, self.HEADINGS)): self.headings[-1][0] += data
+            if not any(map(self.within, ("code", "style", ".math", ".output", ".contents"))): self.text += data
 
 
 @cache
@@ -83,156 +102,265 @@ def parsed(path):
     return Page(path)
 
 
-def rendered(page):
-    "Where the book keeps `page` of the sidebar."
-    return pages._nbpath2html(page) if page.suffix == ".ipynb" else page.with_suffix(".html")
+def place(page):
+    "Where the site keeps a page of the list."
+    return Path(page).with_suffix(".html")
 
+
+def title(page):
+    "The title in the file of a page."
+    if page.endswith(".ipynb"): return read_nb(ROOT / page).cells[0].source.splitlines()[0].removeprefix("# ")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if included := re.search(r"include (\S+) >", text): text = (ROOT / page).with_name(included[1]).read_text()
+    return re.search(r"^# (.+)$", text, flags=re.M)[1]
+
+
+# The list of pages.
+
+def test_every_notebook_is_in_the_list_once():
+    assert sorted(NOTEBOOKS) == sorted(path.relative_to(ROOT).as_posix() for path in nbglob(ROOT, as_path=True))
+    assert len(PAGES) == len({*PAGES}) and all((ROOT / page).is_file() for page in PAGES)
+    assert list(contents.parts())[:5] == ["I The problem", "II Decoding", "III Prompts", "IV Fast", "V The verdict"]
+
+
+def test_the_sidebar_of_quarto_is_made_of_the_list():
+    text = (ROOT / "_quarto.yml").read_text(encoding="utf-8")
+    assert text == contents.quarto(text), "make contents"
+    first, *parts = yaml.safe_load(text)["website"]["sidebar"]["contents"]
+    assert first["href"] == PAGES[0] and {part["section"]: part["contents"] for part in parts} == contents.parts()
+    assert contents.quarto(text.replace("          - nbs/90_claims.ipynb\n", "")) == text  # a list that is not equal
+
+
+def test_titles_are_equal_in_file_page_and_menu(site):
+    titles = {page: title(page) for page in PAGES}
+    for page in PAGES:
+        shown = parsed(site / place(page))
+        assert shown.headings[0][0] == titles[page] and shown.title.startswith(titles[page])
+        menu = [[titles[other], os.path.relpath(place(other), place(page).parent)] for other in PAGES[1:]]
+        here = [[name, link if link != "#" else place(page).name] for name, link in shown.menu]
+        assert here == menu, page
+
+
+def test_every_page_leads_on(site):
+    where = lambda page, link: link and os.path.normpath(place(page).parent / link)
+    for before, page, after in zip([None, *PAGES], PAGES, [*PAGES[1:], None]):
+        near = parsed(site / place(page)).near
+        assert [where(page, near.get(name)) for name in ("prev", "next")] == [
+            there and str(place(there)) for there in (before, after)], page
+
+
+# What the pages hold.
 
 def dead(path):
     "The links of the page at `path` that lead nowhere."
     for link in parsed(path).links:
         if re.match(r"[a-z]+:", link): continue
         file, _, fragment = link.partition("#")
-        target = path.parent / unquote(file) if file else path
+        target = path.parent / unquote(file.split("?")[0]) if file else path
         if not target.is_file() or fragment and fragment not in parsed(target).ids: yield link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("page", PAGES)
 def test_links(site, page):
-    assert not sorted(set(dead(site / rendered(page))))
+    assert not sorted(set(dead(site / place(page))))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_contents(site, page):
-    shown = parsed(site / rendered(page))
+def functions():
+    "Names of what the library defines."
+    names = {}
+    exec((ROOT / "sparse_nb/_modidx.py").read_text(encoding="utf-8"), names)
+    return {full.split(".")[-1] for module in names["d"]["syms"].values() for full in module}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_contents_are_the_sections(site, page):
+    shown = parsed(site / place(page))
     assert len(shown.ids) == len(set(shown.ids))
-    assert all(ident for _, _, ident in shown.headings)
-    levels = [level for level, _, _ in shown.headings]
-    assert all(after <= before + 1 for before, after in zip([1, *levels], levels)), "a heading skips a level"
-    assert shown.contents == shown.headings
+    assert shown.contents == shown.headings[1:]
+    assert not {name.strip("`() ") for name, _ in shown.contents} & {name for name in functions() if "_" in name}
 
 
-def test_every_page_leads_on(site):
-    assert rendered(PAGES[0]) == Path("index.html")
-    where = lambda page, link: link and os.path.normpath((site / rendered(page)).parent / link)
-    for before, page, after in zip([None, *PAGES], PAGES, [*PAGES[1:], None]):
-        near = parsed(site / rendered(page)).near
-        expected = {"home": PAGES[0], "prev": before, "next": after}
-        assert {name: where(page, near.get(name)) for name in expected} == {
-            name: there and str(site / rendered(there)) for name, there in expected.items()}, page
+@pytest.mark.parametrize("page", PAGES)
+def test_no_markdown_or_tex_is_left(site, page):
+    assert not re.findall(r".{0,40}\]\(.{0,40}|^:::.*|\$\$.*|#\|.*", parsed(site / place(page)).text, flags=re.M)
 
 
-def test_sidebar_is_that_of_the_site(site):
-    sidebar = (site / "index.html").read_text(encoding="utf-8").split('<nav class="book"')[1].split("</nav>")[0]
-    shown = re.findall(r'<a href="([^"]*)"[^>]*>(.*)</a>', html.unescape(sidebar))
-    entries = list(book.entries(SIDEBAR))
-    assert len(shown) == len(entries)
-    for (link, name), (_, address, title) in zip(shown, entries):
-        path, _, fragment = address.partition("#")
-        assert link == str(rendered(Path(path))) + (f"#{fragment}" if fragment else "")
-        if address.endswith(".ipynb"): title = read_nb(ROOT / address).cells[0].source.splitlines()[0][2:]
-        assert title in (None, name)
-    sections = [part["section"] for part in SIDEBAR if "section" in part]
-    assert re.findall("<h2>(.*)</h2>", html.unescape(sidebar)) == sections
-
-
-def test_every_notebook_is_a_page():
-    assert set(NOTEBOOKS) == {path.relative_to(ROOT) for path in nbglob(ROOT, as_path=True)}
-
-
-@pytest.mark.parametrize("page", NOTEBOOKS, ids=str)
-def test_exported_code_is_on_the_page(site, page):
-    shown = parsed(site / rendered(page))
-    folded = {code.strip(): folded for code, folded in zip(shown.code, shown.folded)}
+@pytest.mark.parametrize("page", NOTEBOOKS)
+def test_code_is_on_the_page_and_folded_by_rule(site, page):
+    shown = {code.strip(): folded for code, folded in parsed(site / place(page)).code}
     for cell in read_nb(ROOT / page).cells:
         if cell.cell_type != "code": continue
-        options = extract_directives(cell, remove=False)
-        source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.M).strip()
-        if options.keys() & {"export", "exports", "exporti"}:
-            assert source in folded, source[:200]
-            for name in re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", source, flags=re.M):
-                assert any(ident.startswith("sparse_nb.") and ident.endswith(f".{name}") for ident in shown.ids), name
-            kernel = re.search(r"^@\S*\bjit\b", source, flags=re.M)
-            if kernel or "exports" in options: assert not folded[source], source[:200]
-            elif "code-fold:" not in options and "\ndef " in f"\n{source}":
-                assert folded[source] == (len(source.splitlines()) > pages.LONG), source[:200]
-        if re.search(r"^claim\(", source, flags=re.M): assert folded[source], source[:200]
+        options, source = notebook.options_of(cell.source)
+        if not source or options.get("echo") is False: continue
+        assert source in shown, source[:200]
+        assert shown[source] == bool(notebook.fold_of(options, source, cell.outputs)), source[:200]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_no_markdown_or_tex_is_left(site, page):
-    shown = parsed(site / rendered(page))
-    text = (site / rendered(page)).read_text(encoding="utf-8")
-    assert not re.findall(r".{0,40}\]\(.{0,40}|^:::.*", shown.text)
-    assert not re.findall(r'<span\s+class="math[^>]*>.*?</span>', text), "pandoc could not read a formula"
-    signatures = re.findall(r'<h\d class="definition".*</h\d>\s*<pre class="python"><code>([\s\S]*?)</code>', text)
-    assert not [signature for signature in signatures if re.search(r"\]\([\w./]+\.(ipynb|html|md)", signature)]
-    assert signatures or 'class="definition"' not in text
+def test_empty_cells_are_dashes(site):
+    texts = [(site / place(page)).read_text(encoding="utf-8") for page in NOTEBOOKS]
+    assert not [found for text in texts for found in re.findall(r"<t[dh][^>]*>\s*(?:NaN|nan|None)\s*</t", text)]
+    assert sum(text.count("<td>–</td>") for text in texts) > 100
 
 
-FACTS = """<script>
-const wrong = [];
-window.addEventListener("error", e => wrong.push(e.message || "cannot load " + (e.target.src || e.target.href)), true);
-for (const kind of ["error", "warn"]) console[kind] = (...words) => wrong.push(words.join(" "));
-window.addEventListener("load", () => {
-  const size = node => { const box = node.getBoundingClientRect(); return Math.min(box.width, box.height) };
-  document.querySelectorAll("details").forEach(part => part.open = true);
-  document.body.dataset.facts = JSON.stringify({
-    wrong, formulas: [...document.querySelectorAll("math")].filter(node => size(node) > 2).length,
-    pictures: [...document.images].filter(node => node.complete && node.naturalWidth > 0 && size(node) > 50).length,
-    rules: document.styleSheets[0].cssRules.length, wide: document.documentElement.scrollWidth - innerWidth,
-    contents: size(document.getElementById("TOC"))})
-});
-</script>"""
+def test_nothing_but_what_is_read_is_copied(site):
+    assert not list(site.rglob("*.ipynb")) and not list(site.rglob("jupyter_execute"))
+    size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
+    assert size < 60e6
 
 
-def seen(path, folder):
-    "What Chromium finds on the page at `path`, of which it opens a copy beside it that holds `FACTS`."
-    copy = path.with_name(f"seen_{path.name}")
-    copy.write_text(path.read_text(encoding="utf-8").replace("<head>", f"<head>{FACTS}", 1), encoding="utf-8")
-    options = ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
-               "disable-component-update", "disable-sync", "allow-file-access-from-files", f"user-data-dir={folder}",
-               "window-size=1280,900", "dump-dom")
-    dom = subprocess.run([CHROMIUM, *(f"--{option}" for option in options), copy.as_uri()],
-                         capture_output=True, text=True, timeout=120).stdout
-    copy.unlink()
-    return json.loads(html.unescape(re.search(r'<body data-facts="([^"]*)"', dom)[1]))
+# The rules for a cell.
+
+def fold(source, outputs=()):
+    return notebook.fold_of(*notebook.options_of(source), outputs)
 
 
-OPENED = [PAGES[0], *(Path(f"{name}.ipynb") for name in (
-    "nbs/06_selection", "nbs/04_santa", "kernels/santa", "nbs/90_claims"))]
+def test_the_algorithm_is_open():
+    lines = "".join(f"    step_{k} = {k}\n" for k in range(50))
+    assert fold("#| export\ndef f(q): return q") is None and fold(f"#| exports\ndef f(q):\n{lines}") is None
+    assert fold(f"#| export\n@triton.jit\ndef f(q):\n{lines}") is None
+    assert fold(f"#| export\ndef f(q):\n{lines}\ndef g(q): pass\nLIMIT = 3") == "Code of f, g, LIMIT: 54 lines"
+    assert fold("out = f(q)\nout") is None and fold("x = 1\ny = 2\nassert x < y") is None
+    assert fold("#| code-fold: show\nimport torch") is None
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")
-@pytest.mark.parametrize("page", OPENED, ids=str)
-def test_a_browser_shows(site, page, tmp_path):
-    path = site / rendered(page)
-    text, found = path.read_text(encoding="utf-8"), seen(path, tmp_path)
-    assert found["wrong"] == []
-    assert (found["formulas"], found["pictures"]) == (text.count("<math "), parsed(path).pictures)
-    assert found["rules"] > 20 and found["contents"] > 20 and found["wide"] <= 0
+def test_tests_claims_imports_and_figures_are_folded():
+    figure = [{"data": {"image/png": ""}}]
+    assert fold("plot(x)", figure) == "Code of the figure" and fold("#| export\ndef f(q): return q", figure) is None
+    assert fold("import a\nfrom b import c") == "Imports"
+    assert fold("x = 1\nclaim('A-1', 'holds')") == "Code of the claim" and fold("x = claim_of(1)") is None
+    assert fold("x = f(3)\ntest_eq(x, 9)\nfor y in x: assert y") == "Test"
+    assert fold("test_fail(lambda: f(-1),\n    contains='q')") == "Test"
+    assert fold("#| code-fold: true\n#| code-summary: 'Solution of 1'\nx = 1") == "Solution of 1"
 
 
-def test_pages_that_a_browser_opens_have_formulas_and_pictures(site):
-    assert len(OPENED) == 5
-    texts = [(site / rendered(page)).read_text(encoding="utf-8") for page in OPENED]
-    assert sum(text.count("<math ") > 0 for text in texts) >= 3 and sum("<img " in text for text in texts) >= 3
+def test_a_cell_becomes_what_myst_reads():
+    code = dict(cell_type="code", metadata={}, source="#| echo: false\n#| fig-alt: 'a: b'\nf()", outputs=[
+        dict(output_type="display_data", data={"text/html": "<style scoped>x</style>\n<td>NaN</td><td>3</td>"})])
+    text = dict(cell_type="markdown", metadata={}, source="::: {.callout-tip}\n## You can\n\n- x\n:::\n\n## Next")
+    empty = dict(cell_type="code", metadata={}, source="#| default_exp toy", outputs=[])
+    one, two = json.loads(notebook.shown(json.dumps({"cells": [empty, code, text], "metadata": {}})))["cells"]
+    assert one["metadata"] == {"tags": ["remove-input"], "mystnb": {"image": {"alt": "a: b"}}}
+    assert one["source"] == "f()" and one["outputs"][0]["data"]["text/html"] == "<td>–</td><td>3</td>"
+    assert two["source"] == "::::{admonition} You can\n:class: tip\n\n- x\n::::\n\n## Next"
+
+
+# In a browser.
+
+FACTS = """(async () => {
+  if (document.querySelector("article .math")) await MathJax.startup.promise;
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done, 0)));
+  const all = selector => [...document.querySelectorAll("article " + selector)], root = document.documentElement;
+  const first = all("p").find(p => p.textContent.trim().length > 30 && !p.closest("details"));
+  const facts = {top: first.getBoundingClientRect().top, unfolded: all("details[open]").length,
+                 menu: document.getElementById("lside").getBoundingClientRect().right};
+  all("details").forEach(part => part.open = true);
+  const style = node => getComputedStyle(node);
+  const said = node => node.tagName + ": " + node.textContent.trim().slice(0, 60);
+  const boxes = node => { const found = [];
+    for (let up = node; up !== document.body; up = up.parentElement)
+      if (style(up).overflowX !== "visible") found.push(up);
+    return found };
+  const scrolls = node => ["auto", "scroll"].includes(style(node).overflowX);
+  const right = node => node.getBoundingClientRect().right, wide = node => node.scrollWidth > node.clientWidth + 1;
+  const seen = node => node.getBoundingClientRect().width > 2 && !node.closest("mjx-assistive-mml, .sr-only");
+  const formulas = all("mjx-container"), codes = all(".highlight pre");
+  const columns = code => Math.max(...code.textContent.split("\\n").map(line => line.length));
+  const split = cell => { const range = document.createRange(); range.selectNodeContents(cell);
+    const lines = new Set([...range.getClientRects()].map(box => Math.round(box.bottom / 6)));
+    return cell.textContent.trim().length > 6 && lines.size > cell.textContent.trim().split(/[\\s\\/-]+/).length + 2 };
+  return {...facts, sideways: root.scrollWidth - root.clientWidth,
+    beyond: all(":not(mjx-container *)").filter(node => right(node) > root.clientWidth + 1 && seen(node)
+      && !boxes(node).some(scrolls)).map(said),
+    boxes: all(":not(span, mjx-container *)").filter(node => scrolls(node) && wide(node) && seen(node)
+      && !node.matches("pre, mjx-container") && !node.querySelector("table, mjx-container, pre, img")).map(said),
+    cut: formulas.filter(node => boxes(node).some(box => !scrolls(box) && right(node) > right(box) + 1)).map(said),
+    unset: all(".math").filter(node => !node.querySelector("mjx-container")).concat(all("mjx-merror")).map(said),
+    code: codes.filter(code => wide(code) && columns(code) <= 100).map(said),
+    split: all("td, th").filter(cell => !cell.querySelector("mjx-container, br, li") && split(cell)).map(said),
+    pictures: [...document.images].filter(image => !image.complete || !image.naturalWidth).map(image => image.src)}
+})()"""
+
+
+def found_wrong(browser, path, width, height):
+    "What is wrong with a page on a screen of so many pixels."
+    browser.open(path.as_uri(), width, height)
+    facts = browser.value(FACTS)
+    wrong = {name: facts[name] for name in ("beyond", "boxes", "cut", "unset", "split", "pictures") if facts[name]}
+    if facts["top"] > height - 40: wrong["top"] = facts["top"]
+    if facts["unfolded"]: wrong["unfolded"] = facts["unfolded"]
+    if facts["sideways"] > 0: wrong["sideways"] = facts["sideways"]
+    if width < 768 and facts["menu"] > 0: wrong["menu"] = facts["menu"]
+    if width >= 1280 and facts["code"]: wrong["code"] = facts["code"]
+    return wrong | ({"said": browser.wrong()} if browser.wrong() else {})
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[] if PILOTS.search(page) else pytest.mark.slow)
+                                  for page in PAGES])
+def test_a_page_fits_a_phone_and_a_laptop(site, browser, page):
+    screens = {"phone": (390, 844), "laptop": (1280, 800)}
+    wrong = {name: found_wrong(browser, site / place(page), *size) for name, size in screens.items()}
+    assert wrong == {"phone": {}, "laptop": {}}
+
+
+def test_the_ledger_is_first_and_readable_on_a_phone(site, browser):
+    path = site / place("nbs/90_claims.ipynb")
+    browser.open(path.as_uri(), 390, 844)
+    box, top, columns = browser.value("""(() => { const table = document.querySelector("article table");
+        const box = table.closest(".table-wrapper");
+        return [box.scrollWidth - box.clientWidth, box.getBoundingClientRect().top, table.rows[0].cells.length] })()""")
+    assert box <= 0 and top < 844 and columns == 4
+
+
+def test_the_search_finds_from_the_disk(site, browser):
+    browser.open((site / "search.html").as_uri() + "?q=softmax", 1280, 800)
+    found = browser.value("""new Promise(done => { let tries = 100; const look = () => {
+        const links = document.querySelectorAll("#search-results li a").length;
+        links > 10 || !tries-- ? done(links) : setTimeout(look, 50) }; look() })""")
+    assert found > 10 and browser.wrong() == []
+
+
+def test_a_dark_screen_gets_a_dark_page(site, browser):
+    light = """(() => { const shade = getComputedStyle(document.documentElement).backgroundColor;
+                        const [r, g, b] = shade.match(/[\\d.]+/g).map(Number);
+                        return (r + g + b) / 765 })()"""
+    shades = []
+    for dark in False, True:
+        browser.open((site / "index.html").as_uri(), 1280, 800, dark)
+        shades.append(browser.value(light))
+    assert shades[0] > 0.9 and shades[1] < 0.2
+
+
+def test_a_browser_sees_what_is_wrong(browser, tmp_path):
+    (tmp_path / "a.html").write_text("""<!doctype html><meta name="viewport" content="width=device-width"><body>
+        <style>pre, .scrolls { overflow-x: auto } .cut { overflow-x: hidden } .cut { width: 50px }
+        b, mjx-container { display: block }
+        </style><div id="lside">menu</div><article><details open>x</details><div style="height: 900px"></div>
+        <p>A paragraph that is long enough to be the first of the page.</p><img src="gone.png">
+        <div style="width: 3000px">wide</div><div class="scrolls"><b style="width: 900px">b</b></div>
+        <div class="highlight"><pre style="width: 90px">a line that is long, but not of 100 columns</pre></div>
+        <div class="cut"><mjx-container style="width: 90px">f</mjx-container></div><mjx-merror>e</mjx-merror>
+        <table><td style="width: 1px; word-break: break-all">letters</table></article>
+        <script>console.error("oh"); gone()</script>""")
+    wrong = found_wrong(browser, tmp_path / "a.html", 390, 844)
+    assert wrong.keys() == {"beyond", "boxes", "cut", "unset", "split", "pictures", "top", "unfolded", "sideways",
+                            "menu", "said"}
+    assert len(wrong["said"]) == 3 and "code" in found_wrong(browser, tmp_path / "a.html", 1280, 800)
+
+
+# The checks above, shown to fail, and the files behind the pages.
+
+def test_dead_links_are_found(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html">1</a><a href="b.html#there">2</a><a href="#here">3</a><p id="here"><a href="c.html">4</a>'
+        '<a href="b.html#gone">5</a><a href="#gone">6</a><img src="d.png"><a href="https://example.org">7</a>'
+        '<a href=".">8</a>')
+    (tmp_path / "b.html").write_text('<p id="there">')
+    assert list(dead(tmp_path / "a.html")) == ["c.html", "b.html#gone", "#gone", "d.png", "."]
 
 
 def test_no_notebook_is_too_large():
     sizes = {str(path.relative_to(ROOT)): path.stat().st_size for path in nbglob(ROOT, as_path=True)}
     assert not {path: size for path, size in sizes.items() if size > 1_500_000}
-
-
-def test_code_in_colours_is_the_same_code():
-    code = '@cache\ndef f(x: "a<b"):  # 2 & 3\n\n    return f"{x:.2f}" if x is not None else 1e-3'
-    page = book.coloured(f'<p>def</p><pre class="python"><code>{html.escape(code, quote=False)}</code></pre>')
-    assert html.unescape(re.sub("<.*?>", "", page)) == f"def{code}" and page.startswith("<p>def</p>")
-    spans = re.findall(r'<span class="(\w+)">(.*?)</span>', page)
-    for span in (("decorator", "@cache"), ("keyword", "def"), ("string", "a&lt;b"), ("comment", "# 2 &amp; 3"),
-                 ("keyword", "return"), ("keyword", "is"), ("keyword", "None"), ("number", "1e-3")):
-        assert span in spans
-    assert {kind for kind, _ in spans} == {"decorator", "keyword", "string", "comment", "number"}
 
 
 def test_pictures_are_saved_once():
@@ -255,140 +383,6 @@ def test_addresses_exist(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert set(re.findall(r"(?:https?|git|ssh)://([\w.-]+)", text)) <= KNOWN
     assert not re.findall(r"git\+|git@|\S+@(?!example\.org)\w+\.\w+", text)
-
-
-# The rules of the pages, on a notebook made for it, and the checks above, shown to fail.
-
-LAUNCHER = '''def launch(
-    q,                     # queries, [B, H, Q, D] (see `a_helper`)
-    samples: int = 128,    # draws | keys: 2**6 < 2^7
-    scheme: str = "iid",   # one of `SCHEMES`
-) -> int:                  # how many
-    "Says `a_helper` twice, `launch` once."
-''' + "".join(f"    step_{k} = {k}\n" for k in range(20)) + "    return 1"
-KERNEL = "@triton.jit\ndef kernel(q):\n" + "".join(f"    step_{k} = {k}\n" for k in range(20)) + "    return 1"
-CLASS = '''class Method(Base):
-    "A method."
-    samples: int = 3  # draws
-    def run(self, q, *, deep=True):
-        "Runs `a_helper`.
-
-        At length."
-''' + "".join(f"        step_{k} = {k}\n" for k in range(12)) + '''        return 1
-    def _hidden(self): "Not shown."'''
-
-
-@pytest.fixture
-def processed(monkeypatch):
-    "Cells of the page of `sparse_nb.toy`, processed; `helper` and `a_helper` are defined on another page."
-    names = {"sparse_nb.toy.launch": Path("nbs/00_toy.ipynb"), "sparse_nb.tool.helper": Path("kernels/tool.ipynb"),
-             "sparse_nb.tool.a_helper": Path("kernels/tool.ipynb")}
-    monkeypatch.setattr(pages, "definitions", lambda: names)
-    pages.full_name.cache_clear()
-    def process(*cells):
-        title, part = mk_cell("# Toy\n\n> What it says", "markdown"), mk_cell("## Part", "markdown")
-        nb = new_nb([title, mk_cell("#| default_exp toy"), part, *cells])
-        nb.path_ = ROOT / "nbs/00_toy.ipynb"
-        book.FilterDefaults()(nb)
-        return nb.cells[3:]
-    yield process
-    pages.full_name.cache_clear()
-
-
-def test_a_long_function_is_folded_below_what_it_says(processed):
-    said, code = processed(mk_cell(f"#| export\n{LAUNCHER}"))
-    assert code.source == f'#| code-fold: true\n#| code-summary: "Code of launch: 27 lines"\n{LAUNCHER}'
-    assert said.source == """### `launch` {#sparse_nb.toy.launch .definition}
-
-```python
-launch(q, samples=128, scheme='iid')
-```
-
-Says [`a_helper`](../kernels/tool.ipynb#sparse_nb.tool.a_helper) twice, `launch` once.
-
-| parameter | type | default | meaning |
-|-----------|-------|---------|HEAD|
-| `q` |  |  | queries, [B, H, Q, D] (see [`a_helper`](../kernels/tool.ipynb#sparse_nb.tool.a_helper)) |
-| `samples` | `int` | `128` | draws \\| keys: 2\\*\\*6 \\< 2\\^7 |
-| `scheme` | `str` | `'iid'` | one of `SCHEMES` |
-| returns | `int` |  | how many |""".replace("HEAD", re.search(r"-+(?=\|\n\| `q`)", said.source)[0])
-
-
-def test_a_long_class_is_folded_below_its_settings_and_methods(processed):
-    said, code = processed(mk_cell(f"#| export\n{CLASS}".replace('"Runs', '"""Runs').replace('length."', 'length."""')))
-    assert "#| code-fold: true" in code.source
-    assert "class Method(Base)" in said.source and "| `samples` | `int` | `3` | draws |" in said.source
-    assert "| `run(q, *, deep=True)` | Runs [`a_helper`]" in said.source
-    assert "At length" not in said.source and "hidden" not in said.source
-
-
-def test_short_code_and_kernels_are_open(processed):
-    head, code = processed(mk_cell("#| export\ndef launch(q): return q\ndef twice(q): return q\nLIMIT = 3"))
-    assert head.source == "### `launch`, `twice` {#sparse_nb.toy.launch .definition}\n\n::: {#sparse_nb.toy.twice}\n:::"
-    assert code.source.startswith("def launch")
-    head, code = processed(mk_cell(f"#| export\n{KERNEL}"))
-    assert head.source == "### `kernel` {#sparse_nb.toy.kernel .definition}" and code.source == KERNEL
-    head, code = processed(mk_cell(f"#| exports\n{LAUNCHER}"))
-    assert code.source == LAUNCHER and "| parameter" not in head.source
-    [code] = processed(mk_cell("#| exporti\ndef _private(q): return q"))
-    assert code.source.startswith("def _private")
-
-
-def test_imports_claims_and_chosen_cells_are_folded(processed):
-    folded = "import a\nfrom b import c", 'x = 1\nclaim("A-1", "holds")'
-    shown = "#| code-fold: show\n" + LAUNCHER, "x = claim_of(1)"
-    assert ["code-fold: true" in cell.source for cell in processed(*map(mk_cell, folded + shown))] == [1, 1, 0, 0]
-
-
-def test_links_are_made_in_text_only(processed):
-    text = "`a_helper` and `a_helper()`, `tool.a_helper`, `sparse_nb.tool.a_helper`\n\n" \
-           "## `a_helper`\n\n[`a_helper`](x.md), $`a_helper`$, `` `a_helper` ``, `other`\n\n```\n`a_helper`\n```"
-    [cell] = processed(mk_cell(text, "markdown"))
-    assert cell.source.count("](../kernels/tool.ipynb#sparse_nb.tool.a_helper)") == 4
-    assert cell.source.split("\n\n", 1)[1] == text.split("\n\n", 1)[1]
-    [cell] = processed(mk_cell("`launch`", "markdown"))
-    assert cell.source == "[`launch`](#sparse_nb.toy.launch)"
-
-
-def test_a_plain_word_is_a_link_only_where_it_is_imported(processed):
-    _, cell = processed(mk_cell("import sparse_nb.tool"), mk_cell("`helper`, `sparse_nb.tool.helper`", "markdown"))
-    assert cell.source == "`helper`, [`sparse_nb.tool.helper`](../kernels/tool.ipynb#sparse_nb.tool.helper)"
-    _, cell = processed(mk_cell("from sparse_nb.tool import helper"), mk_cell("`helper`", "markdown"))
-    assert cell.source == "[`helper`](../kernels/tool.ipynb#sparse_nb.tool.helper)"
-
-
-def test_a_name_of_two_pages_is_no_link(processed):
-    pages.definitions()["sparse_nb.other.a_helper"] = Path("nbs/01_other.ipynb")
-    [cell] = processed(mk_cell("`a_helper`", "markdown"))
-    assert cell.source == "`a_helper`"
-
-
-def test_the_heading_of_a_callout_is_its_title():
-    box = "::: {.callout-tip}\n## You can\n\n- x\n:::\n\n## Next"
-    assert book.boxed(box) == "::: {.callout-tip}\n[You can]{.callout-title}\n\n- x\n:::\n\n## Next"
-    assert book.boxed(other := "::: {#id}\n## Part\n:::") == other
-
-
-def test_dead_links_are_found(tmp_path):
-    (tmp_path / "a.html").write_text(
-        '<a href="b.html">1</a><a href="b.html#there">2</a><a href="#here">3</a><p id="here"><a href="c.html">4</a>'
-        '<a href="b.html#gone">5</a><a href="#gone">6</a><img src="d.png"><a href="https://example.org">7</a>'
-        '<a href=".">8</a>')
-    (tmp_path / "b.html").write_text('<p id="there">')
-    assert list(dead(tmp_path / "a.html")) == ["c.html", "b.html#gone", "#gone", "d.png", "."]
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")
-def test_a_browser_sees_what_is_wrong(tmp_path):
-    (tmp_path / "style.css").write_text("body { margin: 0 }")
-    (tmp_path / "a.html").write_text("""<!doctype html><html>
-        <head><link rel="stylesheet" href="style.css"></head>
-        <body><nav id="TOC"></nav><img src="gone.png" alt="a"><math style="display: none"><mi>x</mi></math>
-        <div style="width: 3000px">wide</div><script>console.error("oh"); gone()</script></body></html>""")
-    found = seen(tmp_path / "a.html", tmp_path / "profile")
-    wrong = sorted(word.split(":")[0] for word in found["wrong"])
-    assert wrong == ["Uncaught ReferenceError", "cannot load file", "oh"]
-    assert (found["formulas"], found["pictures"], found["contents"]) == (0, 0, 0) and found["wide"] > 1000
 
 
 def test_pictures_become_smaller_and_stay_the_same():

@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("wheel")  # one process builds it
 def wheel(tmp_path_factory):
     "The wheel that pip builds of this tree, opened."
     out = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, out / "tree", ignore=shutil.ignore_patterns(".*", "_proc", "_docs", "_preview", "build",
+    shutil.copytree(ROOT, out / "tree", ignore=shutil.ignore_patterns(".*", "_proc", "_docs", "_site", "build",
         "*.egg-info"))
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out,
                     out / "tree"], check=True)
@@ -214,14 +213,3 @@ def test_workshop_holds_no_python():
 def test_links(document):
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text(encoding="utf-8"))
     assert not [link for link in links if not (ROOT / document).parent.joinpath(link).exists()]
-
-
-def test_sidebar_holds_every_notebook():
-    def leaves(entry):
-        if isinstance(entry, str): return {entry}
-        return {entry["href"]} if "href" in entry else set().union(*map(leaves, entry["contents"]))
-    sidebar = leaves(yaml.safe_load((ROOT / "_quarto.yml").read_text())["website"]["sidebar"])
-    notebooks = {p.relative_to(ROOT).as_posix() for folder in ("nbs", "kernels")
-                 for p in (ROOT / folder).rglob("*.ipynb")}
-    assert notebooks == {page for page in sidebar if page.endswith(".ipynb")}
-    assert not [page for page in sidebar if not (ROOT / page.split("#")[0]).exists()]
