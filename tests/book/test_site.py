@@ -175,7 +175,8 @@ def functions():
 @pytest.mark.parametrize("page", PAGES)
 def test_contents_are_the_sections(site, page):
     shown = parsed(site / place(page))
-    assert len(shown.ids) == len(set(shown.ids))
+    ids = [x for x in shown.ids if not x.startswith("equation-")]  # of an equation Sphinx sets the anchor twice
+    assert len(ids) == len(set(ids))
     assert shown.contents == shown.headings[1:]
     assert not {name.strip("`() ") for name, _ in shown.contents} & {name for name in functions() if "_" in name}
 

@@ -49,9 +49,13 @@ def fold_of(options, source, outputs):
 
 
 def shown_markdown(text):
-    "Markdown with callouts of Quarto as admonitions of MyST."
-    return re.sub(r"^::: *\{\.callout-(\w+)\}\n+#+ +(.+)\n([\s\S]*?)^:::$",
+    "Markdown with what only Quarto knows as MyST has it: callouts, numbered equations and references to them."
+    text = re.sub(r"^::: *\{\.callout-\w+ collapse=\"true\"\}\n+#+ +(.+)\n([\s\S]*?)^:::$",
+                  r"<details>\n<summary>\1</summary>\n\n\2\n</details>", text, flags=re.M)
+    text = re.sub(r"^::: *\{\.callout-(\w+)\}\n+#+ +(.+)\n([\s\S]*?)^:::$",
                   r"::::{admonition} \2\n:class: \1\n\3::::", text, flags=re.M)
+    text = re.sub(r"^\$\$ \{#(eq-[\w-]+)\}$", r"$$ (\1)", text, flags=re.M)
+    return re.sub(r"(?<![\w`])@(eq-[\w-]+)", r"Eq. {eq}`\1`", text)
 
 
 def shown_output(output):
