@@ -20,7 +20,7 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 NBTEST = .venv/bin/nbdev_test $(if $(filter auto,$(WORKERS)),,--n_workers $(WORKERS))
 
-.PHONY: setup demo lab test test-all newest gpu-day layers bench quick witness wheel notebooks contents readme site docs
+.PHONY: setup demo lab test test-all newest wrong gpu-day layers bench quick witness wheel notebooks contents readme site docs
 
 setup: .venv/installed
 
@@ -59,6 +59,10 @@ test-all: setup
 # of these, the newest release alone
 newest: setup
 	$(PYTEST) -m slow tests/hf/test_releases.py -k newest $(ARGS)
+
+# wrong versions of the package, one at a time: does the test that is named for each fail? ARGS names some
+wrong: setup
+	.venv/bin/python tests/wrong_versions.py $(ARGS)
 
 # do the package's imports keep the contracts of pyproject.toml?
 layers: setup

@@ -1,0 +1,284 @@
+"""Wrong versions of the package, one at a time, and the fast test that must fail for each.
+
+    python tests/wrong_versions.py             all of them, one after the other
+    python tests/wrong_versions.py NAME ...    some
+    python tests/wrong_versions.py --right     their tests with the package as it is: these pass
+
+A wrong version is made in a copy of the package; exit code 1 says that some test did not fail. Slow tests are left out.
+Those of kernels run in Triton's interpreter, with the cases that `make test` runs where a change can break kernels.
+"""
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Wrong(NamedTuple):
+    "A change of a module that makes it wrong."
+    name: str
+    module: str # in sparse_nb/
+    test: str   # in tests/, which fails then
+    old: str    # in the module, once
+    new: str
+
+
+VERSIONS = [Wrong(*x) for x in [
+    # SANTA
+    ("santa-flash-round", "methods/santa.py", "methods/test_santa.py::test_flash_budgets",
+     "torch.div(2 * samples + tiles, 2 * tiles,", "torch.div(samples, tiles,"),
+    ("santa-pilot-seeds", "methods/santa.py",
+     "methods/test_santa.py::test_a_promise_is_kept_on_inputs_made_to_break_it",
+     "fold_in(seeds_, i), samples // 2", "fold_in(seeds_, 0), samples // 2"),
+    ("santa-unseen-log", "methods/santa.py",
+     "methods/test_santa.py::test_a_promise_is_kept_on_inputs_made_to_break_it",
+     "unseen = math.log(1 / delta)", "unseen = math.log10(1 / delta)"),
+    ("santa-bernoulli-seed", "methods/santa_bernoulli.py",
+     "methods/test_santa.py::test_bernoulli_decode_is_santa_on_bernoulli_scores",
+     "stream_seeds(q, fold_in(seed, 1))", "stream_seeds(q, fold_in(seed, 0))"),
+    ("santa-variance-end", "methods/santa_variance.py",
+     "methods/test_santa.py::test_variance_traces_agree_with_brute_force",
+     "inner, total[..., -1:, :]], -2)", "inner], -2)"),
+    # SAAP
+    ("saap-variance-dim", "methods/saap/partition.py", "methods/test_saap.py::test_a_step_is_its_definition",
+     "((mean[..., 1] - keys.square().sum(-1)) / head_dim)", "(mean[..., 1] - keys.square().sum(-1))"),
+    ("saap-marks-reorder", "methods/saap/state.py",
+     "methods/test_saap.py::test_append_crop_and_reorder_equal_a_fresh_index",
+     "self.marks = [(of(upto), of(sums)) for upto, sums in self.marks]", "pass"),
+    ("saap-first-group", "methods/saap/state.py", "hf/test_parallel.py::test_two_processes_write_what_one_writes",
+     "first=self.part[0] * x.shape[1]", "first=0"),
+    ("saap-far-pad", "methods/saap/step.py", "methods/test_saap.py::test_a_padded_row_is_its_own_run",
+     "torch.minimum(first + s.sinks, end)", "torch.minimum(first.clamp(min=s.sinks), end)"),
+    ("saap-reset-marks", "methods/saap/state.py",
+     "methods/test_saap.py::test_a_new_prompt_inherits_nothing_from_the_last",
+     "        super().reset()\n        self.forget_sums()",
+     "        kept = self.marks, self.since\n        super().reset()\n        self.marks, self.since = kept"),
+    # vAttention
+    ("vatt-base-least", "vattention.py", "methods/test_vattention.py::test_least_draws_and_base",
+     "torch.minimum(count.clamp(min=BASE_LEAST), n_s)", "torch.minimum(count, n_s)"),
+    ("vatt-rest-minus-one", "vattention.py",
+     "methods/test_vattention.py::test_a_spread_is_the_variance_of_what_was_not_drawn",
+     "others / (rest - 1).clamp(min=1)", "others / rest.clamp(min=1)"),
+    ("vatt-longest-causal", "vattention.py",
+     "methods/test_vattention.py::test_a_causal_query_is_promised_what_its_own_keys_say",
+     "gather(-1, (end - 1)", "gather(-1, (end[:, :, :1] - 1)"),
+    ("vatt-replacement-share", "vattention.py",
+     "methods/test_vattention.py::test_a_group_that_shares_its_keys_draws_them_once_with_replacement",
+     "over_group(seeds, lambda x: x[:, :, 0])", "seeds"),
+    ("vatt-chance", "vattention.py",
+     "methods/test_vattention.py::test_all_bounds_of_a_promise_together_fail_as_rarely_as_it_says",
+     '(4 if s.guarantee == "output" else 2)', "2"),
+    # audit
+    ("audit-union", "audit.py", "methods/test_audit.py::test_all_bounds_together_fail_as_rarely_as_the_audit_says",
+     "    log = math.log(3 / delta) / m", "    delta = 3 * delta\n    log = math.log(3 / delta) / m"),
+    ("audit-judged-most", "audit.py",
+     "methods/test_audit.py::test_attacks_break_the_uniform_sample_and_not_the_draws_by_boxes",
+     "norm(dim=-1) - radius * most", "norm(dim=-1) - radius * there"),
+    ("audit-partial-page", "audit.py", "methods/test_audit.py::test_masks_streams_and_causal",
+     "rows.masked_fill(hidden, x)", "rows.masked_fill(hidden.all(3, keepdim=True), x)"),
+    # Delta Attention
+    ("delta-anchors-off", "delta.py", "methods/test_delta.py::test_is_what_the_equations_say",
+     "(i <= last - s.anchors)", "(i < last - s.anchors)"),
+    ("delta-chunk-pad", "delta.py", "methods/test_delta.py::test_padding_changes_nothing",
+     "q[row, :, max(0, start - keys + q.shape[2]):]", "q[row, :, start:]"),
+    ("delta-clusters-leak", "delta.py", "methods/test_delta.py::test_is_what_the_equations_say",
+     "shown = k[:, :, :first]", "shown = k"),
+    # Sketch&Walk
+    ("sw-own-border", "sketch_walk.py", "methods/test_sketch_walk.py::test_hidden_keys_have_no_say",
+     "(end - 1 - at).clamp(min=0) // s.block", "(end - at).clamp(min=0, max=blocks * s.block - 1) // s.block"),
+    ("sw-list-seed", "sketch_walk.py",
+     "methods/test_sketch_walk.py::test_random_lists_are_drawn_from_the_streams_of_first_heads",
+     "[:, ::q.shape[1] // lists]", "[:, :lists]"),
+    ("sw-first-block", "sketch_walk.py", "methods/test_sketch_walk.py::test_sequences_that_begin_inside_a_block",
+     "& (key + size > begun)", "& (key >= begun)"),
+    ("sw-crop-radius", "sketch_walk.py", "methods/test_sketch_walk.py::test_a_deep_cut_keeps_what_it_can",
+     "radius = torch.where(share < 1, torch.maximum(radius, ours[1]), ours[1])", "radius = ours[1]"),
+    # eviction, patterns, predictors
+    ("evict-share-pad", "eviction.py", "methods/test_eviction.py::test_definition",
+     "budget_counts(self.budget, begun - first, begun)", "budget_counts(self.budget, begun - 0 * first, begun)"),
+    ("evict-crop", "eviction.py", "methods/test_eviction.py::test_a_state_is_cut_and_picked",
+     "length < self.done: self.rewind(length)",
+     "length < self.done: self.done, self.votes = length, self.votes[:, :, :length]"),
+    ("patterns-floor", "patterns.py", "methods/test_patterns.py::test_a_sequence_that_is_padding_alone",
+     "-(-counts // size)", "counts // size"),
+    ("patterns-first-block", "patterns.py", "methods/test_patterns.py::test_sequences_that_begin_inside_a_block",
+     "(last_key >= begun)", "(key >= begun)"),
+    ("patterns-flex-rows", "patterns.py", "methods/test_patterns.py::test_a_pattern_knows_where_sequences_begin",
+     "rows = (count > 0).sum(-1)[:, None, None]", "rows = count.shape[-1]"),
+    ("base-centre-pad", "baselines.py", "contract/test_contract.py::test_hidden_keys_leave_no_trace",
+     "promote(k).masked_fill(~shown, 0).sum(2) / shown.sum(2)", "promote(k).mean(2)"),
+    ("base-planes-group", "baselines.py", "methods/test_baselines.py::test_hyperplanes_are_drawn_once_and_by_seed",
+     "fold_in(self.seed, torch.arange(groups,", "fold_in(self.seed, 0 * torch.arange(groups,"),
+    # core
+    ("sel-share-eps", "core/selection.py", "core/test_attention.py::test_shares_round_up_without_noise",
+     "share = budget * (1 - 1e-12)", "share = budget"),
+    ("sel-topp-tie", "core/selection.py",
+     "core/test_attention.py::test_a_mass_that_is_just_reached_asks_for_no_other_key",
+     "(before < mass)", "(before <= mass)"),
+    ("exact-positions-len", "core/exact.py", "core/test_attention.py::test_places_among_the_keys_beside_masks",
+     "torch.minimum(end, positions.long().expand(shape[0], -1)[:, None] + 1)",
+     "positions.long().expand(shape[0], -1)[:, None] + 1"),
+    ("exact-merge-inf", "core/exact.py", "core/test_attention.py::test_merge_is_associative_and_commutative",
+     "torch.exp((a.m - m).masked_fill(a.m == m, 0))", "torch.exp(a.m - m)"),
+    ("bounds-fpc", "core/bounds.py", "methods/test_vattention.py::"
+     "test_plain_plugin_breaks_its_promise_where_the_tail_is_heavy_and_bounds_do_not",
+     "need if replacement else 1 / (1 / need + 1 / n)", "need"),
+    ("bounds-kl-inside", "core/bounds.py", "methods/test_vattention.py::test_a_bound_on_a_mean_lies_outside",
+     "    return outside", "    return inside"),
+    ("bounds-bernstein", "core/bounds.py", "methods/test_vattention.py::test_bernsteins_radius_is_solved",
+     "    log = math.log(2 / delta)", "    log = math.log(1 / delta)"),
+    ("streams-first-half", "core/streams.py", "core/test_random.py::test_streams_of_the_three_forms",
+     "fold_in(head_seeds(q, seed, *data)[..., None], torch.arange(q.shape[2], device=q.device))",
+     "head_seeds(q, seed, *data)[..., None] + torch.arange(q.shape[2], device=q.device)"),
+    ("blocks-gap-torch", "core/blocks.py", "kernels/test_blocks.py::test_streaming_is_attention_to_sinks_and_window",
+     "torch.maximum(end[..., rows[:1]] - window, first[..., :1])", "end[..., rows[:1]] - window"),
+    # inside transformers
+    ("cache-host-copy", "models/cache.py",
+     "hf/test_cache.py::test_forks_of_a_layer_in_host_memory_go_their_own_ways",
+     "update(self.__dict__, room=[None, None])  #", "update(self.__dict__)  #"),
+    ("cache-reorder-state", "models/cache.py", "hf/test_cache.py::test_generation_keeps_the_keys_before_rope",
+     "self.pick_rows(lambda rows: rows[beam_idx.to(rows.device)])", "pass"),
+    ("cache-roomy-fork", "models/cache.py", "hf/test_played.py::test_a_layer_with_room_is_a_growing_layer",
+     "def __copy__(self):\n        self.rooms = self.mine = None\n", "def __copy__(self):\n"),
+    ("rot-scaling", "models/rotation.py", "hf/test_cache.py::test_keys_before_rope_come_back_at_every_step",
+     "torch.complex(x, y) / turn", "torch.complex(x, y) / (turn / turn.abs())"),
+    ("hf-decoded-queries", "hf.py", "hf/test_sparsify.py::test_generate_is_the_method_step_by_step",
+     "min(max(forward.logits_kept - 1, 0), queries)", "min(forward.logits_kept, queries)"),
+    ("hf-decode-kvlen", "hf.py", "hf/test_sparsify.py::test_an_audit_compares_with_what_the_query_sees",
+     "if view.end < len(state) and", "if view.end < len(state) - 1 and"),
+    ("hf-streams-row", "hf.py", "hf/test_parallel.py::test_two_processes_write_what_one_writes",
+     "key[3] + own[:heads]", "own[:heads]"),
+    # evaluation
+    ("grid-failed-done", "grid.py",
+     "eval/test_grid.py::test_ray_gives_the_rows_of_this_process_although_a_worker_dies",
+     ' and lacking(x["job"])', ""),
+    ("grid-bytes-ratio", "grid.py", "eval/test_grid.py::test_a_pooled_table_pairs_prompts_of_the_same_task_and_length",
+     "(cell.bytes / cell.dense_bytes)", "(cell.bytes / cell.dense_bytes.max())"),
+    ("eval-compare-sign", "evaluate.py", "eval/test_evaluate.py::test_compare_pairs_prompts",
+     "gain = sides[0].mean() - sides[1].mean()", "gain = sides[1].mean() - sides[0].mean()"),
+    ("eval-watch-count", "evaluate.py",
+     "eval/test_evaluate.py::test_a_watched_batch_counts_for_each_row_what_it_reads_alone",
+     "query.view.count < self.tokens", "query.view.count <= self.tokens"),
+    ("eval-row-seeds", "evaluate.py", "eval/test_evaluate.py::test_each_row_of_a_padded_batch_is_its_own_run",
+     "fold_in(seeds[i], 0)", "fold_in(seeds[i - 1], 0)"),
+    # kernels
+    ("k-exact-sinks", "kernels/exact.py", "kernels/test_exact_kernels.py::test_kernel_window",
+     "tl.minimum(sinks, n - w), w)", "tl.minimum(sinks, n), w)"),
+    ("k-gather-count", "kernels/gather.py",
+     "kernels/test_kernels.py::test_slots_behind_the_count_count_for_nothing",
+     "m_w &= o_s[None, :] < b_n[:, None]", "m_w &= o_s[None, :] < S"),
+    ("k-delta-reach", "kernels/delta.py", "kernels/test_delta_kernels.py::test_edges",
+     "apart < some[:, None]", "apart <= some[:, None]"),
+    ("k-santa-flash-stream", "kernels/santa.py", "kernels/test_kernels.py::test_schemes",
+     "(i_g * R + r).to(tl.int32), G * R", "(i_g * R).to(tl.int32), G * R"),
+    ("k-santa-partial", "kernels/santa.py",
+     "kernels/test_kernels.py::test_a_sum_that_was_rounded_up_gives_its_last_key",
+     "tl.where(m_k, tl.exp2(b_s - m[:, None]), 0.)", "tl.exp2(b_s - m[:, None])"),
+    ("k-vatt-stream", "kernels/vattention.py",
+     "kernels/test_kernels.py::test_vattention_lists_of_groups_draw_as_their_first_heads",
+     "stream(seed_ptr, seed, i_b, i_l * LR, L * LR, SEEDS)", "stream(seed_ptr, seed, i_b, i_l, L * LR, SEEDS)"),
+    ("k-vatt-longest", "kernels/vattention.py",
+     "kernels/test_kernels.py::test_vattention_finds_the_longest_value_wherever_it_stands",
+     "at, end = _slice(n, i_c, CP)", "at, end = _slice(n - 1, i_c, CP)"),
+    ("k-choose-ties", "kernels/choose.py", "kernels/test_choose_kernels.py::test_lists",
+     "tl.store(mark_ptr + bh * 4 + 3, want -", "tl.store(mark_ptr + bh * 4 + 3, want + 1 -"),
+    ("k-choose-page", "kernels/choose.py", "kernels/test_choose_kernels.py::test_lists_of_pages",
+     "low = tl.maximum(first - begin, 0) // U", "low = tl.cdiv(tl.maximum(first - begin, 0), U)"),
+    ("k-saap-nearest-tie", "kernels/saap.py",
+     "kernels/test_saap_kernels.py::test_of_equal_centroids_the_first_wins", "(b_x > best)", "(b_x >= best)"),
+    ("k-saap-turn-sign", "kernels/saap.py", "kernels/test_saap_kernels.py::test_a_key_is_put_in_one_launch",
+     "to(tl.float32) * SIGN", "to(tl.float32)"),
+    ("k-sw-own-block", "kernels/sketch_walk.py",
+     "kernels/test_sketch_walk_kernels.py::test_lists_that_share_nothing",
+     "tl.maximum(end - 1 - begin, 0) // BLOCK", "tl.maximum(end - begin, 0) // BLOCK"),
+    ("k-sw-whole", "kernels/sketch_walk.py",
+     "kernels/test_sketch_walk_kernels.py::test_a_full_block_enters_the_index",
+     "whole = begin + (own + 1) * BLOCK <= end", "whole = begin + (own + 1) * BLOCK < end"),
+    ("k-swp-radius", "kernels/sketch_walk_prefill.py",
+     "kernels/test_sketch_walk_prefill_kernels.py::test_sub_blocks_of_padding_have_no_share",
+     'tl.where(count > 0, 0.5 * tl.sqrt(far), -float("inf"))', "0.5 * tl.sqrt(far)"),
+    ("k-blocks-diag", "kernels/blocks.py", "kernels/test_blocks.py::test_kernel_of_padding_alone",
+     "(b_n + KB <= begin)", "(b_n + KB <= begin + 1)"),
+    ("k-blocks-pad", "kernels/blocks.py",
+     "kernels/test_blocks.py::test_kernel_of_blocks_that_begin_with_padding",
+     "full = some & (b_n >= first)", "full = some & (b_n + KB > first)"),
+]]
+
+
+def copy_of(folder):
+    "The package in `folder`, beside links to all else."
+    for path in ROOT.iterdir():
+        if path.name not in ("sparse_nb", ".git", ".hypothesis"): (folder / path.name).symlink_to(path)
+    shutil.copytree(ROOT / "sparse_nb", folder / "sparse_nb", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def how(test):
+    "Options of pytest, and what a test needs of the environment: kernels run as `make test` has them run."
+    if not test.startswith("kernels/") or "::test_streaming_is" in test: return (), ()
+    return ("--cases", "covering") * test.startswith("kernels/test_kernels.py"), (("TRITON_INTERPRET", "1"),)
+
+
+def run(folder, options, environment, *tests):
+    "Exit code and output of pytest with the package in `folder`."
+    environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(folder)) | dict(environment)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options]
+    done = subprocess.run([*command, *(f"tests/{x}" for x in tests)], cwd=folder, env=environment, text=True,
+                          capture_output=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def change(folder, wrong):
+    "Make a version of the package in `folder` wrong. ValueError where the code is another by now."
+    path = folder / "sparse_nb" / wrong.module
+    text = path.read_text(encoding="utf-8")
+    if (count := text.count(wrong.old)) != 1:
+        raise ValueError(f"{wrong.name}: sparse_nb/{wrong.module} must hold {wrong.old!r} once, got {count} times")
+    path.write_text(text.replace(wrong.old, wrong.new), encoding="utf-8")
+
+
+def check(wrong):
+    "What became of a wrong version, in one line, and whether its test failed."
+    began = os.times()
+    with tempfile.TemporaryDirectory() as folder:
+        copy_of(Path(folder))
+        try: change(Path(folder), wrong)
+        except ValueError as error: return str(error), False
+        options, environment = how(wrong.test)
+        code, said = run(Path(folder), ("-x", *options), environment, wrong.test)
+    seconds = sum(os.times()[2:4]) - sum(began[2:4])
+    found = {0: "NOT CAUGHT", 1: "caught"}.get(code, f"pytest ended with {code}: {said[-2000:]}")
+    return f"{wrong.name:24}{seconds:6.1f} s  {found}", code == 1
+
+
+def check_right(versions):
+    "Do all tests pass without a wrong version?"
+    groups, codes = {}, []
+    for x in versions: groups.setdefault(how(x.test), {})[x.test] = None
+    with tempfile.TemporaryDirectory() as folder:
+        copy_of(Path(folder))
+        for (options, environment), tests in groups.items():
+            code, said = run(Path(folder), options, environment, *tests)
+            codes.append(code)
+            print(said, flush=True)
+    return not any(codes)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--right", action="store_true", help="run the tests with the package as it is")
+    asked = parser.parse_args()
+    if unknown := {*asked.names} - {x.name for x in VERSIONS}: parser.error(f"no version {', '.join(unknown)}")
+    chosen = [x for x in VERSIONS if not asked.names or x.name in asked.names]
+    if asked.right: sys.exit(not check_right(chosen))
+    missed = []
+    for x in chosen:
+        said, caught = check(x)
+        print(said, flush=True)
+        if not caught: missed.append(x.name)
+    sys.exit(f"not caught: {', '.join(missed)}" if missed else 0)
