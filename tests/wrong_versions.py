@@ -5,8 +5,8 @@
     python tests/wrong_versions.py --right     their tests with the package as it is: these pass
 
 A wrong version is made in a copy of the package; exit code 1 says that some test did not fail. Slow tests are left out.
-Seconds are of processor time, pytest's start included. Tests of kernels run in Triton's interpreter, with the
-cases that `make test` runs where a change can break kernels.
+Seconds are of processor time, pytest's start included. Tests of kernels run in Triton's interpreter, with the cases
+that `make test` runs where a change can break kernels.
 """
 import argparse
 import os
