@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CHAPTERS = {"nbs/04_santa.ipynb", "nbs/20_vattention.ipynb", "nbs/30_delta.ipynb", "nbs/08_saap.ipynb",
             "nbs/50_sketch_walk.ipynb"}
+PAGES = re.compile(r"nbs/|kernels/|tools/|tests/(book|browser)|_quarto|pyproject|constraints|\w+\.(md|qmd)")
 COMPILED = re.compile(r"kernels/|sparse_nb/(kernels|core)/|tests/(kernels|interpreter|conftest|inputs)")  # by Triton
 
 
@@ -112,6 +113,11 @@ def notebooks(changed, root=ROOT):
 def kernels(changed, root=ROOT):
     "Can a change break what Triton compiles or interprets?"
     return any(x.startswith("sparse_nb.core.") for x in touched(changed, root)) or any(map(COMPILED.match, changed))
+
+
+def site(changed):
+    "Can a change break a page of the site?"
+    return any(map(PAGES.match, changed))
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ if INTERPRETED: interpreter.patch()
 def pytest_addoption(parser):
     parser.addoption("--shard", default="0/1", metavar="I/N", help="every Nth test, from number I on")
     parser.addoption("--changed", action="store_true",
-                     help="what Triton compiles or interprets only where a change can break it")
+                     help="what Triton compiles or interprets, and the site, only where a change can break it")
     parser.addoption("--cases", default="all", choices=["all", "covering", "others"],
                      help="covering: of each test only the cases that hold every pair of values of its parameters")
 
@@ -200,8 +200,10 @@ def pytest_collection_modifyitems(config, items):
         lacking = pytest.mark.skip(reason="the witness is not here: make witness")
         if not (witness.path() / witness.MANIFEST).is_file():
             for item in asked: item.add_marker(lacking)
-    if config.getoption("changed") and not changed.kernels(changed.changed_files()):
-        unasked = [item for item in items if item.get_closest_marker("kernels")]
+    if config.getoption("changed"):
+        files = changed.changed_files()
+        apart = [name for name, broken in (("kernels", changed.kernels), ("site", changed.site)) if not broken(files)]
+        unasked = [item for item in items if any(map(item.get_closest_marker, apart))]
         config.hook.pytest_deselected(items=unasked)
         items[:] = [item for item in items if item not in {*unasked}]
     budget = lambda item: mark.args[0] if (mark := item.get_closest_marker("budget")) else 0

@@ -371,6 +371,7 @@ def test_append_replaces_whole_cases(tmp_path, monkeypatch):
 # What a step finds in the cache.
 
 @pytest.mark.budget(40)
+@pytest.mark.slow
 def test_steps_are_timed_after_each_kind_of_work(tmp_path):
     command = [sys.executable, "-m", "benchmarks.run", "cache_lines", "--quick", "--out", tmp_path / "x.json"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | dict(CUDA_VISIBLE_DEVICES=""), capture_output=True,
@@ -580,6 +581,7 @@ FEW = dict(methods={"quest": Quest(0.2), "santa": Santa(16)})
 
 
 @pytest.mark.budget(15)
+@pytest.mark.slow
 def test_a_record_of_a_whole_model(tmp_path):
     pytest.importorskip("transformers")
     both = dict(offload=True, **FEW)
@@ -612,6 +614,7 @@ def test_a_record_says_what_a_token_is_made_of_and_whose_rival_it_has(tmp_path):
     assert new["ratio"] == pytest.approx(dense / new["median_us"], rel=1e-3)  # of the file's dense rows
 
 
+@pytest.mark.slow
 def test_a_tuned_step_is_asked_of_generate_and_has_rivals_of_its_own(tmp_path, monkeypatch):
     from torch._inductor.runtime.benchmarking import benchmarker
     transformers, asked = pytest.importorskip("transformers"), []

@@ -26,7 +26,7 @@ PAGES = contents.pages()
 NOTEBOOKS = [page for page in PAGES if page.endswith(".ipynb")]
 PILOTS = re.compile(r"index|nbs/(00_attention|\w+_why_a_token_is_slow|\d+_santa|\d+_saap|\w+_claims)\.")
 
-pytestmark = pytest.mark.xdist_group("site")  # one process builds the site, parses its pages and has a browser
+pytestmark = [pytest.mark.xdist_group("site"), pytest.mark.site] # one process builds it and has a browser
 
 
 def build(out):

@@ -130,6 +130,7 @@ def test_the_demo_keeps_to_80_columns_and_breaks_no_word(columns):
     for text in written.values(): assert any(f" {text} " in line for line in said), said
 
 
+@pytest.mark.slow
 def test_the_picture_says_what_is_read(tiny):
     from sparse_nb import demo, tasks
     from sparse_nb.cli import load_model

@@ -189,6 +189,7 @@ def test_threads_have_records_of_their_own(llama, played):
         assert len(played) - before == TOKENS - 1 - replay.Replay.warm and len(records_of(llama)) == 1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_recorded_is_run(llama, played):
     forget(llama)
     want = ids_of(llama, IDS, max_new_tokens=TOKENS)

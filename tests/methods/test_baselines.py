@@ -420,6 +420,7 @@ def test_hyperplanes_are_drawn_once_and_by_seed():
     out = MagicPIG(4, 8).decode(q, k, v, seed=3)
     assert torch.equal(out, MagicPIG(4, 8).decode(q, k, v, seed=4))
 
+@pytest.mark.slow
 def test_the_estimate_is_unbiased_over_seeds():
     "Numerator and denominator, for fixed keys: the mean of each weight is 1"
     q, k, v = inputs(batch=1, heads=2, queries=1, keys=30)

@@ -47,6 +47,12 @@ def test_kernels_are_tried_where_a_change_can_break_them(project, what, asked):
     assert changed.kernels({what}, project[0]) == asked
 
 
+@pytest.mark.parametrize("what, asked", [
+    ("README.md", True), ("nbs/30_delta.ipynb", True), ("tools/site/conf.py", True), ("constraints.txt", True),
+    ("sparse_nb/delta.py", False), ("tests/core/test_random.py", False), ("benchmarks/results/x.json", False)])
+def test_pages_are_tried_where_a_change_can_break_them(what, asked): assert changed.site({what}) == asked
+
+
 def test_what_is_not_committed_and_what_a_branch_committed(project, monkeypatch):
     monkeypatch.delenv("BASE", raising=False)
     root, run = project
