@@ -39,7 +39,7 @@ demo: .venv/demo
 
 # the book in Jupyter, opened on its first chapter
 lab: setup
-	.venv/bin/jupyter lab nbs/00_attention.ipynb
+	.venv/bin/jupyter lab nbs/01_why_a_token_is_slow.ipynb
 
 # one thread a process; compiled kernels and Python's bytecode are kept from run to run
 test test-all newest: export OMP_NUM_THREADS = 1

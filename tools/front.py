@@ -292,7 +292,7 @@ def title(path):
 
 
 CHAPTERS = {  # page -> what one learns there
-    "nbs/00_attention.ipynb": "what a token reads",
+    "nbs/01_why_a_token_is_slow.ipynb": "bytes",
     "nbs/04_exact.ipynb": "softmax in pieces",
     "nbs/06_selection.ipynb": "a few weighted keys for all",
     "nbs/02_pocket.ipynb": "for experiments",
@@ -305,7 +305,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/30_delta.ipynb": "prompts that correct themselves",
     "nbs/50_sketch_walk.ipynb": "blocks of keys",
     "nbs/62_patterns.ipynb": "MInference, FlexPrefill, HiP",
-    "kernels/santa.ipynb": "a Triton kernel",
+    "kernels/santa.ipynb": "Triton",
     "nbs/80_bench.ipynb": "honest comparisons",
     "nbs/70_hf.ipynb": "transformers",
     "nbs/86_two_models.ipynb": "the verdict so far",

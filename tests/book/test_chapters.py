@@ -120,6 +120,7 @@ def test_letters_mean_one_thing(name):
 def test_file_and_title_are_one_name(name):
     title = source(cells(name)[0]).splitlines()[0].removeprefix("# ")
     assert re.sub(r"\W+", "_", title.lower()) == name.partition("_")[2]
+    assert f"[{title}](nbs/{name}.ipynb)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @chapters
