@@ -6,8 +6,7 @@
 __all__ = ['rank_clusters', 'keys_to_read', 'tail_state', 'saap_step', 'Saap', 'saap_decode', 'about_partition', 'save_partition']
 
 # %% ../nbs/08_saap.ipynb #f69f286e
-#| code-fold: true
-#| code-summary: "Imports"
+#| echo: false
 import math
 from dataclasses import dataclass
 
