@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,19 @@ def faults(nb):
         if shows or {"print", "display"} & set(calls(tree)): yield say("no output")
 
 
+def lacking(nb):
+    "What the cells of `nb` import of the project that is not there: names of modules and of what they hold."
+    trees = [parse(cell) for cell in nb.cells if cell.cell_type == "code"]
+    for node in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+        if node.level or node.module.partition(".")[0] not in ("sparse_nb", "benchmarks", "experiments"): continue
+        try: module = import_module(node.module)
+        except ModuleNotFoundError: yield node.module
+        else:
+            below = getattr(module, "__path__", None)  # a package has modules, too
+            yield from (f"{node.module}.{x.name}" for x in node.names if x.name != "*" and not hasattr(module, x.name)
+                        and not (below and find_spec(f"{node.module}.{x.name}")))
+
+
 @pytest.fixture(scope="module")
 def rebuilt(tmp_path_factory):
     into = tmp_path_factory.mktemp("rebuilt")
@@ -113,6 +128,18 @@ def test_notebooks_are_clean(rebuilt):
 def test_outputs(path):
     wrong = list(faults(read_nb(ROOT / path)))
     assert not wrong, "\n".join(["run `make notebooks`", *wrong])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
+def test_what_a_notebook_imports_is_there(path): assert not [*lacking(read_nb(ROOT / path))]
+
+
+def test_an_import_of_what_is_not_there_is_seen():
+    found = lambda text: [*lacking(new_nb([mk_cell(text)]))]
+    assert not found("from sparse_nb.santa import Santa\nfrom sparse_nb.core import exact")
+    assert found("from sparse_nb.santa import no_such") == ["sparse_nb.santa.no_such"]
+    assert found("from sparse_nb.no_such import x") == ["sparse_nb.no_such"]
+    assert found("from sparse_nb.core import no_such") == ["sparse_nb.core.no_such"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
