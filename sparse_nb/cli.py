@@ -735,7 +735,8 @@ def show_bench(
     table = Table(title=Text(about), title_justify="left", caption_justify="left", caption=Text(
         f"us a layer: median, memory cold; times dense: above 1 is faster; ms a token: weights read at {gb_s:.0f} GB/s "
         f"and the attention of {layers} layers, an estimate; gain: of a token over dense. * waits for the GPU: timed "
-        "with its launches, not from a graph"))
+        "with its launches, not from a graph. Queries, keys and values are Gaussian: a method that reads what an error "
+        "needs, as vAttention does, reads far more of them than of a model's"))
     for name in ("method", "us a layer", "times dense", "ms a token", "gain"):
         table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for row in rows:
