@@ -1,5 +1,6 @@
 """A chapter is short, begins with a picture, uses the field's words, and says where its numbers come from."""
 import json
+import math
 import re
 from pathlib import Path
 
@@ -76,30 +77,55 @@ def untagged(cells):
     return lost
 
 
+def size(cells):
+    "Words of a chapter, and lines of its code that a reader sees."
+    return (sum(len(plain(x).split()) for x in prose(cells)),
+            sum(visible(x) for x in cells if x["cell_type"] == "code"))
+
+
+def before_figure(cells):
+    "Words before the first figure; a cell whose code is seen counts for a hundred."
+    before = 0
+    for cell in cells:
+        if cell["cell_type"] == "markdown": before += len(plain(source(cell)).split())
+        elif any("image/png" in x.get("data", {}) for x in cell["outputs"]): return before
+        elif visible(cell): before += 100
+    return math.inf
+
+
+def foreign(cells):
+    "Words that are not the field's, and what to write instead."
+    return [f"{m[0]!r} in {x[max(0, m.start() - 30):m.end() + 30]!r}: {better}" for x in map(plain, prose(cells))
+            for pattern, better in PHRASES for m in re.finditer(pattern, x, re.I)]
+
+
+def named(cells, name, readme):
+    "Are the title, the name of the file and the words of README's link to it the same?"
+    title = source(cells[0]).splitlines()[0].removeprefix("# ")
+    return (re.sub(r"\W+", "_", title.lower()) == name.partition("_")[2] and f"[{title}](nbs/{name}.ipynb)" in readme)
+
+
+def long_cells(cells):
+    return [source(x)[:60] for x in cells if x["cell_type"] == "code" and visible(x) > 20]
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 chapters = pytest.mark.parametrize("name", WRITTEN)
 
 
 @chapters
 def test_length(name):
-    words = sum(len(plain(x).split()) for x in prose(cells(name)))
-    lines = sum(visible(x) for x in cells(name) if x["cell_type"] == "code")
+    words, lines = size(cells(name))
     assert words <= WORDS and lines <= LINES, (words, lines)
 
 
 @chapters
-def test_a_figure_stands_on_the_first_screen(name):
-    before = 0
-    for cell in cells(name):
-        if cell["cell_type"] == "markdown": before += len(plain(source(cell)).split())
-        elif any("image/png" in x.get("data", {}) for x in cell["outputs"]): break
-        elif visible(cell): before += 100
-    assert before < 120, f"{before} words before the first figure"
+def test_a_figure_stands_on_the_first_screen(name): assert before_figure(cells(name)) < 120
 
 
 @chapters
 def test_words_are_the_fields(name):
-    found = [f"{m[0]!r} in {x[max(0, m.start() - 30):m.end() + 30]!r}: {better}" for x in map(plain, prose(cells(name)))
-             for pattern, better in PHRASES for m in re.finditer(pattern, x, re.I)]
+    found = foreign(cells(name))
     assert not found, "\n".join(found)
 
 
@@ -117,16 +143,11 @@ def test_letters_mean_one_thing(name):
 
 
 @chapters
-def test_file_and_title_are_one_name(name):
-    title = source(cells(name)[0]).splitlines()[0].removeprefix("# ")
-    assert re.sub(r"\W+", "_", title.lower()) == name.partition("_")[2]
-    assert f"[{title}](nbs/{name}.ipynb)" in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_file_and_title_are_one_name(name): assert named(cells(name), name, README)
 
 
 @chapters
-def test_a_cell_is_one_idea(name):
-    long = {source(x)[:60]: visible(x) for x in cells(name) if x["cell_type"] == "code" and visible(x) > 20}
-    assert not long, long
+def test_a_cell_is_one_idea(name): assert not long_cells(cells(name))
 
 
 def test_a_wrong_chapter_is_seen():
@@ -143,4 +164,13 @@ def test_a_wrong_chapter_is_seen():
     assert letters(r"$\frac{q}{\sqrt D}$ and $$\text{out} = \tau_x$$") == {"q", "D", "tau", "x"}
     assert visible(code("#| code-fold: true\nx = 1")) == 0 and visible(code("#| label: a\nx = 1\n\ny")) == 2
     assert plain("a `row` $row$ b <!-- cell: row -->").split() == ["a", "b"]
-    for pattern, better in PHRASES: assert re.compile(pattern) and better
+    picture = code("#| code-fold: true\nplot()") | dict(outputs=[dict(data={"image/png": "x"})])
+    assert size([text("# One\n\ntwo `x` three"), code("x = 1\ny = 2"), picture]) == (4, 2)
+    assert before_figure([text("one two"), picture]) == 2 and before_figure([code("x = 1"), picture]) == 100
+    assert before_figure([text("one two")]) == math.inf
+    assert len(foreign([text("We ask the rival how many rows it reads.")])) == 3
+    assert not foreign([text("A query task is measured.")])
+    assert named([text("# A b\n\nc")], "03_a_b", "[A b](nbs/03_a_b.ipynb)")
+    assert not named([text("# A b")], "03_a_b", "[B](nbs/03_a_b.ipynb)")
+    assert not named([text("# A c")], "03_a_b", "[A c](nbs/03_a_b.ipynb)")
+    assert long_cells([code("x = 1\n" * 21)]) and not long_cells([code("x = 1\n" * 20)])
