@@ -23,7 +23,7 @@ from .core.streams import fold_in
 from .metrics import bootstrap_interval, clopper_pearson, relative_error
 from .models.cache import fork_cache
 from .models.override import as_cache
-from .tasks import Example, make, prompt_tokens, score
+from .tasks import Example, make, prompt_tokens, reply_tokens, score_reply
 
 # %% ../nbs/72_evaluate.ipynb #cf25a249
 def _question_tokens(context, prompt):
@@ -176,10 +176,15 @@ def _read(model, ids, start, chunk, prefill, seeds, decode=None):
     with hf.sparsify(model, prefill=prefill, decode=decode, setup="B", seed=streams) as session:
         with session.dispatch.reading(): return prefill_rows(model, ids, start, chunk=chunk)
 
+def _reply(tokenizer, ids, chat):
+    "The text of what was written; in a dialogue, up to the end of the reply"
+    if chat and tokenizer.eos_token_id in ids: ids = ids[:ids.index(tokenizer.eos_token_id)]
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
 def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, chat, watch):
     "The rows of `answers` for one batch"
     ids, start, taken = _rows(tokenizer, examples, setup, chat)
-    sizes = [len(tokenizer(f" {e.answer}.", add_special_tokens=False)["input_ids"]) for e in examples]
+    sizes = [reply_tokens(e, tokenizer, chat) for e in examples]
     if (tokens := ids.shape[1] + max(sizes)) > _longest(model):
         raise ValueError(f"examples must have at most the {_longest(model)} tokens that the model holds, got {tokens}")
     ids, tail, seeds = ids.to(model.device), int(taken.max()), [e.seed for e in examples]
@@ -194,9 +199,9 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
             written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, watched)
             means = watched.means() if watch else [{}] * len(ids)
             for i, (e, x, size, more) in enumerate(zip(examples, written, sizes, means)):
-                text = tokenizer.decode(x[:size], skip_special_tokens=True)
+                text = _reply(tokenizer, x[:size].tolist(), chat)
                 found[i, name] = dict(method=name, task=e.task, length=e.length, seed=e.seed,
-                                      **asdict(score(text, e.answer)), answer=text, expected=e.answer, **more)
+                                      **asdict(score_reply(e, text, chat)), answer=text, expected=e.answer, **more)
     return [found[i, name] for i in range(len(ids)) for name in methods]
 
 # %% ../nbs/72_evaluate.ipynb #3cb18e41
@@ -234,7 +239,7 @@ def answers(
 def accuracy(
     model,               # a transformers decoder, in evaluation mode
     tokenizer,           # its tokenizer
-    task: str,           # one of `tasks.TASKS`
+    task: str,           # one of `tasks.ALL_TASKS`
     length: int,         # tokens, answer included
     methods: Mapping,    # name -> method, or name -> dict or function from layer number to method
     *,

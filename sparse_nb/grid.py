@@ -29,7 +29,7 @@ from .core.checks import check_choice, check_count, check_flag, check_integer
 from .core.methods import Exact, weights_id
 from .evaluate import accuracy, check_keeps_all, compare
 from .metrics import bootstrap_interval, clopper_pearson
-from .tasks import TASKS, make
+from .tasks import ALL_TASKS, make
 from .text import text_bits, windows
 
 # %% ../nbs/85_grid.ipynb #513fbb5f
@@ -48,7 +48,7 @@ def task_of(
 ) -> tuple:    # name and settings of a task
     "What a name among a grid's tasks means. Raises ValueError for another task or form."
     name, *settings = text.split(":")
-    if name not in (*TASKS, "text"): raise ValueError(f"tasks must be of {', '.join(TASKS)}, text, got {text!r}")
+    if name not in (*ALL_TASKS, "text"): raise ValueError(f"tasks must be of {', '.join(ALL_TASKS)}, text, got {text!r}")
     pairs = [part.partition("=") for part in settings]
     if not all(key and value.isdecimal() for key, _, value in pairs):
         raise ValueError(f"tasks must be a name, or name:setting=number, got {text!r}")
@@ -153,7 +153,7 @@ class Grid:
 @dataclass(frozen=True)
 class Job:
     "A batch of prompts, and the methods that are to work on them"
-    task: str     # in `tasks.TASKS`, or "text"
+    task: str     # in `tasks.ALL_TASKS`, or "text"
     length: int   # tokens
     prefill: str  # name of the method that reads
     decode: tuple # names of the methods that write
