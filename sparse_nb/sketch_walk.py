@@ -9,8 +9,8 @@ __all__ = ['INDEXES', 'FINE', 'REACH', 'WALKS', 'PIECES', 'HEADS', 'POOLS', 'POW
            'prompt_blocks', 'in_blocks', 'row_means', 'guessed_shares', 'true_shares', 'drawn_shares', 'Queries',
            'Asked', 'shares_of_blocks', 'earlier_shares', 'prompt_lists', 'Query', 'query_blocks', 'own_rows',
            'query_shares', 'true_query_shares', 'query_lists', 'keys_of', 'Packed', 'Blocks', 'packed_index',
-           'ByKernels', 'SketchWalk', 'by_kernel', 'pattern_of', 'read_prompt', 'prompt_pattern', 'bytes_a_key',
-           'state_of', 'select_keys', 'without_kernel', 'served', 'by_kernels', 'keys_read', 'decoded',
+           'ByKernels', 'SketchWalk', 'by_kernel', 'pattern_of', 'with_exact_tail', 'read_prompt', 'prompt_pattern',
+           'bytes_a_key', 'state_of', 'select_keys', 'without_kernel', 'served', 'by_kernels', 'keys_read', 'decoded',
            'sketch_walk_prefill', 'sketch_walk_decode']
 
 # %% ../nbs/50_sketch_walk.ipynb #85d6c96d
@@ -143,7 +143,7 @@ WALKS = "softmax", "renormalised", "literal", "unmasked"
 PIECES = 4, 8, 16  # keys of blocks for single queries alone
 HEADS, POOLS, POWERS = ("group", "each", "all", "averaged"), ("mean", "max"), ("element", "matrix")
 SEEDS = 0, 2**63 - 1
-ENDS = dict(sketch=(1,), degree=(1, 32), dense_layers=(0,), seed=SEEDS, refine=(1, 1024), least=(2, 2**20))
+ENDS = dict(sketch=(1,), degree=(1, 32), dense_layers=(0,), seed=SEEDS, refine=(1, 1024), least=(2, 2**20), tail=(0,))
 
 def check_settings(s):
     "Raise TypeError or ValueError for settings of a `SketchWalk` that can never work."
@@ -686,6 +686,7 @@ class SketchWalk(ByKernels):
     seed: int = 0           # of the rotation
     refine: int = 1         # of a prompt: exact scores choose among so many times the blocks that are read; 1: none do
     least: int = 2          # blocks of a list at least, where so many are visible
+    tail: int = 128         # last queries of a prompt, or of a part of one, that attend exactly
 
     random = property(lambda self: self.index == "random", doc="Does it draw?")
     scores_all = property(lambda self: self.index == "oracle", doc="Is it an oracle?")
@@ -759,6 +760,14 @@ def pattern_of(s, q, k, start, scale, backend, seed=None, step=None, number=0, *
     with torch.no_grad():
         return BlockPattern.from_mask(prompt_lists(s, q, k, start, scale, seed, step, number=number, **more), **sizes)
 
+def with_exact_tail(s, found, q, k, v, scale, backend):
+    "The outputs `found` of a prompt without padding, the last `s.tail` of them exact."
+    if not (n := min(s.tail, q.shape[2])): return found
+    every = torch.ones(1, 1, -(-n // s.block), -(-k.shape[2] // s.block), dtype=torch.bool, device=q.device)
+    every = BlockPattern.from_mask(every, queries=n, keys=k.shape[2], query_block=s.block, key_block=s.block)
+    tail = block_attention(q[:, :, -n:], k, v, every, scale=scale, backend=backend)
+    return torch.cat([found[:, :, :-n], tail], 2)
+
 def read_prompt(s, q, k, v, seed, scale, kv_start, step, state, backend="auto"):
     "What `SketchWalk.prefill` gives."
     check_block("block", s.block)
@@ -776,6 +785,7 @@ def read_prompt(s, q, k, v, seed, scale, kv_start, step, state, backend="auto"):
         own = dict(seed=seeds[part] if s.random else None, step=step, state=state, part=part, number=number)
         pattern = pattern_of(s, q_, k_, None, scale, backend, **own)
         found = block_attention(q_, k_, v_, pattern, scale=scale, backend=backend)
+        found = with_exact_tail(s, found, q_, k_, v_, scale, backend)
         if whole: return found
         out[part, :, max(start - earlier, 0):] = found
     return out
@@ -897,6 +907,7 @@ def sketch_walk_prefill(
     rotation: int = 0,                    # seed of the rotation
     refine: int = 1,                      # exact scores choose among so many times the blocks read; 1: none do
     least: int = 2,                       # blocks of a list at least, where so many are visible
+    tail: int = 128,                      # last queries that attend exactly
     step: dict | None = None,             # of the walk: {} in the first layer, and the same dict in those above it
     state = None,                         # of a walk over a prompt in parts: the index of all N keys and their queries
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
@@ -910,7 +921,7 @@ def sketch_walk_prefill(
     `check_inputs`, and TypeError or ValueError for settings that can never work and a walk that lacks queries.
     """
     check_count("rotation", rotation, *SEEDS)
-    s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation, refine, least)
+    s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation, refine, least, tail)
     return read_prompt(s, q, k, v, seed, scale, kv_start, step, state, backend)
 
 # %% ../nbs/50_sketch_walk.ipynb #845e1b62

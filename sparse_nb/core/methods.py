@@ -1193,21 +1193,25 @@ class Predictor(Guesses):
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
         kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
         queries: int = 1,                     # causal queries that will ask it: `Fitted` learns what the first sees
+        q: torch.Tensor | None = None,        # the first of them [B, H, 1, D], for an index that hears queries
     ) -> State:
         "The index of all keys at once, told which of them are hidden. Raises as `State.append`."
         state = self.new_state()
+        asked = dict(q=q) if "q" in state.hears else {}
         later = queries - 1 if isinstance(state, Fitted) else 0
-        if "shown" not in state.hears or kv_start is None and kv_len is None and not later: state.append(k, k)
+        if "shown" not in state.hears or kv_start is None and kv_len is None and not later:
+            state.append(k, k, **asked)
         else:
             first, end = (x[:, 0, -1:] for x in visible_range(k, k, kv_start=kv_start, kv_len=kv_len))
             i, end = torch.arange(k.shape[2], device=k.device), end - later
-            state.append(k, k, shown=(i >= first) & (i < end))
+            state.append(k, k, shown=(i >= first) & (i < end), **asked)
         return state
 
     def state_for(self, q, k, state, kv_start=None, kv_len=None, causal=False):
         "`state` if it is this method's index of just these keys, a new one for None. Raises TypeError or ValueError."
         queries = q.shape[2] if causal else 1
-        if state is None: return self.build(to_device_of(k, q), kv_start=kv_start, kv_len=kv_len, queries=queries)
+        if state is None:
+            return self.build(to_device_of(k, q), kv_start=kv_start, kv_len=kv_len, queries=queries, q=q[:, :, :1])
         check_state(state, self.new_state(), k)
         return state
 

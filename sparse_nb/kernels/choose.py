@@ -476,7 +476,7 @@ def _of_channels(p_q, m_q, q_d, p_fit, f_c, p_row, x_d, there, scale, C: tl.cons
         word = tl.load(p_row + w * x_d, mask=there, other=0).to(tl.int32)
         for j in tl.static_range(4):
             c = w * 4 + j
-            channel = tl.load(p_fit + c * f_c, mask=c < C, other=0)
+            channel = tl.load(p_fit + c * f_c, mask=c < C, other=0.).to(tl.int64)
             b_q = tl.load(p_q + channel * q_d, mask=m_q & (c < C), other=0.).to(tl.float32) * scale
             level = ((word >> 4 * j & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0  # by the bits of 2^23
             b_s += (tl.sum(b_q, 0, keep_dims=True) if SUM else b_q)[:, None] * level[None, :]
@@ -560,10 +560,9 @@ def _sum_up(x, R: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr):
     return x
 
 @triton.jit
-def _rotated(p_x, mask, cut, W: tl.constexpr, STEPS: tl.constexpr):
+def _rotated(x, cut, W: tl.constexpr, STEPS: tl.constexpr):
     "The Hadamard transforms of some vectors of W = 2^STEPS numbers, and their outer thresholds at every place"
-    R: tl.constexpr = p_x.shape[0]
-    x = tl.load(p_x, mask=mask, other=0.).to(tl.float32)                                     # [R, W]
+    R: tl.constexpr = x.shape[0]
     for _ in tl.static_range(STEPS):
         a, b = tl.split(tl.reshape(x, [R, W // 2, 2]))                                       # neighbours
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [R, W])                 # sums, then differences
@@ -585,7 +584,8 @@ def _ask_kernel(q_ptr, ask_ptr, q_b, q_h, q_d, L, cut, R: tl.constexpr, RP: tl.c
         gdc_launch_dependents()
     bl, o_r, o_d = tl.program_id(0), tl.arange(0, RP)[:, None], tl.arange(0, W)[None, :]
     p_q = q_ptr + (bl // L).to(tl.int64) * q_b + (bl % L * R + o_r).to(tl.int64) * q_h + o_d.to(tl.int64) * q_d
-    x, edge = _rotated(p_q, (o_r < R) & (o_d < D), cut, W, STEPS)
+    x = tl.load(p_q, mask=(o_r < R) & (o_d < D), other=0.).to(tl.float32)
+    x, edge = _rotated(x, cut, W, STEPS)
     p_ask, least = ask_ptr + bl * ((4 + 3 * PLANES) * WORDS), tl.zeros([1, W], tl.int32)
     o_w = tl.arange(0, WORDS)
     for i in tl.static_range(3):
@@ -882,17 +882,19 @@ def _box_row_kernel(k_ptr, at_ptr, row_ptr, begin_ptr, k_b, k_g, k_n, k_d, x_b, 
     tl.store(p_row + x_s, tl.where(odd > 0, float("nan"), high).to(kind), mask=m_d)
 
 @triton.jit
-def _channel_row_kernel(k_ptr, at_ptr, row_ptr, fit_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, x_d, f_b, f_g, f_c, N, G, C,
-                        BW: tl.constexpr, PDL: tl.constexpr):
-    "The numbers of C channels in 4 bits each, and the step"
+def _channel_row_kernel(k_ptr, at_ptr, row_ptr, fit_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, x_d, f_b, f_g, f_x, f_c, N, G,
+                        C, BW: tl.constexpr, PDL: tl.constexpr):
+    "The numbers of C channels, less their means, in 4 bits each, and the step"
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     at, there, p_k, p_row = _row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, x_n, N, G)
     bg, o_w, o_j = tl.program_id(0).to(tl.int64), tl.arange(0, BW), tl.arange(0, 4)
     o_c, words = o_w[:, None] * 4 + o_j[None, :], tl.cdiv(C, 4)
-    channel = tl.load(fit_ptr + bg // G * f_b + bg % G * f_g + o_c * f_c, mask=o_c < C, other=0)
+    p_fit = fit_ptr + bg // G * f_b + bg % G * f_g + o_c * f_c
+    channel = tl.load(p_fit, mask=o_c < C, other=0.).to(tl.int64)
     x = tl.load(p_k + channel * k_d, mask=o_c < C, other=0.).to(tl.float32)                  # [BW, 4]
+    x -= tl.load(p_fit + f_x, mask=o_c < C, other=0.)
     odd = tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
     most = tl.max(tl.max(tl.abs(tl.where(x == x, x, 0.)), 1), 0) * (1 / 7)
     bits = most.to(tl.int32, bitcast=True)
@@ -906,16 +908,18 @@ def _channel_row_kernel(k_ptr, at_ptr, row_ptr, fit_ptr, k_b, k_g, k_n, k_d, x_b
 
 # %% ../../kernels/choose.ipynb #a0016755
 @triton.jit
-def _code_row_kernel(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, x_d, N, G, cut, D: tl.constexpr,
-                     W: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
-    "The lower bits of the codes of W = 2^STEPS numbers, then the higher ones"
+def _code_row_kernel(k_ptr, at_ptr, row_ptr, fit_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, x_d, f_b, f_g, f_d, N, G, cut,
+                     D: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):
+    "The lower bits of the codes of W = 2^STEPS numbers less the centre, then the higher ones"
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     at, there, p_k, p_row = _row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, x_n, N, G)
     WORDS: tl.constexpr = (W + 31) // 32
-    o_d, o_w = tl.arange(0, W)[None, :], tl.arange(0, WORDS)
-    x, edge = _rotated(p_k + o_d.to(tl.int64) * k_d, o_d < D, cut, W, STEPS)
+    bg, o_d, o_w = tl.program_id(0).to(tl.int64), tl.arange(0, W)[None, :], tl.arange(0, WORDS)
+    x = tl.load(p_k + o_d.to(tl.int64) * k_d, mask=o_d < D, other=0.).to(tl.float32)
+    x -= tl.load(fit_ptr + bg // G * f_b + bg % G * f_g + o_d * f_d, mask=o_d < D, other=0.)
+    x, edge = _rotated(x, cut, W, STEPS)
     code = (x > -edge).to(tl.int32) + (x > 0).to(tl.int32) + (x > edge).to(tl.int32)
     tl.store(p_row + o_w * x_d, _words(code & 1, W), mask=(o_w >= 0) & there)
     tl.store(p_row + (WORDS + o_w) * x_d, _words(code >> 1, W), mask=(o_w >= 0) & there)
@@ -938,8 +942,8 @@ def write_row(
     k: torch.Tensor,      # keys of a buffer [B, G, N, D] in float16, bfloat16 or float32, on a GPU, D <= 256
     rows: torch.Tensor,   # the index [B, G, M, ...], whose row of the new key is written
     at: torch.Tensor,     # number of the new key [1], int64
-    given: tuple = (),    # of boxes the first key of page 0 [B]; of channels and signs as in `choose`, but of the keys;
-    #                       of tables the centre and the hyperplanes, as in `collide`
+    given: tuple = (),    # of boxes the first key of page 0 [B]; of channels `ChannelCodes.fit`; of codes the centre
+    #                       [B, G, D]; of signs as in `choose`, but of the keys; of tables as in `collide`
     *,
     number: float = 1.0,  # the cut of the codes
     unit: int = 1,        # keys of a page
@@ -954,11 +958,12 @@ def write_row(
             _box_row_kernel[B * G,](k, at, rows, *given, *seen, N, G, U=unit, D=D, BD=BD, BN=BN, num_warps=1, **early)
         elif kind == "channels":
             fit = given[0]
-            _channel_row_kernel[B * G,](k, at, rows, fit, *seen, *fit.stride(), N, G, fit.shape[2],
-                                        BW=triton.next_power_of_2(triton.cdiv(fit.shape[2], 4)), num_warps=1, **early)
+            _channel_row_kernel[B * G,](k, at, rows, fit, *seen, *fit.stride(), N, G, fit.shape[3],
+                                        BW=triton.next_power_of_2(triton.cdiv(fit.shape[3], 4)), num_warps=1, **early)
         elif kind == "codes":
-            _code_row_kernel[B * G,](k, at, rows, *seen, N, G, number, D=D, W=W, STEPS=W.bit_length() - 1,
-                                     num_warps=1, **_BY_STEPS, **early)
+            fit = given[0]
+            _code_row_kernel[B * G,](k, at, rows, fit, *seen, *fit.stride(), N, G, number, D=D, W=W,
+                                     STEPS=W.bit_length() - 1, num_warps=1, **_BY_STEPS, **early)
         elif kind == "tables": _tables_of(k[:, :, :N], given[1], rows, at, given[0])
         else:
             M = given[0].shape[2]
