@@ -49,7 +49,7 @@ def guess(method, q, k):
         def code(x):
             x = hadamard(x)
             return torch.bucketize(x / x.square().mean(-1, keepdim=True).sqrt(), torch.tensor([-CUT, 0, CUT]).double())
-        return -(code(q)[:, None] - code(k)).abs().sum(-1).double()
+        return -(code(q)[:, None] - code(k - k.mean(0))).abs().sum(-1).double()
     raise AssertionError
 
 def equal_bits(method, q, k, h, g):
@@ -61,9 +61,10 @@ def equal_bits(method, q, k, h, g):
     return (bits("q", q, h)[:, None] == bits("k", k, g)).sum(-1).double()
 
 def labels(method, k, group):
-    "Channels and rounded labels of one group's keys [N, D]"
+    "Channels and rounded labels of one group's keys [N, D], which no query chose"
     chosen = (list(method.chosen[group]) if method.chosen else k.std(0).topk(method.channels).indices.sort()
               .values.tolist())
+    k = k - k.mean(0)
     step = (k[:, chosen].abs().amax(-1, keepdim=True) / 7).bfloat16().double()
     return chosen, (k[:, chosen] / step).round().clamp(-7, 7) * step
 
@@ -197,14 +198,42 @@ def test_hadamard_is_a_rotation(size):
 
 def test_heavy_channels():
     q, k, v = inputs(batch=1)
-    q[..., 4], k[:, 0, :, 9], k[:, 1, :, 4] = 0, 30, 1000.0
-    found = heavy_channels(q, k, 3)
-    assert 9 in found[0] and 4 not in found[0] and 4 not in found[1] and all(x == tuple(sorted(x)) for x in found)
-    weight = torch.stack([(q[0, 3 * g:3 * g + 3].flatten(0, 1)[:, None] * k[0, g]).abs().mean((0, 1))
-                          for g in range(2)])
+    q[..., 4], k[:, 0, :, 9], k[:, 1, :, 4], k[:, 1, :, 5] = 0, 30 * k[:, 0, :, 9], 1000 * k[:, 1, :, 4], 1000.0
+    found = heavy_channels(q, k, 3)  # no query looks at channel 4, and a constant says nothing of the order of keys
+    assert 9 in found[0] and 4 not in found[0] + found[1] and 5 not in found[1]
+    assert all(x == tuple(sorted(x)) for x in found)
+    weight = torch.stack([q[0, 3 * g:3 * g + 3].abs().mean((0, 1)) * k[0, g].std(0, correction=0) for g in range(2)])
     assert found == tuple(tuple(sorted(x)) for x in weight.topk(3).indices.tolist())
     method = DoubleSparsity(channels=3, chosen=found)
-    assert method.build(k).fit.tolist() == [[list(x) for x in found]]
+    assert method.build(k).numbers().tolist() == [[list(x) for x in found]]
+    first = torch.stack([(q[0, 3 * g:3 * g + 3, 0].abs().mean(0) * k[0, g].std(0, correction=0)).topk(3).indices
+                         for g in range(2)])
+    state = DoubleSparsity(channels=3).state_for(q, k, None)  # the first query chooses where no prompt was heard
+    assert state.numbers()[0].tolist() == first.sort(-1).values.tolist()
+
+def test_a_prompts_queries_choose_channels():
+    q, k, v = inputs(queries=40)
+    q, k, v = q.cpu(), k.cpu(), v.cpu()
+    for b in range(2): k[b, :, :, 3] *= 50
+    q[0, :, :, 3], q[1, :, 5:, 3], q[1, :, :5, 3] = 0, 0, 1000  # sequence 1 looks at channel 3, but in padding alone
+    shown = torch.arange(40) >= torch.tensor([[0], [5]])
+    state = DoubleSparsity(channels=4).new_state()
+    state.append(k, v, shown=shown, q=q)
+    assert not (state.numbers() == 3).any()
+    for b, first in enumerate((0, 5)):
+        weight = (q[b, :, first:].unflatten(0, (2, 3)).abs().mean((1, 2)) * k[b, :, first:].std(1, correction=0))
+        assert state.numbers()[b].tolist() == weight.topk(4).indices.sort(-1).values.tolist()
+    blind = DoubleSparsity(channels=4).new_state()
+    blind.append(k, v, shown=shown)
+    assert (blind.numbers() == 3).any(-1).all()
+
+@pytest.mark.parametrize("method", [Adamas(0.25), DoubleSparsity(0.25, channels=4, chosen=((0, 1, 2, 3), (4, 5, 6, 7))),
+                                    DoubleSparsity(0.25, channels=4), MagicPIG(2, 6)], **NAMES)
+def test_a_vector_added_to_all_keys_changes_no_choice(method):
+    q, k, v = inputs()
+    c = torch.randn(2, 2, 1, k.shape[3], generator=torch.Generator().manual_seed(5)).to(k) * 64
+    near, far = (method.select(q, x) for x in (k, k + c))
+    assert torch.equal(near.dense(40) > 0, far.dense(40) > 0)
 
 # states
 
@@ -341,7 +370,8 @@ def test_a_given_state_is_the_built_one(method):
     for part in zip(k.split(11, 2), v.split(11, 2)): state.append(*part)
     if isinstance(state, Fitted):
         state.reset()
-        for part in slice(38), slice(38, None): state.append(k[:, :, part], v[:, :, part])  # learns what query 0 sees
+        for part in slice(38), slice(38, None):  # learns of query 0, and what that sees
+            state.append(k[:, :, part], v[:, :, part], **dict(q=q[:, :, :1]) if "q" in state.hears else {})
     assert torch.equal(method.decode(q, k, v, causal=True, state=state), method.decode(q, k, v, causal=True))
     state.crop(30)
     with pytest.raises(ValueError, match="state must hold as many keys as k, 40, got 30"):
@@ -356,15 +386,15 @@ def test_what_is_learnt_follows_the_sequences_and_is_forgotten():
     state = DoubleSparsity(channels=1).new_state()
     state.append(a, a)
     state.append(b, b)
-    assert state.fit[0, 0].tolist() == [5]
+    assert state.numbers()[0, 0].tolist() == [5]
     state.pick_rows(torch.tensor([1, 0]))
-    assert state.fit[1, 0].tolist() == [5]
+    assert state.numbers()[1, 0].tolist() == [5]
     state.reset()
     state.append(b, b)
-    assert state.fit[0, 0].tolist() == [6]
+    assert state.numbers()[0, 0].tolist() == [6]
     with pytest.raises(ValueError, match="k must have the batch size of the state, 2, got 1"):
         state.append(a[:1], a[:1])
-    assert state.fit[0, 0].tolist() == [6] and len(state) == 30
+    assert state.numbers()[0, 0].tolist() == [6] and len(state) == 30
 
 # sampling
 
@@ -726,7 +756,7 @@ POCKET = inputs(dtype=torch.float32, size=64)
     (lambda: MagicPIG().new_state().append(K, K, shown=torch.ones(2, 40)), TypeError,
      "shown must be .* got torch.float32"),
     (lambda: Adamas().new_state().append(K, K, shown=None), TypeError,
-     "append takes nothing beside k and v, got shown"),
+     "append takes shown beside k and v, got q"),
     (lambda: Quest(page=4).decode(Q, K, V, state=Quest(page=8).build(K)), ValueError, "state must have size 4, got 8"),
     (lambda: MagicPIG(tables=5000), ValueError, "tables must be at least 2 and at most 4096, got 5000"),
 ])
@@ -750,6 +780,10 @@ USED = [Quest(0.25, page=4), Adamas(0.25), HashAttention(0.25, random_maps(16, 4
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
 
+def asked(method, q):
+    "What an index of `method` hears of queries"
+    return dict(q=q) if "q" in method.new_state().hears else {}
+
 def ids_of(model, ids=IDS, **kwargs):
     return model.generate(ids, **GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs)[:, ids.shape[1]:]
 
@@ -759,7 +793,7 @@ def test_generation_is_the_method_step_by_step(llama, method):
     def attend(module, query, key, value, mask, scaling=None, **kwargs):
         if query.shape[2] > 1:
             states[module.layer_idx] = method.new_state()
-            states[module.layer_idx].append(key, value)
+            states[module.layer_idx].append(key, value, **asked(method, query))
             return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
         states[module.layer_idx].append(key[:, :, -1:], value[:, :, -1:])
         return method.decode(query, key, value, scale=scaling, state=states[module.layer_idx]).transpose(1, 2), None
@@ -782,7 +816,7 @@ def test_beams_are_followed(llama, method):
     def attend(module, query, key, value, mask, scaling=None, **kwargs):
         if query.shape[2] > 1:
             state = method.new_state()
-            state.append(key[:1], value[:1])
+            state.append(key[:1], value[:1], **asked(method, query[:1]))
             learnt[module.layer_idx] = getattr(state, "fit", None)
             return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
         state = method.new_state()
