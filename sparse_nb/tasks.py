@@ -254,10 +254,11 @@ def reply_tokens(
     tokenizer=None,     # as in `prompt_tokens`
     chat: bool = False, # likewise
 ) -> int:
-    "How many tokens a model may write: those of the answer, with room for other words where a dialogue wants several"
+    "How many tokens a model may write: those of the answer; in a dialogue, room for quotation marks or other words"
     longest = max((example.answer, *example.others), key=len)
     size = len(_encode(tokenizer, f" {longest}.", special=False))
-    return 2 * size + 16 if example.others or chat and len(example.parts) > 1 else size
+    if example.task == "qa" or chat and len(example.parts) > 1: return 2 * size + 16
+    return size + 4 if chat else size
 
 # %% ../nbs/71_tasks.ipynb #96950cc6
 def make(
@@ -288,7 +289,7 @@ def make(
         answer, *others = [answer] if isinstance(answer, str) else answer
         return Example(task, context, question, answer, seed, length, tuple(others), wording)
     def tokens(example):
-        if not (chat or example.others): return len(_encode(tokenizer, f"{example.prompt} {example.answer}."))
+        if not chat and task != "qa": return len(_encode(tokenizer, f"{example.prompt} {example.answer}."))
         prompt = prompt_texts(example, tokenizer if chat else None)[1]
         return len(_encode(tokenizer, prompt, not chat)) + reply_tokens(example, tokenizer, chat)
     sample = filler(random.Random(0), 2000)
@@ -340,6 +341,7 @@ def score_reply(
     if example.task == "qa":
         found = any(_holds(_plain(written), x) for x in map(_plain, (example.answer, *example.others)) if x)
         return Score(found, float(found))
-    if not chat or len(example.parts) == 1: return score(written, example.answer)
+    if not chat: return score(written, example.answer)
+    if len(example.parts) == 1: return score(re.sub("[\"'*`]", "", written), example.answer)
     found = sum(_holds(written, part) for part in example.parts) / len(example.parts)
     return Score(found == 1, found)

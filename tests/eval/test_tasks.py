@@ -204,6 +204,8 @@ def test_replies_of_one_answer_and_plain_ones_are_scored_to_the_letter():
     one = example("kv", "4821")
     for written in (" 4821.", "4820", "48213", "it is 4821"):
         assert score_reply(one, written, chat=True) == score_reply(one, written) == score(written, "4821")
+    for mark in "\"'*`": assert score_reply(one, f" {mark}4821{mark}.", chat=True).exact
+    assert not score_reply(one, ' "4821".').exact and not score_reply(one, ' "48210".', chat=True).exact
     assert not score_reply(THREE, "0359, 4821, 1575").exact and score_reply(THREE, " 4821, 0359, 1575.\n").exact
 
 
