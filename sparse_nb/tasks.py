@@ -186,7 +186,10 @@ _SAYS = { # task -> before the context, after it, and the reply's first words; a
          "afterwards.\n\n", "\n\nWhich word appears most often in the list?", "The most frequent word is"),
         ("The following list repeats some words. One of them appears five times as often as any other. I will ask "
          "which.\n\n", "\n\nWhich word appears most often in the list?", "The word that appears most often is")],
-    "qa": [(_QA, "\n\n" + _QA + "Question: {names}", "Answer:")]}
+    "qa": [(_QA, "\n\n" + _QA + "Question: {names}", "Answer:"),
+           ("I will ask a question afterwards that one of the following documents answers.\n\n",
+            "\n\nQuestion: {names}\nAnswer with a few words, copied from the document that holds the answer.",
+            "Answer: \"")]}
 
 # %% ../nbs/71_tasks.ipynb #ee8dc859
 @dataclass(frozen=True)
