@@ -185,6 +185,7 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
     "The rows of `answers` for one batch"
     ids, start, taken = _rows(tokenizer, examples, setup, chat)
     sizes = [reply_tokens(e, tokenizer, chat) for e in examples]
+    watched = [len(tokenizer(f" {e.answer}.", add_special_tokens=False)["input_ids"]) for e in examples]
     if (tokens := ids.shape[1] + max(sizes)) > _longest(model):
         raise ValueError(f"examples must have at most the {_longest(model)} tokens that the model holds, got {tokens}")
     ids, tail, seeds = ids.to(model.device), int(taken.max()), [e.seed for e in examples]
@@ -194,10 +195,10 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
         listens = None if index is None else methods[names[0]]
         cache = _read(model, ids[:, :-tail], start, chunk, prefill, seeds, listens)
         for name in names:
-            watched = Watch(ids.shape[1] - start + torch.tensor(sizes)) if watch else None
+            seen = Watch(ids.shape[1] - start + torch.tensor(watched)) if watch else None
             both = dict(prefill=prefill, decode=methods[name])
-            written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, watched)
-            means = watched.means() if watch else [{}] * len(ids)
+            written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, seen)
+            means = seen.means() if watch else [{}] * len(ids)
             for i, (e, x, size, more) in enumerate(zip(examples, written, sizes, means)):
                 text = _reply(tokenizer, x[:size].tolist(), chat)
                 found[i, name] = dict(method=name, task=e.task, length=e.length, seed=e.seed,

@@ -48,7 +48,8 @@ def task_of(
 ) -> tuple:    # name and settings of a task
     "What a name among a grid's tasks means. Raises ValueError for another task or form."
     name, *settings = text.split(":")
-    if name not in (*ALL_TASKS, "text"): raise ValueError(f"tasks must be of {', '.join(ALL_TASKS)}, text, got {text!r}")
+    if name not in (*ALL_TASKS, "text"):
+        raise ValueError(f"tasks must be of {', '.join(ALL_TASKS)}, text, got {text!r}")
     pairs = [part.partition("=") for part in settings]
     if not all(key and value.isdecimal() for key, _, value in pairs):
         raise ValueError(f"tasks must be a name, or name:setting=number, got {text!r}")

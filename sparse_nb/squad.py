@@ -42,9 +42,10 @@ def _parse(lines):
     return dict(about=ABOUT, paragraphs=[[title, text] for text, (_, title) in paragraphs.items()], questions=questions)
 
 # %% ../nbs/88_squad.ipynb #5d0a0009
-def _checked(name, data, wanted):
+def _checked(name, data, wanted, then=""):
     "`data`, if its SHA-256 is as `wanted`"
-    if (got := sha256(data).hexdigest()) != wanted: raise ValueError(f"{name} must have the SHA-256 {wanted}, got {got}")
+    got = sha256(data).hexdigest()
+    if got != wanted: raise ValueError(f"{name} must have the SHA-256 {wanted}, got {got}{then}")
     return data
 
 def _download(folder):
@@ -83,8 +84,7 @@ def fetch_squad(
 
 @lru_cache(maxsize=1)
 def _read(file):
-    data = _checked(f"{file} of SQuAD (delete it and fetch it again: it)", file.read_bytes(), KEPT)
-    return json.loads(data)
+    return json.loads(_checked(file, file.read_bytes(), KEPT, ": delete it and fetch it again"))
 
 def load_squad() -> dict: # paragraphs, of (title, text); questions, of (number of a paragraph, question, answers)
     "The questions that `fetch_squad` brought. Raises FileNotFoundError where they are not, ValueError where damaged."

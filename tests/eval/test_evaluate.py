@@ -53,6 +53,42 @@ METHODS = {
 
 setups = pytest.mark.parametrize("setup", fast(["A", "B"], 0))
 
+TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+TWO = dict(paragraphs=[["Rivers", "The Rhine is 1,233 km long."], ["Bridges", "The old bridge was built in 1357."]],
+           questions=[[0, "How long is the Rhine?", ["1,233 km", "1,233"]]])
+
+@pytest.fixture
+def talking(tiny):
+    model, tokenizer = tiny[0], byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return model, tokenizer
+
+@pytest.mark.parametrize("task", tasks.ALL_TASKS)
+def test_every_task_is_asked_in_a_dialogue(talking, task):
+    own = dict(task_settings=dict(data=TWO)) if task == "qa" else {}
+    frame = accuracy(*talking, task, 1100, {"exact": Exact(), "topk": TopK(16)}, prompts=2, chat=True,
+                     watch=True, **own)
+    assert len(frame) == 4 and frame.exact.dtype == bool and frame.characters.between(0, 1).all()
+    assert (frame[frame.method == "exact"].density == 1).all() and (frame[frame.method == "topk"].density < 0.1).all()
+
+def test_a_reply_ends_where_the_model_ends_it(talking):
+    model, tokenizer = talking
+    run = lambda: answers(model, tokenizer, [tasks.make("multivalue", 900, tokenizer=tokenizer, chat=True)],
+                          {"exact": Exact()}, chat=True)[0]["answer"]
+    whole = run()
+    tokenizer.eos_token = (mark := whole[len(whole) // 2])
+    assert run() == whole[:whole.index(mark)] and len(whole) > 20
+
+def test_several_answers_count_in_any_order_in_a_dialogue_alone(talking, monkeypatch):
+    model, tokenizer = talking
+    for chat, right in ((True, True), (False, False)):
+        e = tasks.make("multivalue", 900, tokenizer=tokenizer, chat=chat)
+        reply = ", ".join(reversed(e.parts)) + "."
+        monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: reply)
+        row, = answers(model, tokenizer, [e], {"exact": Exact()}, chat=chat)
+        assert row["answer"] == reply and row["exact"] is right and (row["characters"] == 1) is right
+
 @setups
 def test_a_batch_of_one_is_hf_answer(tiny, setup):
     model, tokenizer = tiny
