@@ -142,7 +142,7 @@ def asked(case: Case, method: Predictor) -> Asked:
     known = lambda kind, number, *given, place=place: Asked(case, method, state, kind, number, given, place)
     if isinstance(method, Quest):
         return known("boxes", number, place=Place(case.n, begin=state.begin, unit=method.page))
-    if isinstance(method, DoubleSparsity): return known("channels", number, state.fit)
+    if isinstance(method, DoubleSparsity): return known("channels", number, state.fit[:, :, 0])
     if isinstance(method, Adamas): return known("codes", CUT)
     return known("signs", number, *(state.held[part] for part in PARTS if part[0] == "q"))
 

@@ -1,0 +1,197 @@
+"""Every method on a model of 1.5 billion weights whose keys are biased, at 16,384 tokens, beside the two small ones:
+right answers, what was read, and ideas for indexes and for prompts"""
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.multiprocessing as processes
+
+from sparse_nb.baselines import Adamas, DoubleSparsity, HadamardCodes, MagicPIG, Quest, hadamard
+from sparse_nb.core.exact import grouped, promote
+from sparse_nb.core.methods import Exact, Streaming, TopK
+from sparse_nb.core.selection import Selection
+from sparse_nb.delta import Delta
+from sparse_nb.evaluate import accuracy
+from sparse_nb.eviction import H2O, SnapKV
+from sparse_nb.grid import load_named, task_of
+from sparse_nb.patterns import FlexPrefill, VerticalSlash
+from sparse_nb.saap import Saap
+from sparse_nb.santa import Santa
+from sparse_nb.sketch_walk import SketchWalk
+from sparse_nb.vattention import VAttention
+
+SHARE, FEW, LENGTH, PROMPTS, AT_ONCE = 0.1, 0.02, 16384, 60, 30
+TASKS = "needle", "multikey", "kv", "multivalue", "multiquery", "frequent_words", "qa"
+OTHERS = (("smollm2", "needle", 4096), ("smollm2", "multikey:keys=4", 2048), ("smollm2", "kv", 1024),
+          ("pocket", "multikey", 4096), ("pocket", "kv", 2048), ("pocket", "multivalue", 4096),
+          ("pocket", "frequent_words", 2048))
+
+
+@dataclass(frozen=True)
+class Product(Adamas):
+    "An idea: the codes of Adamas, and in place of the distance their product with the transformed query in 4 bits."
+    def best_keys(self, *given, **more) -> Selection | None:
+        "No kernel does this."
+        return None
+
+    def values(self, state: HadamardCodes, size: int) -> torch.Tensor:
+        "What the codes stand for [B, G, N, size]: -3, -1, 1, 3."
+        return 2 * state.codes(size).float() - 3
+
+    def priorities(self, q, state, *, scale=None):
+        "The product for each key."
+        x = hadamard(promote(grouped(q, state.rows.shape[1])))
+        step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7
+        x = (x / step).round() * step
+        return (x @ self.values(state, x.shape[-1]).to(x.dtype).transpose(-1, -2)).reshape(*q.shape[:3], -1)
+
+class CodesAndLengths(HadamardCodes):
+    "The codes of each key, and in one more word its root mean square."
+    def features(self, k, v, shown=None):
+        "The same of each key."
+        rms = (promote(k) - self.fit[:, :, None]).square().mean(-1, keepdim=True).sqrt().float()
+        return torch.cat([super().features(k, v), rms.view(torch.int32)], -1)
+
+    def put(self, k, v, at, shown=None):
+        "No kernel writes these."
+        raise NotImplementedError
+
+    def codes(self, size):
+        "As `HadamardCodes.codes`."
+        own = HadamardCodes()
+        own.rows = self.rows[..., :-1]
+        return own.codes(size)
+
+@dataclass(frozen=True)
+class ProductTimesLength(Product):
+    "The same with the length of each key, of two more bytes if it were rounded to bfloat16."
+    def new_state(self):
+        "`CodesAndLengths`."
+        return CodesAndLengths()
+
+    def values(self, state, size):
+        "As `Product.values`, times the length."
+        return super().values(state, size) * state.rows[..., -1:].contiguous().view(torch.float32)
+
+    def index_bytes(self, head_dim):
+        "As of Adamas, and the length."
+        return super().index_bytes(head_dim) + 2
+
+
+def vattention(predictor, delta: float = 0.05) -> VAttention:
+    "A relative error of the denominator of at most 0.1."
+    return VAttention(0.1, delta, sinks=4, window=64, topk=0.05, base=0.01, predictor=predictor)
+
+def decoders() -> dict:
+    "name -> method, of about a tenth of the keys, or of a fiftieth."
+    return {"exact": Exact(), "topk": TopK(SHARE), "santa": Santa(128), "adamas": Adamas(SHARE),
+            "product": Product(SHARE), "quest": Quest(SHARE), "magicpig-6x42": MagicPIG(6, 42),
+            "magicpig-7x36": MagicPIG(7, 36), "sketch_walk": SketchWalk(density=SHARE), "saap": Saap(budget=SHARE),
+            "vattention+topk": vattention("oracle"), "vattention+adamas": vattention(Adamas(SHARE)),
+            "vattention+product": vattention(Product(SHARE)), "topk-2%": TopK(FEW), "adamas-2%": Adamas(FEW),
+            "product-2%": Product(FEW)}
+
+def looked_at() -> dict:
+    "name -> method, of which only what they read and their error are asked."
+    return {"streaming": Streaming(4, SHARE), "product-length": ProductTimesLength(SHARE),
+            "magicpig-8x32": MagicPIG(8, 32),
+            "vattention+product-length": vattention(ProductTimesLength(SHARE)),
+            "vattention+adamas-.1": vattention(Adamas(SHARE), 0.1)}
+
+def listeners() -> dict:
+    "name -> method that hears the queries of a prompt, which is read anew for each."
+    return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE), "h2o": H2O(SHARE)}
+
+def readers(all_of_them: bool = True) -> dict:
+    "name -> method that reads prompts."
+    main = {"sketch_walk": SketchWalk(), "sketch_walk-max": SketchWalk(pool="max"),
+            "sketch_walk-max-refine": SketchWalk(pool="max", refine=2)}
+    if not all_of_them: return main
+    return main | {"sketch_walk-no_tail": SketchWalk(tail=0), "delta": Delta(), "flexprefill": FlexPrefill(),
+                   "vertical_slash": VerticalSlash(500, 1500)}
+
+
+class Cell(NamedTuple):
+    "A batch of prompts of one task, and what is asked of them"
+    part: str    # "answers", "listeners", "prompts" or "read"
+    model: str
+    task: str    # as of `task_of`
+    length: int  # tokens
+    seeds: range
+
+def cells(quick: bool = False) -> list:
+    "Those of the record, what decides first."
+    if quick: return [Cell(part, "pocket", "kv", 640, range(2)) for part in ("answers", "listeners", "prompts", "read")]
+    batches = [range(a, a + AT_ONCE) for a in range(0, PROMPTS, AT_ONCE)]
+    found = [Cell("answers", "qwen", task, LENGTH, seeds) for seeds in batches for task in TASKS]
+    few = [range(a, a + 15) for a in range(0, PROMPTS, 15)]
+    found += [Cell("prompts", "qwen", task, LENGTH, seeds) for seeds in few[:2] for task in TASKS]
+    found += [Cell("listeners", "qwen", task, LENGTH, few[0]) for task in TASKS]
+    found += [Cell("read", "qwen", task, LENGTH, range(100, 104)) for task in TASKS]
+    found += [Cell("answers", model, task, length, range(PROMPTS)) for model, task, length in OTHERS]
+    return found + [Cell("prompts", "qwen", task, LENGTH, seeds) for seeds in few[2:] for task in TASKS]
+
+@cache
+def loaded(name: str) -> tuple:
+    "A model and its tokenizer, from the folder that the environment names, or as `load_named` finds it."
+    return load_named(os.environ.get(f"{name.upper()}_FOLDER", name))
+
+def ask(cell: Cell) -> list:
+    "A row for each method: what it got right of the cell's prompts, one by one, and of the part \"read\" what it read."
+    model, tokenizer = loaded(cell.model)
+    task, settings = task_of(cell.task)
+    given = dict(prompts=len(cell.seeds), seed=cell.seeds[0], task_settings=settings,
+                 chat=bool(tokenizer.chat_template))
+    few = 1 if cell.part == "prompts" else 5 if cell.part == "listeners" else len(cell.seeds)
+    if cell.part == "prompts":
+        read = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how, batch=few,
+                                          chunk=cell.length, **given)
+        frames = [partial(read, *way) for way in readers(cell.seeds[0] < 15).items()]
+    else:
+        methods = listeners() if cell.part == "listeners" else decoders()
+        if cell.part == "read": methods |= looked_at() | listeners()
+        if cell.part == "answers": methods["exact"] = None
+        frames = [lambda: accuracy(model, tokenizer, task, cell.length, methods, batch=few, watch=cell.part == "read",
+                                   **given)]
+    return [row for make in frames for row in rows_of(cell, make)]
+
+def rows_of(cell: Cell, make: Callable) -> list:
+    "A row for each method of a table that `accuracy` makes."
+    found = []
+    for name, own in make().groupby("method", sort=False):
+        row = cell._asdict() | dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], method=name)
+        if cell.part == "read":
+            row |= {x: round(own[x].mean(), 5) for x in ("density", "error")}
+            row["bytes"] = round((own.bytes / own.dense_bytes).mean(), 5)
+        found.append(row | dict(right=own.exact.astype(int).tolist(), answers=own.answer.tolist()))
+    return found
+
+def _serve(gpu, todo, done):
+    "A process that asks what it is given, on one GPU"
+    if gpu is not None: os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    while (cell := todo.get()) is not None:
+        try: done.put((cell, ask(cell), None))
+        except Exception as error: done.put((cell, [], f"{type(error).__name__}: {error}"))
+
+def asked(every: list, gpus: int): # yields (cell, rows, what went wrong or None) as they come
+    "Ask all cells, a process for each GPU."
+    context = processes.get_context("spawn")
+    todo, done = context.Queue(), context.Queue()
+    for cell in every: todo.put(cell)
+    seats = [context.Process(target=_serve, args=(gpu if gpus else None, todo, done), daemon=True)
+             for gpu in range(gpus or 1)]
+    for seat in seats:
+        todo.put(None)
+        seat.start()
+    for _ in every: yield done.get()
+
+
+def real_model(recorder):
+    "Ask every cell, and keep its rows."
+    every = cells(recorder.quick)
+    for cell, rows, failed in asked(every, torch.cuda.device_count()):
+        if failed: raise RuntimeError(f"{cell}: {failed}")
+        recorder.rows += rows
