@@ -6,9 +6,9 @@
 __all__ = ['SUFFIXES', 'app', 'MODEL', 'MOST_SAMPLES', 'PROMPT_FILE', 'DECODE', 'QUESTION', 'DENSE', 'OFFLOAD', 'AUDIT',
            'OPTIONS', 'METHODS_OF', 'check_out', 'write_whole', 'load_tokenizer', 'longest_input', 'load_model',
            'progress_bars', 'demo', 'method_from', 'rehearse', 'list_methods', 'read_prompt', 'check_length',
-           'tokens_of', 'check_tokens', 'show_stats', 'continue_prompt', 'items_of', 'generate', 'tune', 'fetch_model',
-           'seeds_of', 'texts_of', 'show_results', 'grid_from', 'evaluate_grid', 'train', 'show_bench', 'time_methods',
-           'triton_state', 'devices', 'doctor', 'main']
+           'tokens_of', 'check_tokens', 'show_stats', 'continue_prompt', 'items_of', 'generate', 'tune',
+           'fetch_published', 'seeds_of', 'texts_of', 'show_results', 'grid_from', 'evaluate_grid', 'train',
+           'show_bench', 'time_methods', 'triton_state', 'devices', 'doctor', 'main']
 
 # %% ../nbs/95_cli.ipynb #97fadf6c
 import json
@@ -517,15 +517,18 @@ def tune(
 
 # %% ../nbs/95_cli.ipynb #5680643a
 @app.command("fetch")
-def fetch_model(
-    model: Annotated[str, typer.Argument(help="smollm2 (0.1 GB to download) or qwen (1.1 GB).", show_default=False)],
+def fetch_published(
+    name: Annotated[str, typer.Argument(help="A model: smollm2 (0.1 GB to download) or qwen (1.1 GB); or questions: "
+                                        "squad (0.1 GB).", show_default=False)],
 ):
-    "Bring a published model, or see that it is there and whole; what was broken off goes on."
+    "Bring a published model or data set, or see that it is there and whole; what was broken off goes on."
+    from sparse_nb import squad
     from sparse_nb.core.checks import check_choice
     from sparse_nb.models import fetch
-    check_choice("model", model, tuple(fetch.MODELS))
+    check_choice("name", name, (*fetch.MODELS, "squad"))
+    if name == "squad": return squad.fetch_squad(say=_say)
     with progress_bars() as (report, _):
-        try: fetch.fetch(model, say=_say, progress=report)
+        try: fetch.fetch(name, say=_say, progress=report)
         except ImportError as error: raise ValueError(error) from error
 
 # %% ../nbs/95_cli.ipynb #b4618904

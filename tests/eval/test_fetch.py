@@ -294,6 +294,11 @@ def test_an_unknown_name_is_refused():
         with pytest.raises(ValueError, match="name must be one of smollm2, qwen, got 'llama'"): call("llama")
 
 
+def test_the_command_brings_squad_too(monkeypatch):
+    monkeypatch.setattr("sparse_nb.squad.fetch_squad", lambda say: say("SQuAD is here"))
+    assert command("fetch", "squad").stdout == "SQuAD is here\n"
+
+
 @pytest.mark.parametrize("name", ["smollm2", "qwen"])
 def test_a_model_that_was_not_fetched_names_the_command(tmp_path, monkeypatch, name):
     monkeypatch.setenv("SPARSE_NB_CACHE", str(tmp_path))
