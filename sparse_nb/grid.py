@@ -24,22 +24,24 @@ import pandas as pd
 import torch
 
 import sparse_nb
-from . import hf, pocket, witness
+from . import hf, pocket
 from .core.checks import check_choice, check_count, check_flag, check_integer
 from .core.methods import Exact, weights_id
 from .evaluate import accuracy, check_keeps_all, compare
 from .metrics import bootstrap_interval, clopper_pearson
+from .models import fetch
 from .tasks import ALL_TASKS, make
 from .text import text_bits, windows
 
 # %% ../nbs/85_grid.ipynb #513fbb5f
 def load_named(
-    name: str, # "pocket", "witness", a folder, or the id of a model on the Hugging Face hub
+    name: str, # "pocket", "smollm2", "qwen", a folder, or the id of a model on the Hugging Face hub
 ): # (model, tokenizer), on the GPU if there is one (in bfloat16), in evaluation mode
-    "A model and its tokenizer. Raises as `pocket.load_checkpoint` and `witness.load`."
+    "A model and its tokenizer. Raises as `pocket.load_checkpoint` and `models.fetch.load`."
     gpu = torch.cuda.is_available()
     where = dict(device="cuda" if gpu else "cpu", dtype=torch.bfloat16 if gpu else torch.float32)
-    if name in ("pocket", "witness"): return dict(pocket=pocket, witness=witness)[name].load(**where)
+    if name == "pocket": return pocket.load(**where)
+    if name in fetch.MODELS: return fetch.load(name, **where)
     return pocket.load_checkpoint(name, where["device"])
 
 # %% ../nbs/85_grid.ipynb #fd46013a

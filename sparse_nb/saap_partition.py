@@ -22,17 +22,18 @@ from .text import speeches, windows
 KINDS = {"retrieval": ("needle", "multikey", "multivalue", "multiquery"),
          "lists": ("kv", "variable_tracking", "frequent_words")}  # what a partition of the name has seen, beside prose
 FIRST_SEED = 200_000  # of prompts that no record asks
-LENGTHS = {"pocket": (1024, 2048, 4096, 8192), "witness": (1024, 2048, 4096)}  # tokens, in turn
+LENGTHS = {  # tokens, in turn
+    "pocket": (1024, 2048, 4096, 8192), "smollm2": (1024, 2048, 4096), "qwen": (1024, 2048, 4096)}
 
 def lesson_texts(
-    name: str,     # "pocket" or "witness"
+    name: str,     # in `LENGTHS`
     tokenizer,     # of the model
     tasks: tuple,  # names of those that are seen
     each: int = 8, # prompts of each task, and windows of prose
     lengths: tuple | None = None, # tokens, in turn; None: those of `LENGTHS`
 ) -> list:         # of tensors [N]
     "Prompts with their answers, and old messages of presidents."
-    found, chat, lengths = [], name == "witness", lengths or LENGTHS[name]
+    found, chat, lengths = [], name != "pocket", lengths or LENGTHS[name]
     for i in range(each):
         length = lengths[i % len(lengths)]
         for task in tasks:
@@ -48,14 +49,14 @@ FOLDER = "~/.cache/sparse_nb/saap"
 ASKED = 50_000  # queries of each head to learn from, before those whose heaviest key is near are left out
 
 def partition_path(
-    name: str, # "pocket" or "witness"
+    name: str, # in `LENGTHS`
     seen: str, # one of `KINDS`, or "all"
 ) -> str:
     "Where a partition lies that no package ships."
     return f"{FOLDER}/{name}_{seen}.safetensors"
 
 def make_partition(
-    name: str,           # "pocket" or "witness"
+    name: str,           # in `LENGTHS`
     seen: str = "all",   # one of `KINDS`, or "all"
     out=None,            # the safetensors file; None: `partition_path`
     *,

@@ -195,11 +195,12 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if asked := [item for item in items if item.get_closest_marker("witness")]:
-        from sparse_nb import witness
-        lacking = pytest.mark.skip(reason="the witness is not here: make witness")
-        if not (witness.path() / witness.MANIFEST).is_file():
-            for item in asked: item.add_marker(lacking)
+    for name in ("smollm2", "qwen"):
+        if asked := [item for item in items if item.get_closest_marker(name)]:
+            from sparse_nb.models import fetch
+            lacking = pytest.mark.skip(reason=f"the model is not here: make fetch MODEL={name}")
+            if not fetch.is_here(name):
+                for item in asked: item.add_marker(lacking)
     if config.getoption("changed"):
         files = changed.changed_files()
         apart = [name for name, broken in (("kernels", changed.kernels), ("site", changed.site)) if not broken(files)]

@@ -46,13 +46,14 @@ CONFIGURATIONS = {
 DRAWN = "santa", "vattention", "saap", "sketch_walk"  # one configuration of each of the papers' decoding methods
 OURS = [name for name, (key, *_) in CONFIGURATIONS.items() if key in ("santa", "vattention", "saap", "sketch_walk")]
 LENGTHS = {32768: "32k", 131072: "131k", 524288: "524k"}
-MODELS = {"pocket": "pocket (8M)", "witness": "SmolLM2 (135M)", "qwen": "Qwen2.5-Coder (1.5B)"}
+MODELS = {"pocket": "pocket (8M)", "smollm2": "SmolLM2 (135M)", "qwen": "Qwen2.5-Coder (1.5B)"}
 
 
 @functools.cache
 def result(name, machine="nvidia_h200"):
     "What a file of benchmarks/results holds."
-    return json.loads((ROOT / "benchmarks" / "results" / f"{machine}_{name}.json").read_text(encoding="utf-8"))
+    from benchmarks.recorder import read_record
+    return read_record(ROOT / "benchmarks" / "results" / f"{machine}_{name}.json")
 
 
 def rows(name): return result(name)["rows"]

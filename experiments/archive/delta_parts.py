@@ -3,9 +3,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sparse_nb import pocket, witness
+from sparse_nb import pocket
 from sparse_nb.core.methods import Exact, Method, weights_id
 from sparse_nb.delta import Delta, key_clusters
+from sparse_nb.models import fetch
 from benchmarks.machine import machine
 from sparse_nb.text import speeches, text_bits, windows
 
@@ -89,14 +90,16 @@ ARMS = {"1 part": {}, "1 part, m = 4": dict(anchors=4), "1 part, m = 64": dict(a
         "8 clusters, m = 4": dict(parts=8, anchors=4), "8 clusters": dict(parts=8), "32 clusters": dict(parts=32),
         "1 part, second order": dict(second=True), "8 clusters, second order": dict(parts=8, second=True)}
 
+def loaded(name): return pocket.load() if name == "pocket" else fetch.load(name)
+
 def measure(
-    name: str,        # "pocket" or "witness"
+    name: str,        # "pocket" or "smollm2"
     w: int,           # keys of the window
     arms=None,        # names in `ARMS`; None: all
-    most=None,        # windows of text; None: four for the pocket model, two for the witness
+    most=None,        # windows of text; None: four for the pocket model, two for SmolLM2
 ) -> list: # of dicts: model, window, piece, arm, bits
     "Bits per byte of exact attention, streaming and the arms."
-    decoder, words = dict(pocket=pocket, witness=witness)[name].load()
+    decoder, words = loaded(name)
     given, read = (windows(words, speeches(2015), 2048, 4), 256) if name == "pocket" else (
         windows(words, speeches(2015), 2048, 2), 1024)
     methods = {"exact": Exact(), "streaming": Delta(w, 4, 64, "none", tail=0)}
@@ -106,12 +109,11 @@ def measure(
 
 
 def delta_parts(recorder):
-    "Bits of every arm on both models. Raises as `witness.load`."
+    "Bits of every arm on both models. Raises as `fetch.load`."
     quick, rows = recorder.quick, recorder.rows
-    wanted = [("pocket", 128)] if quick else [(name, w) for name in ("pocket", "witness") for w in (128, 512)]
+    wanted = [("pocket", 128)] if quick else [(name, w) for name in ("pocket", "smollm2") for w in (128, 512)]
     for name, w in wanted:
         rows += measure(name, w, ["1 part", "8 clusters, m = 2"] if quick else None, 1 if quick else None)
         recorder.say(f"{name}, window {w}: {len(rows)} rows")
-    loads = dict(pocket=pocket, witness=witness)
-    weights = {name: weights_id(loads[name].load()[0]) for name in dict(wanted)}
+    weights = {name: weights_id(loaded(name)[0]) for name in dict(wanted)}
     return machine("cpu") | dict(weights=weights)

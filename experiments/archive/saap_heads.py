@@ -1,5 +1,5 @@
 """What clusters catch of the attention of the pocket model's heads, and how wrong the output is, by partition,
-router, rank and tail; and the paper's figures, measured again; and the witness's heads beside them"""
+router, rank and tail; and the paper's figures, measured again; and SmolLM2's heads beside them"""
 import itertools
 import math
 import tempfile
@@ -11,11 +11,12 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from sparse_nb import pocket, witness
+from sparse_nb import pocket
 from sparse_nb.core.exact import attention, attention_weights, merge_states
 from sparse_nb.core.selection import weighted_attention, weighted_state
 from sparse_nb.evaluate import accuracy
 from sparse_nb.grid import task_of
+from sparse_nb.models import fetch
 from sparse_nb.models.capturing import capture
 from benchmarks.machine import machine
 from benchmarks.recorder import read_record
@@ -35,16 +36,16 @@ ASKED = "multikey", "multivalue", "kv", "frequent_words"
 BUDGETS = 0.01, 0.02, 0.04, 0.08  # far keys that are read, of all keys
 
 @cache
-def loaded(name="pocket"): return {"pocket": pocket, "witness": witness}[name].load()
+def loaded(name="pocket"): return pocket.load() if name == "pocket" else fetch.load(name)
 
 def asked_heads(
     task: str,    # in `ASKED`, or as of `sparse_nb.grid.task_of`
     length: int,  # tokens
     seed: int,    # of the prompt
-    name: str = "pocket", # of the model; or "witness"
+    name: str = "pocket", # of the model; or "smollm2"
 ) -> list:        # of `Captured`, one a layer
     "What the layers work on at the end of a prompt and its answer."
-    (model, tokenizer), chat, (kind, settings) = loaded(name), name == "witness", task_of(task)
+    (model, tokenizer), chat, (kind, settings) = loaded(name), name == "smollm2", task_of(task)
     x = make(kind, length, seed=seed, tokenizer=tokenizer, chat=chat, **settings)
     ids = torch.tensor(prompt_tokens(x, tokenizer, chat, f" {x.answer}")[1])
     return capture(model, ids, positions=range(len(ids) - QUERIES, len(ids)), before_rope=True)
@@ -121,7 +122,7 @@ def rules_row(
     seed: int,    # of the prompt
     files: dict,  # kind or "all" -> file of a partition
     rules=tuple(RULES),  # some of `RULES` or `UNTRAINED`
-    name: str = "pocket", # of the model; or "witness"
+    name: str = "pocket", # of the model; or "smollm2"
     budgets=BUDGETS,     # far keys that are read, of all keys
     ceilings=("other",), # of `CEILINGS`, where a rule has such clusters
 ) -> list:        # of dicts: rule, budget, tail; recall and error, means over layers, heads and queries that count
@@ -441,12 +442,12 @@ def saap_heads(recorder):
                                  window=WINDOW, least=LEAST)
 
 
-MODELS = {"pocket": ("needle", "multikey"), "witness": ("needle", "multikey:keys=2")}  # tasks of each
+MODELS = {"pocket": ("needle", "multikey"), "smollm2": ("needle", "multikey:keys=2")}  # tasks of each
 SHARES = (*BUDGETS, 0.1)
 TAUGHT = 3, 2048  # prompts of a task that centroids are made of, and their tokens
 
-def saap_heads_witness(recorder):
-    "Measure single heads of both models by rules that need no network. FileNotFoundError without the witness."
+def saap_heads_smollm2(recorder):
+    "Measure single heads of both models by rules that need no network. FileNotFoundError without SmolLM2."
     quick, say = recorder.quick, recorder.say
     length, prompts, (each, long) = (700, 1, (1, 600)) if quick else (LENGTH, 4, TAUGHT)
     models = {"pocket": MODELS["pocket"][1:]} if quick else MODELS

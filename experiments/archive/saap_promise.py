@@ -1,5 +1,5 @@
 """How often steps of vAttention with SAAP's ranks break their promise, head by head, on the pocket model and on the
-witness"""
+SmolLM2"""
 import time
 
 import pandas as pd
@@ -46,11 +46,11 @@ def failed_steps(
     return (error > method.eps)[0], float(promise.density.double().mean())
 
 
-MODELS = {"pocket": "multikey", "witness": "multikey:keys=2"}  # the task of each
+MODELS = {"pocket": "multikey", "smollm2": "multikey:keys=2"}  # the task of each
 LENGTH, PROMPTS, STEPS = 2048, 2, 100
 
 def saap_promise(recorder):
-    "Count failures of every head of both models. FileNotFoundError without the witness."
+    "Count failures of every head of both models. FileNotFoundError without SmolLM2."
     quick, rows, began = recorder.quick, recorder.rows, time.monotonic()
     length, prompts, times = (700, 1, 20) if quick else (LENGTH, PROMPTS, STEPS)
     for model, task in [*MODELS.items()][:1 if quick else None]:

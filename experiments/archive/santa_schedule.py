@@ -1,4 +1,4 @@
-"""How many values each layer draws, learned by REINFORCE on the pocket model and on the witness, beside three
+"""How many values each layer draws, learned by REINFORCE on the pocket model and on SmolLM2, beside three
 schedules that are not"""
 import tempfile
 from collections.abc import Callable
@@ -248,7 +248,7 @@ class Setting(NamedTuple):
         return Grid(self.model, [task], [self.length], {}, prompts=prompts, seed=seed, chat=False)
 
 POCKET = Setting("pocket", "frequent_words:ratio=3", "multivalue", mean=6, steps=80, train=64)
-WITNESS = Setting("witness", "multikey:keys=2", "needle", mean=4, steps=120, train=320, each=32, least=16)
+SMOLLM2 = Setting("smollm2", "multikey:keys=2", "needle", mean=4, steps=120, train=320, each=32, least=16)
 
 def layer_traces(
     worker: Worker,
@@ -346,9 +346,9 @@ def santa_schedule(recorder):
     "Learn schedules for the pocket model, and judge them on prompts that none was made from."
     make_record(recorder, POCKET)
 
-def santa_schedule_witness(recorder):
-    "The same for the witness."
-    make_record(recorder, WITNESS)
+def santa_schedule_smollm2(recorder):
+    "The same for SmolLM2."
+    make_record(recorder, SMOLLM2)
 
 
 BY_JOBS = "REINFORCE on Ray"
@@ -393,6 +393,6 @@ def santa_schedule_jobs(recorder):
     "The pocket model's schedule, learned on two workers of Ray, and judged. Raises ImportError where Ray is missing."
     return make_record_by_jobs(recorder, POCKET, workers=2)
 
-def santa_schedule_witness_jobs(recorder):
-    "The same for the witness, on eleven workers that share GPUs."
-    return make_record_by_jobs(recorder, WITNESS, workers=11)
+def santa_schedule_smollm2_jobs(recorder):
+    "The same for SmolLM2, on eleven workers that share GPUs."
+    return make_record_by_jobs(recorder, SMOLLM2, workers=11)

@@ -279,9 +279,9 @@ def add_rivals(recorder) -> dict:
 
 
 def sketch_walk_rules(recorder):
-    "Losses of every rule, and the answers of rivals. Raises as `witness.load`."
+    "Losses of every rule, and the answers of rivals. Raises as `fetch.load`."
     quick, rows, worker = recorder.quick, recorder.rows, None
-    name, length, prompts = ("pocket", 700, 1) if quick else ("witness", 2048, 8)
+    name, length, prompts = ("pocket", 700, 1) if quick else ("smollm2", 2048, 8)
     rules = dict(list(RULES.items())[-3:]) if quick else RULES
     for task in ("kv",) if quick else ("needle", "multikey:keys=2"):
         grid = Grid(name, [task], [length], {}, prompts=prompts, seed=1000)

@@ -1,4 +1,4 @@
-"""Every correction of a sparse prefill on the pocket model and on the witness: what prose costs, and which questions
+"""Every correction of a sparse prefill on the pocket model and on SmolLM2: what prose costs, and which questions
 are still answered"""
 from dataclasses import replace
 
@@ -36,12 +36,12 @@ def based(length: int) -> dict:
                     for name, base in bases.items() for x in ("delta", "tangent")}
 
 
-TEXTS = [("pocket", 4096, (32, 128, 512), (16, 64)), ("witness", 2048, (128, 512), (16, 64)),
-         ("witness", 8000, (512, 2048), (4, 16, 64))]
+TEXTS = [("pocket", 4096, (32, 128, 512), (16, 64)), ("smollm2", 2048, (128, 512), (16, 64)),
+         ("smollm2", 8000, (512, 2048), (4, 16, 64))]
 EASY = "needle", "multikey:keys=2", "multikey:keys=4"
 TASKS = [("pocket", ("multikey", "kv", "variable_tracking", "multiquery"), 1024, (8,), (8, 16)),
          ("pocket", ("multikey", "multivalue"), 4096, (8,), (16, 64)), ("pocket", ("multikey",), 16384, (8,), (64,)),
-         ("witness", EASY, 1024, (64,), (16, 64)), ("witness", EASY, 2048, (128,), (16, 64))]
+         ("smollm2", EASY, 1024, (64,), (16, 64)), ("smollm2", EASY, 2048, (128,), (16, 64))]
 
 def grids() -> dict: # name -> `Grid`
     "All of the record, the quickest first."

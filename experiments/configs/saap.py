@@ -1,4 +1,4 @@
-"""Partitions of other texts and of the prompt, ranks, tails and routers on the pocket model and on the witness: which
+"""Partitions of other texts and of the prompt, ranks, tails and routers on the pocket model and on SmolLM2: which
 questions are still answered, at equal rows"""
 from dataclasses import dataclass, replace
 
@@ -84,10 +84,10 @@ FREE = dict(clusters=None, kmeans=None, iterations=None, seed=None, before_rope=
 
 
 PROMPTS = 200
-LENGTH = {"pocket": 8192, "witness": 4096}  # tokens
+LENGTH = {"pocket": 8192, "smollm2": 4096}  # tokens
 LONGER, THERE = 16384, (0.02, 0.04)  # of the pocket's, for the first arms alone, and the densities there
-ASKED = {"pocket": tuple(TASKS), "witness": ("needle", "multikey:keys=2", "multikey:keys=4", "kv")}
-ROWS = {"pocket": 820_000, "witness": 205_000}  # tokens of the prompts decoded at once
+ASKED = {"pocket": tuple(TASKS), "smollm2": ("needle", "multikey:keys=2", "multikey:keys=4", "kv")}
+ROWS = {"pocket": 820_000, "smollm2": 205_000}  # tokens of the prompts decoded at once
 
 def kind_of(task: str) -> str:
     "The kind of a task."

@@ -1,4 +1,4 @@
-"""Every index of blocks, with and without a walk, and what rivals choose, on the pocket model and on the witness:
+"""Every index of blocks, with and without a walk, and what rivals choose, on the pocket model and on SmolLM2:
 which questions are still answered"""
 import math
 from dataclasses import replace
@@ -85,8 +85,8 @@ SOME = (*PLAIN, *SMALL, "saap", "mean walk")
 AFAR = "fine4", "fine4 of 16", "fine4 of 4", "fine16", "mean", "oracle", "quest-16", "mean walk"
 FARTHEST = "fine4", "fine4 of 4", "mean", "oracle", "quest-16"
 DECODES = [ # model, tasks, length, density -> names of arms, prompts, tokens of the prompts decoded at once
-    ("witness", EASY, 2048, {0.05: ("fine4", *SMALL, "oracle", "quest-64"), 0.1: SOME, 0.2: SOME}, 200, 140_000),
-    ("witness", EASY[1:2], 8000, dict.fromkeys((0.1, 0.2), ("fine4", *SMALL[1:], "mean", "oracle", "quest-64")), 100,
+    ("smollm2", EASY, 2048, {0.05: ("fine4", *SMALL, "oracle", "quest-64"), 0.1: SOME, 0.2: SOME}, 200, 140_000),
+    ("smollm2", EASY[1:2], 8000, dict.fromkeys((0.1, 0.2), ("fine4", *SMALL[1:], "mean", "oracle", "quest-64")), 100,
      200_000),
     ("pocket", HARD, 4096, {0.05: FEW, 0.1: ALL, 0.2: ALL}, 200, 410_000),
     ("pocket", [x for x in TASKS if x not in HARD], 4096, {0.1: PLAIN, 0.2: PLAIN}, 200, 410_000),
@@ -94,8 +94,8 @@ DECODES = [ # model, tasks, length, density -> names of arms, prompts, tokens of
     ("pocket", [x for x in TASKS if x not in HARD], 16384, dict.fromkeys((0.1, 0.2), AFAR), 200, 820_000),
     ("pocket", TASKS, 32768, dict.fromkeys((0.1, 0.2), FARTHEST), 200, 330_000)]
 LOSSES = [ # likewise, but the last
-    ("witness", EASY, 2048, dict.fromkeys((0.05, 0.1, 0.2), (*RULES, *PIECES, *RIVALS, *WALKING)), 200),
-    ("witness", EASY[1:2], 8000, dict.fromkeys((0.05, 0.1, 0.2), SHORT), 100)]
+    ("smollm2", EASY, 2048, dict.fromkeys((0.05, 0.1, 0.2), (*RULES, *PIECES, *RIVALS, *WALKING)), 200),
+    ("smollm2", EASY[1:2], 8000, dict.fromkeys((0.05, 0.1, 0.2), SHORT), 100)]
 READ = ("mean", "mean max", "fine16", "fine16 max", "oracle", "oracle max", "paper", "random", "xattention",
         "vertical-slash")
 REFINED = "fine16 max refined", "fine16 max each refined"
@@ -105,7 +105,7 @@ CORE = ("mean", "mean max", "fine4", "fine16 max", "fine4 max each", "oracle", "
 READS = [ # model, tasks, length, prompts, density -> names of arms, rivals that set their own share
     ("pocket", (*HARD, "variable_tracking"), 2048, 200, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
     ("pocket", HARD, 8192, 100, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
-    ("witness", EASY, 2048, 200, {0.2: CORE}, False)]
+    ("smollm2", EASY, 2048, 200, {0.2: CORE}, False)]
 
 
 def grids() -> dict: # name -> `Grid`
@@ -125,7 +125,7 @@ def grids() -> dict: # name -> `Grid`
     return found
 
 def loss_grids() -> dict: # name -> `Grid`
-    "Those whose answers' losses are asked, of the witness."
+    "Those whose answers' losses are asked, of SmolLM2."
     return {f"{model}.loss.{task.replace(':', '.')}.{length}": Grid(
         model, [task], [length], named(wanted, blocks_by, lambda x: deciders(x, length)), prompts=prompts,
         setup="context", chunk=length, dense_layers=(0, 1))

@@ -1,4 +1,4 @@
-"""Every method on the pocket model and on the witness: seven tasks at four lengths, and prose, against exact
+"""Every method on the pocket model and on SmolLM2: seven tasks at four lengths, and prose, against exact
 attention on the same prompts"""
 from functools import cache
 from pathlib import Path
@@ -45,9 +45,9 @@ def methods_of(model: str, channels: tuple | None = None) -> dict:
 
 
 LENGTHS = 1024, 2048, 4096, 8192
-# of the pocket's other tasks the witness was hardly ever right
+# of the pocket's other tasks SmolLM2 was hardly ever right
 ASKED = {"pocket": [*TASKS, "text"],
-         "witness": ["needle", "multikey:keys=2", "multikey:keys=4", "multikey", "kv", "text"]}
+         "smollm2": ["needle", "multikey:keys=2", "multikey:keys=4", "multikey", "kv", "text"]}
 
 def cells() -> list:
     "(model, task, length) of every grid of the record, shortest prompts first."
@@ -65,12 +65,12 @@ def grid_of(model: str, task: str, length: int, quick: bool = False) -> Grid:
                 texts=speeches(1990)[::-1] if prose else ())
 
 def look_grid(length: int, chat: bool) -> Grid:
-    "What the exact witness is asked to see which tasks it can do."
-    return Grid("witness", [*TASKS, "multikey:keys=2", "multikey:keys=4"], [min(length, 8000)], {}, prompts=50,
+    "What SmolLM2 with exact attention is asked to see which tasks it can do."
+    return Grid("smollm2", [*TASKS, "multikey:keys=2", "multikey:keys=4"], [min(length, 8000)], {}, prompts=50,
                 chat=chat, batch=50 * length)  # a batch needs room for its longest answer: the model holds 8,192 tokens
 
 def rows_of_two(files: list) -> list:
-    "`condensed`, with the parts pocket, witness, and, of what `look_grid` asked, plain and chat."
+    "`condensed`, with the parts pocket, smollm2, and, of what `look_grid` asked, plain and chat."
     rows = []
     for file in files:
         about, of_equal, looks = read_results(file)[0], ".equal." in Path(file).name, ".look." in Path(file).name

@@ -721,7 +721,8 @@ def test_santa_is_right_at_16k_on_three_seeds(): assert right_wherever_exact_is(
 # other commands
 
 @pytest.mark.parametrize("args, words", [
-    (["witness", "--wheel", "no.whl"], ["--wheel must be a file, got 'no.whl'"]),
+    (["fetch", "llama"], ["name must be one of smollm2, qwen, squad, got 'llama'"]),
+    (["fetch"], ["Missing argument 'name'"]),
     *((["eval", "--out", "x.jsonl", f"--{name}", "many"], [f"--{name}"]) for name in ("long", "batch", "workers")),
     (["eval", "--out", "x.jsonl", "--workers", "0", "--on", "ray"], ["--workers must be at least 1"]),
     (["eval", "--out", "no/x.jsonl"], ["--out must lie in a folder that is there"]),
@@ -737,12 +738,12 @@ def test_other_bad_options_take_one_line(tmp_path, monkeypatch, args, words):
 
 
 @pytest.mark.parametrize("options, words", [
-    ([], ["Missing argument 'model'"]), (["llama"], ["model must be one of pocket, witness, got 'llama'"]),
+    ([], ["Missing argument 'model'"]), (["llama"], ["model must be one of pocket, smollm2, qwen, got 'llama'"]),
     (["pocket", "--seen", "prose"], ["--seen must be one of all, retrieval, lists, got 'prose'"]),
     (["pocket", "--out", "p.bin"], ["--out must end in one of .safetensors, got 'p.bin'"]),
     (["pocket", "--out", "nowhere/p.safetensors"], ["--out must lie in a folder that is there"]),
     (["pocket", "--quick"], ["--out must be given with --quick"]),
-    (["witness", "--quick", "--out", "p.safetensors"], ["the witness is not in", "`sparse-nb witness` brings it"])])
+    (["qwen", "--quick", "--out", "p.safetensors"], ["Instruct is not in", "`sparse-nb fetch qwen` brings it"])])
 def test_bad_options_of_a_partition(tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPARSE_NB_CACHE", str(tmp_path / "cache"))

@@ -183,20 +183,20 @@ def test_rewards_wait_for_every_job(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.witness
+@pytest.mark.smollm2
 @pytest.mark.budget(300)
-def test_the_witness_learns_by_jobs_in_the_quick_form(tmp_path):
-    path = run_record("santa_schedule_witness_jobs", tmp_path / "x.json", quick=True, say=lambda line: None)
+def test_smollm2_learns_by_jobs_in_the_quick_form(tmp_path):
+    path = run_record("santa_schedule_smollm2_jobs", tmp_path / "x.json", quick=True, say=lambda line: None)
     meta, rows = read_record(path).values()
-    assert (meta["model"], meta["on"], meta["workers"], sum(rows[-1]["samples"])) == ("witness", None, 11, 4 * 30)
+    assert (meta["model"], meta["on"], meta["workers"], sum(rows[-1]["samples"])) == ("smollm2", None, 11, 4 * 30)
     assert [x["part"] for x in rows] == ["training"] * 2 + ["forced"] * 4 + ["answers"] * 2 + ["schedules"]
     assert [len(read_results(x)[1]) for x in sorted(tmp_path.glob("x.steps/*"))] == [11, 11]
 
 
-def test_a_witness_that_is_not_there_learns_nothing(tmp_path, monkeypatch):
+def test_a_model_that_was_not_fetched_learns_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSE_NB_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="make witness"):
-        run_record("santa_schedule_witness_jobs", tmp_path / "x.json", quick=True)
+    with pytest.raises(FileNotFoundError, match="sparse-nb fetch smollm2"):
+        run_record("santa_schedule_smollm2_jobs", tmp_path / "x.json", quick=True)
     assert not list(tmp_path.iterdir())
 
 

@@ -1462,8 +1462,8 @@ def test_single_heads_of_two_models_are_asked_the_same():
     rules = saap_heads.figures_of(results() / "cpu_saap_heads_witness.json")["rules"]
     cells = rules.groupby("model")[["rule", "budget", "tail"]].apply(lambda rows: {*map(tuple, rows.to_numpy())})
     names = {*saap_heads.UNTRAINED, *saap_heads.CEILINGS.values(), "top keys"}
-    assert {x for x, _, _ in cells["witness"]} == names and cells["witness"] == cells["pocket"]
-    assert {x for _, x, _ in cells["witness"]} == set(saap_heads.SHARES)
+    assert {x for x, _, _ in cells["smollm2"]} == names and cells["smollm2"] == cells["pocket"]
+    assert {x for _, x, _ in cells["smollm2"]} == set(saap_heads.SHARES)
     assert rules.groupby(["model", "task"]).seed.nunique().to_dict() == {
         (model, task): 4 for model, tasks in saap_heads.MODELS.items() for task in tasks}
     caught = rules[rules["tail"] == "drop"].groupby(["model", "rule", "budget"]).recall.mean()

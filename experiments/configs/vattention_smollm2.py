@@ -114,7 +114,7 @@ class Size:
     tokens: int   # of a text
     every: int    # tokens of a stretch that is told
 
-FULL = Size("witness", ("needle", "multikey:keys=2", "multikey:keys=4"), 4096, 200, 50, 2, 4096, 256)
+FULL = Size("smollm2", ("needle", "multikey:keys=2", "multikey:keys=4"), 4096, 200, 50, 2, 4096, 256)
 QUICK = Size("pocket", ("needle", "multikey"), 700, 2, 2, 1, 64, 32)
 
 def writers(model) -> dict:
@@ -151,7 +151,7 @@ def text_rows(name: str, text: int, size: Size) -> list:
     means = {x: [float(f"{y:.5g}") for y in z.double().view(-1, size.every).mean(1).tolist()] for x, z in told.items()}
     return [dict(part="generation", method=name, text=text, position=list(range(0, size.tokens, size.every)), **means)]
 
-def vattention_witness(recorder):
+def vattention_smollm2(recorder):
     "Ask and write everything; in the quick form a few short prompts and a line of text. Raises as `finish`."
     size, files = QUICK if recorder.quick else FULL, []
     for name, grid in grids(size).items():
