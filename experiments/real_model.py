@@ -23,7 +23,7 @@ from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
 
-SHARE, FEW, LENGTH, PROMPTS, AT_ONCE = 0.1, 0.02, 16384, 60, 30
+SHARE, LENGTH, PROMPTS, AT_ONCE = 0.1, 16384, 60, 20
 TASKS = "needle", "multikey", "kv", "multivalue", "multiquery", "frequent_words", "qa"
 OTHERS = (("smollm2", "needle", 4096), ("smollm2", "multikey:keys=4", 2048), ("smollm2", "kv", 1024),
           ("pocket", "multikey", 4096), ("pocket", "kv", 2048), ("pocket", "multivalue", 4096),
@@ -86,18 +86,16 @@ def vattention(predictor, delta: float = 0.05) -> VAttention:
     return VAttention(0.1, delta, sinks=4, window=64, topk=0.05, base=0.01, predictor=predictor)
 
 def decoders() -> dict:
-    "name -> method, of about a tenth of the keys, or of a fiftieth."
-    return {"exact": Exact(), "topk": TopK(SHARE), "santa": Santa(128), "adamas": Adamas(SHARE),
-            "product": Product(SHARE), "quest": Quest(SHARE), "magicpig-6x42": MagicPIG(6, 42),
-            "magicpig-7x36": MagicPIG(7, 36), "sketch_walk": SketchWalk(density=SHARE), "saap": Saap(budget=SHARE),
-            "vattention+topk": vattention("oracle"), "vattention+adamas": vattention(Adamas(SHARE)),
-            "vattention+product": vattention(Product(SHARE)), "topk-2%": TopK(FEW), "adamas-2%": Adamas(FEW),
-            "product-2%": Product(FEW)}
+    "name -> method, of about a tenth of the keys."
+    return {"exact": Exact(), "adamas": Adamas(SHARE), "product": Product(SHARE), "quest": Quest(SHARE),
+            "magicpig-6x42": MagicPIG(6, 42), "sketch_walk": SketchWalk(density=SHARE), "saap": Saap(budget=SHARE),
+            "vattention+adamas": vattention(Adamas(SHARE)), "vattention+product": vattention(Product(SHARE))}
 
 def looked_at() -> dict:
     "name -> method, of which only what they read and their error are asked."
-    return {"streaming": Streaming(4, SHARE), "product-length": ProductTimesLength(SHARE),
-            "magicpig-8x32": MagicPIG(8, 32),
+    return {"topk": TopK(SHARE), "streaming": Streaming(4, SHARE), "santa": Santa(128),
+            "product-length": ProductTimesLength(SHARE), "magicpig-8x32": MagicPIG(8, 32),
+            "magicpig-7x36": MagicPIG(7, 36), "vattention+topk": vattention("oracle"),
             "vattention+product-length": vattention(ProductTimesLength(SHARE)),
             "vattention+adamas-.1": vattention(Adamas(SHARE), 0.1)}
 
@@ -126,13 +124,11 @@ def cells(quick: bool = False) -> list:
     "Those of the record, what decides first."
     if quick: return [Cell(part, "pocket", "kv", 640, range(2)) for part in ("answers", "listeners", "prompts", "read")]
     batches = [range(a, a + AT_ONCE) for a in range(0, PROMPTS, AT_ONCE)]
-    found = [Cell("answers", "qwen", task, LENGTH, seeds) for seeds in batches for task in TASKS]
-    few = [range(a, a + 15) for a in range(0, PROMPTS, 15)]
-    found += [Cell("prompts", "qwen", task, LENGTH, seeds) for seeds in few[:2] for task in TASKS]
-    found += [Cell("listeners", "qwen", task, LENGTH, few[0]) for task in TASKS]
-    found += [Cell("read", "qwen", task, LENGTH, range(100, 104)) for task in TASKS]
+    ask = lambda part, seeds, tasks=TASKS: [Cell(part, "qwen", task, LENGTH, seeds) for task in tasks]
+    found = ask("answers", batches[0]) + ask("listeners", batches[0][:10]) + ask("prompts", batches[0][:10])
+    found += ask("read", range(100, 104), TASKS[1:4]) + ask("answers", batches[1]) + ask("prompts", batches[0][10:])
     found += [Cell("answers", model, task, length, range(PROMPTS)) for model, task, length in OTHERS]
-    return found + [Cell("prompts", "qwen", task, LENGTH, seeds) for seeds in few[2:] for task in TASKS]
+    return found + ask("answers", batches[2]) + ask("listeners", batches[0][10:]) + ask("prompts", batches[1])
 
 @cache
 def loaded(name: str) -> tuple:
@@ -149,7 +145,7 @@ def ask(cell: Cell) -> list:
     if cell.part == "prompts":
         read = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how, batch=few,
                                           chunk=cell.length, **given)
-        frames = [partial(read, *way) for way in readers(cell.seeds[0] < 15).items()]
+        frames = [partial(read, *way) for way in readers(cell.seeds[0] < 10).items()]
     else:
         methods = listeners() if cell.part == "listeners" else decoders()
         if cell.part == "read": methods |= looked_at() | listeners()
