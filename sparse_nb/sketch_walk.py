@@ -686,7 +686,7 @@ class SketchWalk(ByKernels):
     seed: int = 0           # of the rotation
     refine: int = 1         # of a prompt: exact scores choose among so many times the blocks that are read; 1: none do
     least: int = 2          # blocks of a list at least, where so many are visible
-    tail: int = 128         # last queries of a prompt, or of a part of one, that attend exactly
+    tail: int = 128         # last queries of a prompt, or of a part of one, that attend exactly; 0: as in the paper
 
     random = property(lambda self: self.index == "random", doc="Does it draw?")
     scores_all = property(lambda self: self.index == "oracle", doc="Is it an oracle?")
@@ -717,7 +717,7 @@ class SketchWalk(ByKernels):
         return bytes_a_key(self, head_dim)
 
     def pattern(self, q, k, *, seed=None, scale=None, kv_start=None, step=None) -> BlockPattern:
-        "As `PrefillByPattern.pattern`; `step` comes from the layer below, for a walk."
+        "As `PrefillByPattern.pattern`, without the tail; `step` comes from the layer below, for a walk."
         return prompt_pattern(self, q, k, seed, scale, kv_start, step)
 
     def prefill(self, q, k, v, *, seed=None, scale=None, kv_start=None, step=None, state=None):
@@ -760,6 +760,7 @@ def pattern_of(s, q, k, start, scale, backend, seed=None, step=None, number=0, *
     with torch.no_grad():
         return BlockPattern.from_mask(prompt_lists(s, q, k, start, scale, seed, step, number=number, **more), **sizes)
 
+# %% ../nbs/50_sketch_walk.ipynb #50e7a111
 def with_exact_tail(s, found, q, k, v, scale, backend):
     "The outputs `found` of a prompt without padding, the last `s.tail` of them exact."
     if not (n := min(s.tail, q.shape[2])): return found
@@ -907,7 +908,7 @@ def sketch_walk_prefill(
     rotation: int = 0,                    # seed of the rotation
     refine: int = 1,                      # exact scores choose among so many times the blocks read; 1: none do
     least: int = 2,                       # blocks of a list at least, where so many are visible
-    tail: int = 128,                      # last queries that attend exactly
+    tail: int = 128,                      # last queries of the call that attend exactly; 0: as in the paper
     step: dict | None = None,             # of the walk: {} in the first layer, and the same dict in those above it
     state = None,                         # of a walk over a prompt in parts: the index of all N keys and their queries
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
@@ -916,6 +917,9 @@ def sketch_walk_prefill(
     backend: str = "auto",                # "torch", "triton" (means or fine ones, no averaged heads), "auto"
 ) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q, 0 where a query stands before kv_start
     """Causal attention of blocks of queries to the blocks of keys that look heaviest (Algorithm 1).
+
+    The last `tail` queries attend exactly; this is ours, Algorithm 1 has no such tail. A question stands at the end of
+    a prompt, and the mean of a block's queries hides what one of them looks for. A prompt in parts has a tail in each.
 
     A block's choice knows all its queries, so a row may see what up to `block` - 1 later tokens have chosen. Raises as
     `check_inputs`, and TypeError or ValueError for settings that can never work and a walk that lacks queries.

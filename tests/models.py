@@ -115,8 +115,8 @@ SETTINGS = {
     "streaming": dict(sinks=4, window=128), "topk": dict(budget=0.1), "topp": dict(mass=0.9),
     "uniform": dict(samples=0.5), "quest": dict(budget=0.25), "double_sparsity": dict(budget=0.25),
     "hash_attention": dict(budget=0.25), "adamas": dict(budget=0.25), "snapkv": dict(budget=0.5),
-    "h2o": dict(budget=0.5), "sketch_walk": dict(density=0.3, dense_layers=0), "delta": dict(window=64, gamma=16),
-    "saap": dict(budget=0.25), "one_list": dict(guess=Adamas(budget=0.25)),
+    "h2o": dict(budget=0.5), "sketch_walk": dict(density=0.3, dense_layers=0, tail=0),
+    "delta": dict(window=64, gamma=16), "saap": dict(budget=0.25), "one_list": dict(guess=Adamas(budget=0.25)),
     "then": dict(keys=Quest(0.5), values=Santa(samples=64))}
 BLOCKS = dict(query_block=32, key_block=32)
 TINY = {            # ... and for prompts of 40 tokens and heads of 16 numbers, over these

@@ -99,6 +99,12 @@ VERSIONS = [Wrong(*x) for x in [
      "& (key + size > begun)", "& (key >= begun)"),
     ("sw-crop-radius", "sketch_walk.py", "methods/test_sketch_walk.py::test_a_deep_cut_keeps_what_it_can",
      "radius = torch.where(share < 1, torch.maximum(radius, ours[1]), ours[1])", "radius = ours[1]"),
+    ("sw-tail-rows", "sketch_walk.py",
+     "methods/test_sketch_walk.py::test_the_tail_is_exact_and_leaves_the_queries_before_it_alone",
+     "[found[:, :, :-n], tail]", "[found[:, :, n:], tail]"),
+    ("sw-tail-pad", "sketch_walk.py", "methods/test_sketch_walk.py::test_each_part_of_a_prompt_has_its_tail",
+     "with_exact_tail(s, found, q_, k_, v_, scale, backend)",
+     "with_exact_tail(s, found, q_, k[part], v[part], scale, backend)"),
     # eviction, patterns, predictors
     ("evict-share-pad", "eviction.py", "methods/test_eviction.py::test_definition",
      "budget_counts(self.budget, begun - first, begun)", "budget_counts(self.budget, begun - 0 * first, begun)"),

@@ -23,8 +23,9 @@ from sparse_nb.tasks import TASKS, make as make_task, prompt_tokens
 PIECED = ("fine4", 32), ("fine4", 16), ("fine4", 8), ("fine4", 4), ("oracle", 16)  # index and keys of a block
 
 def blocks_by(density: float) -> dict:
-    "Ways to choose blocks, for prompts and for single queries; those whose indexes are one stand together."
-    new = lambda **settings: SketchWalk(density=density, **settings)
+    """Ways to choose blocks, for prompts, without an exact tail, and for single queries; those whose indexes are one
+    stand together."""
+    new = lambda **settings: SketchWalk(density=density, tail=0, **settings)
     found = {index: new(index=index) for index in ("fine4", "fine16", "mean", "oracle", "random")}
     found |= {f"{index} max": new(index=index, pool="max") for index in ("fine4", "fine16", "mean", "oracle")}
     return found | {"averaged": new(index="mean", heads="averaged"),

@@ -125,12 +125,12 @@ def test_cases(case):
 
 @kernel
 def test_whole_calls():
-    "Outputs beside those of the reference's lists in float64, with padding that the call cuts off."
-    exact = dict(density=0.3, pool="max", heads="each", refine=2, least=3)
+    "Outputs beside those of the reference's lists in float64, with padding that the call cuts off, and an exact tail."
+    exact, ended = dict(density=0.3, pool="max", heads="each", refine=2, least=3), dict(tail=45)
     for R, D, index, starts, more in ((3, 24, "fine4", None, {}), (2, 16, "fine16", [0, 41], {}),
-                                      (2, 16, "fine16", [0, 41], exact)):
+                                      (2, 16, "fine16", [0, 41], exact), (3, 24, "fine4", [0, 95], ended)):
         x, starts = problem(2, 1, R, 100, 130, D, FP32, starts=starts)
-        keep = dict(block=32, density=0.5, index=index, kv_start=starts) | more
+        keep = dict(block=32, density=0.5, index=index, kv_start=starts, tail=0) | more
         got = sketch_walk_prefill(*x, **keep, backend="triton")
         want = sketch_walk_prefill(*(y.double() for y in x), **keep)
         assert_close(got, want, rtol=TOLERANCE[FP32], name=index)
@@ -148,7 +148,7 @@ def test_the_pattern_of_a_method_is_the_reference_s():
     pattern = BlockPattern(*lists, queries=100, keys=100, query_block=32, key_block=32)
     assert torch.equal(pattern.mask(), want.mask())
     out = block_attention(q, k, v, pattern)
-    assert_close(out, sketch_walk_prefill(q, k, v, block=32, density=0.5, backend="torch"), rtol=1e-5)
+    assert_close(out, sketch_walk_prefill(q, k, v, block=32, density=0.5, tail=0, backend="torch"), rtol=1e-5)
 
 
 @kernel
@@ -393,7 +393,7 @@ if GPU:
     def test_graph_without_a_wait(index, more):
         from sparse_nb.bench import captured
         (q, k, v), _ = problem(2, 2, 4, 1000, 2000, 128, BF16)
-        call = lambda: sketch_walk_prefill(q, k, v, index=index, **more)
+        call = lambda: sketch_walk_prefill(q, k, v, index=index, tail=100, **more)
         call()
         torch.cuda.set_sync_debug_mode("error")
         try: call()

@@ -15,7 +15,7 @@ from sparse_nb.hf import attention_layers, has_window, prefill, register, sparsi
 from sparse_nb.sketch_walk import (
     FINE, INDEXES, Asked, SketchWalk, signed_hadamard, sketch_walk_decode, sketch_walk_prefill)
 
-SMALL = dict(block=32, density=0.4, sketch=16)
+SMALL = dict(block=32, density=0.4, sketch=16, tail=0)
 PAPER = dict(index="sketch", walk="literal", heads="averaged")
 GUESSING = [SketchWalk(index=x, **SMALL) for x in ("fine4", "fine16", "mean", "sketch")]
 PIECES = [SketchWalk(block=16, density=0.3), SketchWalk(block=4, density=0.3, heads="each")]
@@ -30,6 +30,9 @@ PLAIN = [*GUESSING, SketchWalk(index="oracle", **SMALL), SketchWalk(index="rando
 WALKING = [SketchWalk(walk=x, **SMALL) for x in ("softmax", "renormalised", "literal")]
 WALKING += [SketchWalk(walk="softmax", power="matrix", degree=3, index="mean", **SMALL),
             SketchWalk(**SMALL | PAPER), SketchWalk(**SMALL | PAPER, power="matrix", degree=2)]
+TAILED = [SketchWalk(pool="mean", refine=1, **SMALL | dict(tail=40)), replace(REFINED, tail=64),
+          replace(WALKING[0], tail=33), replace(WALKING[-1], tail=32),
+          SketchWalk(index="random", **SMALL | dict(tail=1))]
 
 def problem(B=2, G=2, R=2, Q=150, N=230, D=16, seed=0, dtype=torch.float64):
     g = torch.Generator().manual_seed(seed)
@@ -48,7 +51,7 @@ def lists(method, q, k, **more): return method.pattern(q, k, **more).mask()
 
 # attacks
 
-@pytest.mark.parametrize("method", PLAIN + WALKING, ids=repr)
+@pytest.mark.parametrize("method", PLAIN + WALKING + TAILED, ids=repr)
 def test_hidden_keys_have_no_say(method):
     "Padding holds NaN and huge keys; each sequence is what it is alone, in prompts and in steps."
     q, k, v = problem(B=3, Q=230)
@@ -173,7 +176,7 @@ def test_a_query_does_not_know_later_keys(method):
         if method.random: continue
         assert_close(together[:, :, [j]], method.decode(q[:, :, [j]], k[:, :, :n], v[:, :, :n], seed=seeds(q)), 1e-12)
 
-@pytest.mark.parametrize("method", PLAIN + WALKING, ids=repr)
+@pytest.mark.parametrize("method", PLAIN + WALKING + TAILED, ids=repr)
 @pytest.mark.parametrize("Q, N", [(1, 1), (31, 31), (33, 33), (230, 230)])
 def test_odd_sizes(method, Q, N):
     q, k, v = problem(Q=Q, N=N)
@@ -409,6 +412,67 @@ def test_lists_of_pieces_by_hand(index):
     stats = method.decode(q, k, v, return_stats=True)[1]
     assert (stats.values_read == 3 * 16 + 6).all()
 
+# the exact tail of a prompt
+
+def answers(method, q, k, v):
+    "Outputs of a prompt, and of the walk's layer where there is one."
+    step = {} if method.walk else None
+    return method.prefill(q, k, v, seed=3, **{"step": step} if method.walk else {}), step
+
+@pytest.mark.parametrize("tail", [1, 31, 32, 100, 229])
+@pytest.mark.parametrize("method", [GUESSING[0], REFINED, PLAIN[-2], WALKING[0], WALKING[-1]], ids=repr)
+def test_the_tail_is_exact_and_leaves_the_queries_before_it_alone(method, tail):
+    q, k, v = problem(Q=230)
+    (got, walk), (plain, before) = answers(replace(method, tail=tail), q, k, v), answers(method, q, k, v)
+    exact = attention(q, k, v, causal=True)
+    assert torch.equal(got[:, :, :-tail], plain[:, :, :-tail])
+    assert_close(got[:, :, -tail:], exact[:, :, -tail:], 1e-12)
+    assert ((plain - exact)[:, :, -tail:].abs().amax((0, 1, 3)) > 1e-3).any()
+    if method.walk: assert torch.equal(walk[0], before[0])
+    assert torch.equal(lists(replace(method, tail=tail), q, k, seed=3, **{"step": {}} if method.walk else {}),
+                       lists(method, q, k, seed=3, **{"step": {}} if method.walk else {}))
+
+@pytest.mark.parametrize("tail", [230, 231, 10**30])
+@pytest.mark.parametrize("method", [GUESSING[0], WALKING[0]], ids=repr)
+def test_a_tail_of_the_whole_prompt_is_exact_attention(method, tail):
+    q, k, v = problem(Q=230)
+    start, method = torch.tensor([0, 90]), replace(method, tail=tail)
+    assert_close(answers(method, q, k, v)[0], attention(q, k, v, causal=True), 1e-12)
+    got = method.prefill(q, k, v, kv_start=start, **{"step": {}} if method.walk else {})
+    assert_close(got[:, :, 90:], attention(q[:, :, 90:], k, v, causal=True, kv_start=start), 1e-12)
+    assert not got[1, :, :90].any()
+
+def test_each_part_of_a_prompt_has_its_tail():
+    "Counted in the sequence's own queries: of a part that begins inside it, and of one that is shorter than the tail."
+    q, k, v = problem(B=3, Q=230)
+    start, method = torch.tensor([0, 100, 180]), SketchWalk(**SMALL)
+    whole = method.prefill(q, k, v, kv_start=start)
+    exact = torch.cat([attention(q, k, v, causal=True)[:1], torch.zeros_like(q[1:])])
+    for b in (1, 2):
+        own = (x[b:b + 1, :, start[b]:] for x in (q, k, v))
+        exact[b, :, start[b]:] = attention(*own, causal=True)[0]
+    for a, end in ((0, 128), (128, 224), (224, 230)):
+        part = slice(a, end)
+        got, plain = (replace(method, tail=x).prefill(q[:, :, part], k[:, :, :end], v[:, :, :end], kv_start=start)
+                      for x in (40, 0))
+        if a == 0: assert_close(plain[:1], whole[:1, :, part], 1e-12)
+        n = min(40, end - a)
+        assert_close(got[:, :, -n:], exact[:, :, part][:, :, -n:], 1e-12)
+        assert torch.equal(got[:, :, :-n], plain[:, :, :-n])
+    assert (whole - exact)[:, :, 88:128].abs().max() > 1e-3
+
+@pytest.mark.parametrize("tail", [40, 230])
+def test_a_gradient_flows_through_the_tail_and_what_stands_before_it(tail):
+    given, method = [x.requires_grad_() for x in problem(Q=230)], SketchWalk(**SMALL | dict(tail=tail))
+    w = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain, exact = replace(method, tail=0).prefill(*given), attention(*given, causal=True)
+    want = torch.cat([plain[:, :, :-tail], exact[:, :, -tail:]], 2)
+    found, wanted, sparse = (torch.autograd.grad((x * w).sum(), given, retain_graph=True)
+                             for x in (method.prefill(*given), want, plain))
+    for a, b, c in zip(found, wanted, sparse):
+        assert_close(a, b, 1e-11)
+        assert not torch.allclose(b, c, 1e-3)
+
 # the index
 
 @pytest.mark.parametrize("size", [16, 12, 5, 80, 96])
@@ -600,14 +664,14 @@ def test_functions_are_the_method():
     method = SketchWalk(**settings)
     assert torch.equal(sketch_walk_prefill(q, k, v, **settings), method.prefill(q, k, v))
     assert torch.equal(sketch_walk_decode(q[:, :, -1:], k, v, **settings), method.decode(q[:, :, -1:], k, v))
-    more = dict(settings, refine=2, least=4)
+    more = dict(settings, refine=2, least=4, tail=50)
     assert torch.equal(sketch_walk_prefill(q, k, v, **more), SketchWalk(**more).prefill(q, k, v))
-    for method in PLAIN + WALKING: assert Method.from_json(method.to_json()) == method
+    for method in PLAIN + WALKING + TAILED: assert Method.from_json(method.to_json()) == method
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_low_precision(dtype):
     q, k, v = problem(Q=230, dtype=dtype)
-    for method in (SketchWalk(**SMALL), WALKING[0]):
+    for method in (SketchWalk(**SMALL), WALKING[0], *TAILED[:2]):
         out = method.prefill(q, k, v, **{"step": {}} if method.walk else {})
         one = method.decode(q[:, :, -1:], k, v, state=heard(method, q, k))
         assert out.dtype == one.dtype == dtype and out.isfinite().all() and one.isfinite().all()
@@ -632,6 +696,7 @@ def test_head_sizes_that_are_no_powers_of_two(size):
     (dict(dense_layers=-1), "dense_layers must be at least 0"),
     (dict(degree=33), "degree must be at least 1 and at most 32, got 33"),
     (dict(degree=10**400, power="matrix", walk="softmax"), "degree must be at least 1 and at most 32, got 1000"),
+    (dict(tail=-1), "tail must be at least 0, got -1"),
     (dict(refine=0), "refine must be at least 1"), (dict(least=1), "least must be at least 2"),
     (dict(refine=10**30), "refine must be at least 1 and at most 1024, got 10000"),
     (dict(least=2**63), f"least must be at least 2 and at most 1048576, got {2**63}"),
@@ -648,6 +713,9 @@ def test_settings_that_cannot_work(settings, message):
 def test_kinds_that_cannot_work():
     for settings in (dict(density="all"), dict(block=64.0), dict(walk=3), dict(degree=2.0), dict(dense_layers=True)):
         with pytest.raises(TypeError, match=f"{next(iter(settings))} must be"): SketchWalk(**settings)
+    for tail in (True, 128.0, "all", None, torch.tensor(3)):
+        for call in (SketchWalk, lambda tail: sketch_walk_prefill(*problem(Q=100), tail=tail)):
+            with pytest.raises(TypeError, match="tail must be an int"): call(tail=tail)
 
 @pytest.mark.parametrize("step", [[], 3])
 @pytest.mark.parametrize("walk", [None, "softmax"])
@@ -674,7 +742,7 @@ def test_the_highest_degree_tells_the_blocks_of_a_list_apart():
 def test_the_function_reads_a_padded_prompt_as_alone(walk):
     "Queries before the first key of their sequence get 0, as do all where it has not begun."
     q, k, v = problem(B=3, Q=230)
-    given = dict(block=32, density=0.4, sketch=16, walk=walk)
+    given = dict(block=32, density=0.4, sketch=16, walk=walk, tail=40)
     out = sketch_walk_prefill(q, k, v, kv_start=torch.tensor([0, 9, 500]), step={}, **given)
     for b, start in enumerate((0, 9)):
         alone = sketch_walk_prefill(*(x[b:b + 1, :, start:] for x in (q, k, v)), step={}, **given)
@@ -729,7 +797,7 @@ def llama(): return model_of()
 
 TOKENS = torch.randint(1, 64, (1, 200), generator=torch.Generator().manual_seed(1))
 GREEDY = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None, suppress_tokens=[0])
-DENSE = dict(block=32, density=0.4, dense_layers=1)
+DENSE = dict(block=32, density=0.4, dense_layers=1, tail=0)
 WITHIN = [SketchWalk(**DENSE), SketchWalk(index="mean", heads="all", **DENSE), SketchWalk(index="random", **DENSE),
           SketchWalk(index="oracle", pool="max", **DENSE), SketchWalk(walk="softmax", **DENSE),
           SketchWalk(sketch=8, **DENSE | PAPER)]
@@ -807,6 +875,22 @@ def test_prompts_in_chunks_and_batches(llama, method):
         for b, pad in enumerate(pads):
             with sparsify(llama, decode=method, seed=[fold_in(0, b)], **reads):
                 assert torch.equal(ids_of(llama, TOKENS[:, :200 - pad])[0], together[b])
+
+def test_a_tail_in_a_model(llama):
+    "One that a prompt, or each part of it, consists of is exact attention; a shorter one is neither that nor none."
+    exact = forward(llama, TOKENS)
+    with sparsify(llama): want = ids_of(llama)
+    for tail, size, same in ((200, None, True), (40, None, False), (32, 32, True), (31, 32, False)):
+        with sparsify(llama, prefill=SketchWalk(**DENSE | dict(tail=tail))):
+            if size is None: found = forward(llama, TOKENS)
+            else:
+                cache = transformers.DynamicCache(config=llama.config)
+                found = torch.cat([forward(llama, x, past_key_values=cache) for x in TOKENS.split(size, 1)], 1)
+                if same: assert torch.equal(ids_of(llama, prefill_chunk_size=size), want)
+        assert ((found - exact).abs().max() < 1e-4) == same, (tail, size)
+    with sparsify(llama, prefill=SketchWalk(**DENSE)): alone = forward(llama, TOKENS)
+    with sparsify(llama, prefill=SketchWalk(**DENSE | dict(tail=40))): found = forward(llama, TOKENS)
+    assert torch.equal(found[:, :160], alone[:, :160]) and (found - alone)[:, 160:].abs().max() > 1e-3
 
 def test_a_perplexity_that_would_leak_is_refused(llama):
     "A token that is read may be helped by a list that knows the next ones; one that is decoded is not."
