@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from .core.checks import check_budget, check_count, check_flag, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
-from .core.methods import BlockState, Fitted, Predictor, State, check_visible, slots_used
+from .core.methods import BlockState, Fitted, Predictor, check_visible, slots_used
 from .core.selection import Selection, has_kernels, listed_by_kernels, make_selection, take_rows
 from .core.streams import fold_in, philox
 from .hash_attention import (  # noqa: F401
@@ -168,7 +168,8 @@ class ChannelCodes(Fitted):
 
     def features(self, k, v, shown=None, q=None):
         "Signed 4-bit numbers, 8 more each, and a bfloat16 step for each key."
-        x = promote(k.detach().gather(-1, self.numbers()[:, :, None].expand(*k.shape[:3], -1))) - self.fit[:, :, None, 1]
+        x = promote(k.detach().gather(-1, self.numbers()[:, :, None].expand(*k.shape[:3], -1)))
+        x = x - self.fit[:, :, None, 1]
         step = (x.abs().amax(-1, keepdim=True) * (1 / 7)).bfloat16()
         wide = step.to(x.dtype)
         code = (x / torch.where(wide > 0, wide, 1.0)).nan_to_num(0).round().clamp(-7, 7).int() + 8
@@ -455,8 +456,8 @@ class MagicPIG(Predictor):
     hyperplanes the weights are unbiased, unless a key less the centre is exactly opposite to the query: its chance is
     0, so it is never read. Raises TypeError or ValueError for settings that can never work.
     """
-    bits: int = 8    # signs in a table, 1 to 16
-    tables: int = 32 # 2 to 4,096: a key is sampled if two of them agree
+    bits: int = 6    # signs in a table, 1 to 16: fewer sample more keys
+    tables: int = 42 # 2 to 4,096: a key is sampled if two of them agree
     sinks: int = 4   # first visible keys, kept with weight 1; all if there are fewer
     window: int = 64 # last visible keys, likewise
     seed: int = 0    # of the hyperplanes, which stay as long as the index

@@ -181,6 +181,7 @@ def _reply(tokenizer, ids, chat):
     if chat and tokenizer.eos_token_id in ids: ids = ids[:ids.index(tokenizer.eos_token_id)]
     return tokenizer.decode(ids, skip_special_tokens=True)
 
+# %% ../nbs/72_evaluate.ipynb #3cb18e40
 def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, chat, watch):
     "The rows of `answers` for one batch"
     ids, start, taken = _rows(tokenizer, examples, setup, chat)

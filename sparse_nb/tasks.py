@@ -160,36 +160,27 @@ ALL_TASKS = TASKS | dict(qa=_qa)
 _ONE = ("Sentences in the following text tell the number of a word. Remember them. I will ask for the number of a word "
         "afterwards.\n\n", "\n\nWhat is the number of {names} in the text?", "The number of {names} is")
 _MANY = "Sentences in the following text tell the numbers of words. Remember all of them. "
-_QA = "Answer the question from the documents. Give the answer alone, without other words.\n\n"
 
-_SAYS = { # task -> before the context, after it, and the reply's first words; a tuple for each wording
-    "needle": [_ONE], "multikey": [_ONE],
-    "kv": [("Each line of the following text holds a word and its number. Remember them. I will ask for the number of "
-            "a word afterwards.\n\n", "\n\nWhich number stands after {names} in the text?", "{names}:")],
-    "multivalue": [
-        (_MANY + "I will ask for all {count} numbers of a word afterwards.\n\n",
-         "\n\nWhat are the {count} numbers of {names} in the text?", "The {count} numbers of {names} in the text are"),
-        (_MANY + "I will ask for all numbers of a word afterwards.\n\n",
-         "\n\nWhat are all the numbers of {names} in the text?", "The numbers of {names} in the text are")],
-    "multiquery": [
-        (_MANY + "I will ask for the numbers of {count} words afterwards.\n\n",
-         "\n\nWhat are the numbers of {names} in the text?", "The numbers of {names} in the text are"),
-        (_MANY + "I will ask for the numbers of {count} words afterwards.\n\n",
-         "\n\nWhat are the numbers of {names} in the text?", "The number of {first} is")],
-    "variable_tracking": [
-        ("Sentences in the following text store numbers in variables and copy a variable to another, which then holds "
-         "the same number. I will ask for all variables that hold a number afterwards.\n\n",
-         "\n\nWhich {count} variables hold the number {names} in the end?",
-         "The {count} variables that hold {names} are")],
-    "frequent_words": [
-        ("Count how often each word appears in the following list. I will ask for the most frequent one "
-         "afterwards.\n\n", "\n\nWhich word appears most often in the list?", "The most frequent word is"),
-        ("The following list repeats some words. One of them appears five times as often as any other. I will ask "
-         "which.\n\n", "\n\nWhich word appears most often in the list?", "The word that appears most often is")],
-    "qa": [(_QA, "\n\n" + _QA + "Question: {names}", "Answer:"),
-           ("I will ask a question afterwards that one of the following documents answers.\n\n",
-            "\n\nQuestion: {names}\nAnswer with a few words, copied from the document that holds the answer.",
-            "Answer: \"")]}
+_SAYS = { # task -> before the context, after it, and the reply's first words
+    "needle": _ONE, "multikey": _ONE,
+    "kv": ("Each line of the following text holds a word and its number. Remember them. I will ask for the number of a "
+           "word afterwards.\n\n", "\n\nWhich number stands after {names} in the text?", "{names}:"),
+    "multivalue": (_MANY + "I will ask for all {count} numbers of a word afterwards.\n\n",
+                   "\n\nWhat are the {count} numbers of {names} in the text?",
+                   "The {count} numbers of {names} in the text are"),
+    "multiquery": (_MANY + "I will ask for the numbers of {count} words afterwards.\n\n",
+                   "\n\nWhat are the numbers of {names} in the text?", "The numbers of {names} in the text are"),
+    "variable_tracking": (
+        "Sentences in the following text store numbers in variables and copy a variable to another, which then holds "
+        "the same number. I will ask for all variables that hold a number afterwards.\n\n",
+        "\n\nWhich {count} variables hold the number {names} in the end?",
+        "The {count} variables that hold {names} are"),
+    "frequent_words": ("Count how often each word appears in the following list. I will ask for the most frequent one "
+                       "afterwards.\n\n", "\n\nWhich word appears most often in the list?",
+                       "The most frequent word is"),
+    "qa": ("I will ask a question afterwards that one of the following documents answers.\n\n",
+           "\n\nQuestion: {names}\nAnswer with a few words, copied from the document that holds the answer.",
+           "Answer: \"")}
 
 # %% ../nbs/71_tasks.ipynb #ee8dc859
 @dataclass(frozen=True)
@@ -202,7 +193,6 @@ class Example:
     seed: int      # with task and length it fixes the example
     length: int    # tokens asked for, answer included
     others: tuple = ()  # answers that are as right
-    wording: int = 1    # which of a task's, in a dialogue
 
     @property
     def prompt(self): return self.context + self.question
@@ -218,9 +208,9 @@ class Example:
         "What a user says before the context and after it, and how the reply begins"
         names = self.question.strip().removeprefix("Question: ").removesuffix("\nAnswer:")
         if self.task != "qa": names = re.sub(r"^.*?(?:of|hold) |\?.*$|:$", "", names)
-        words = dict(names=names, first=names.partition(",")[0], count=len(self.parts))
-        return tuple(text.format(**words) for text in _SAYS[self.task][self.wording - 1])
+        return tuple(text.format(names=names, count=len(self.parts)) for text in _SAYS[self.task])
 
+# %% ../nbs/71_tasks.ipynb #b7a1c0d6
 def prompt_texts(
     example: Example, # of `make`
     template=None,    # a tokenizer whose chat template the prompt goes through; None: plain text
@@ -272,7 +262,6 @@ def make(
     tokenizer=None,     # transformers tokenizer; None counts one token a byte and one for the start
     filler=filler_text, # `(rng, chars) -> str`, the haystack
     chat: bool = False, # is the prompt to go through the tokenizer's chat template?
-    wording: int = 1,   # which of a task's, in a dialogue
     **settings,         # the task's own, such as `keys=32`; of "qa" `data`, as of `load_squad`
 ) -> Example: # at most `length` tokens
     """A prompt of a task, in the manner of RULER (Hsieh et al., 2024)
@@ -290,7 +279,7 @@ def make(
         except ValueError as error:
             raise ValueError(f"length must be enough for task {task!r}, got {length} tokens: {error}") from error
         answer, *others = [answer] if isinstance(answer, str) else answer
-        return Example(task, context, question, answer, seed, length, tuple(others), wording)
+        return Example(task, context, question, answer, seed, length, tuple(others))
     def tokens(example):
         if not chat and task != "qa": return len(_encode(tokenizer, f"{example.prompt} {example.answer}."))
         prompt = prompt_texts(example, tokenizer if chat else None)[1]

@@ -882,8 +882,8 @@ def _box_row_kernel(k_ptr, at_ptr, row_ptr, begin_ptr, k_b, k_g, k_n, k_d, x_b, 
     tl.store(p_row + x_s, tl.where(odd > 0, float("nan"), high).to(kind), mask=m_d)
 
 @triton.jit
-def _channel_row_kernel(k_ptr, at_ptr, row_ptr, fit_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, x_d, f_b, f_g, f_x, f_c, N, G,
-                        C, BW: tl.constexpr, PDL: tl.constexpr):
+def _channel_row_kernel(k_ptr, at_ptr, row_ptr, fit_ptr, k_b, k_g, k_n, k_d, x_b, x_g, x_n, x_d, f_b, f_g, f_x, f_c, N,
+                        G, C, BW: tl.constexpr, PDL: tl.constexpr):
     "The numbers of C channels, less their means, in 4 bits each, and the step"
     if PDL:
         gdc_wait()
