@@ -187,9 +187,12 @@ def asked(every: list, gpus: int): # yields (cell, rows, what went wrong or None
     for _ in every: yield done.get()
 
 
-def real_model(recorder):
-    "Ask every cell, and keep its rows."
-    every = cells(recorder.quick)
-    for cell, rows, failed in asked(every, torch.cuda.device_count()):
+def real_model(recorder) -> dict:
+    "Ask every cell, keep its rows, and tell what the names mean."
+    for cell, rows, failed in asked(cells(recorder.quick), torch.cuda.device_count()):
         if failed: raise RuntimeError(f"{cell}: {failed}")
+        recorder.say(f"{recorder.seconds():.0f} s: {cell.part}, {cell.model}, {cell.task}, {cell.seeds}")
         recorder.rows += rows
+    every = decoders() | looked_at() | listeners()
+    told = lambda methods: {name: repr(x) for name, x in methods.items()}
+    return dict(decode=told(every), prefill=told(readers()))
