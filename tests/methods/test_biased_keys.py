@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from sparse_nb.baselines import Adamas, ChannelCodes, DoubleSparsity, HadamardCodes, HyperplaneBits, MagicPIG
+from sparse_nb.baselines import Adamas, ChannelCodes, DoubleSparsity, HadamardCodes, HyperplaneBits, MagicPIG, Quest
 from sparse_nb.core.exact import attention_weights, promote
 from sparse_nb.core.selection import select_topk
 from sparse_nb.metrics import coverage
@@ -117,7 +117,9 @@ def test_a_shift_of_all_keys_changes_no_choice(name):
     chosen = lambda q, k: Adamas(BUDGET).select(q, k).dense(KEYS) > 0
     bias, own = k.double().mean(2, keepdim=True), chosen(q.double(), k.double())
     assert (chosen(q, k) & own).sum() >= 0.999 * own.sum()
-    for times in (-1, 1, 7): assert torch.equal(own, chosen(q.double(), k.double() + times * bias))
+    for method in (Adamas(BUDGET), Quest(BUDGET)):
+        of = lambda keys: method.select(q.double(), keys).dense(KEYS) > 0
+        for times in (-1, 1, 7): assert torch.equal(of(k.double()), of(k.double() + times * bias))
     raw = Adamas(BUDGET).select(q, k, state=filled(CodesAsTheyAre(), k)).dense(KEYS) > 0
     assert (raw & own).sum() / own.sum() < 0.8
     less, more = (((chosen(q, (k.float() + times * bias.float()).bfloat16()) & own).sum() / own.sum())
