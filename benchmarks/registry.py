@@ -54,6 +54,7 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "delta_parts": ("archive.delta_parts", "several tangents an anchor on both models' prose", False),
     "predictors": ("archive.predictors", "what predictors find in short and in long prompts of the pocket model",
                    False),
+    "qwen_heads": ("archive.qwen_heads", "queries, keys and values of three heads of Qwen with biased keys", False),
     "saap_heads": ("archive.saap_heads", "what clusters catch of the attention of the pocket model's heads", False),
     "saap_heads_smollm2": ("archive.saap_heads", "the same for SmolLM2 beside the pocket model, without networks",
                            False),
@@ -79,6 +80,7 @@ _FILES = {"vattention_launches": "{gpu}_vattention.json", "pocket_model": "runs/
           "saap_heads_smollm2": "{gpu}_saap_heads_witness.json",
           "santa_schedule_smollm2": "{gpu}_santa_schedule_witness.json",
           "santa_schedule_smollm2_jobs": "{gpu}_santa_schedule_witness_jobs.json",
+          "qwen_heads": "experiments/data/qwen_heads.safetensors",
           "hash_networks": "sparse_nb/pocket_methods/hash_attention.safetensors",
           "saap_partition": "sparse_nb/pocket_methods/saap.safetensors"}
 

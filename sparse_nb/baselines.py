@@ -100,6 +100,7 @@ def mean_key(
     """
     return promote(k).masked_fill(~shown, 0).sum(2) / shown.sum(2)
 
+# %% ../nbs/60_baselines.ipynb #b1a5ed01
 def _sizes(q, groups, own=None):
     "Mean size of each channel of a group's queries, of those that are their `own` [B, 1, n, 1], [B, G, D], float64"
     x = promote(q.detach()).abs().double().unflatten(1, (groups, -1)).mean(2)
@@ -112,6 +113,7 @@ def _spread(k, shown):
     x, n = promote(k).masked_fill(~shown, 0).double(), shown.sum(2, keepdim=True)
     return (((x - x.sum(2, keepdim=True) / n).square() * shown).sum(2) / n[:, :, 0]).sqrt()
 
+# %% ../nbs/60_baselines.ipynb #b1a5ed02
 class ChannelCodes(Fitted):
     """A few channels of each key, less their means, in 4 bits.
 
@@ -302,10 +304,13 @@ def _codes(x):
     cut = CUT * _mean(x.square()).sqrt()
     return (x > -cut).to(torch.int8) + (x > 0) + (x > cut)
 
+# %% ../nbs/60_baselines.ipynb #b1a5ed03
 class HadamardCodes(Fitted):
     """2 bits for each Hadamard coefficient of a key less the centre; `fit` [B, G, D] is the centre.
 
-    `rows` [B, G, N, D' / 16] are int32: the lower bits of 32 coefficients a word, then the higher bits.
+    `rows` [B, G, N, D' / 16] are int32: the lower bits of 32 coefficients a word, then the higher bits. The centre is
+    the mean of the first keys that arrive, and stays. A first chunk of one token can make the codes worse than those
+    of the keys as they are, since the first token's key is often unlike all others.
     """
     def fit_to(self, k, shown):
         "The mean of the keys."
@@ -337,6 +342,7 @@ class Adamas(Predictor):
     """Manhattan distance of 2-bit Hadamard codes, of the keys less their mean (after Adamas, Yan et al. 2025).
 
     The paper codes the keys as they are; where they have a large constant part, all codes are then alike (`mean_key`).
+    The mean is that of the first keys that arrive: read the prompt in one piece, or a thousand tokens of it first.
     Raises TypeError or ValueError for settings that can never work.
     """
     budget: int | float = 0.1 # keys to keep: a count, or a share of the visible keys

@@ -755,7 +755,7 @@ POCKET = inputs(dtype=torch.float32, size=64)
      "shown must be a bool tensor or None, got list"),
     (lambda: MagicPIG().new_state().append(K, K, shown=torch.ones(2, 40)), TypeError,
      "shown must be .* got torch.float32"),
-    (lambda: Adamas().new_state().append(K, K, shown=None), TypeError,
+    (lambda: Adamas().new_state().append(K, K, q=None), TypeError,
      "append takes shown beside k and v, got q"),
     (lambda: Quest(page=4).decode(Q, K, V, state=Quest(page=8).build(K)), ValueError, "state must have size 4, got 8"),
     (lambda: MagicPIG(tables=5000), ValueError, "tables must be at least 2 and at most 4096, got 5000"),
