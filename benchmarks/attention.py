@@ -138,7 +138,7 @@ def asked(case: Case, method: Predictor) -> Asked:
     "The index of its keys."
     state, place, number = method.new_state(), Place(case.n), case.shape.D**-0.5
     if isinstance(method, HashAttention): state.held = drawn_networks(case)
-    state.append(case.k, case.v)
+    state.append(case.k, case.v, **dict(q=case.q) if "q" in state.hears else {})
     known = lambda kind, number, *given, place=place: Asked(case, method, state, kind, number, given, place)
     if isinstance(method, Quest):
         return known("boxes", number, place=Place(case.n, begin=state.begin, unit=method.page))

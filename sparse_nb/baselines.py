@@ -9,6 +9,7 @@ __all__ = ['CUT', 'page_box', 'box_around', 'Boxes', 'Quest', 'mean_key', 'Chann
 
 # %% ../nbs/60_baselines.ipynb #48204032
 import math
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -161,7 +162,11 @@ class ChannelCodes(Fitted):
                                  f"got {self.chosen}")
             return torch.tensor(self.chosen, device=k.device).expand(len(k), -1, -1)
         weight = _spread(k, shown)
-        if self.asked is not None: weight = weight * _sizes(self.asked, k.shape[1], shown[:, :, -self.asked.shape[2]:])
+        if self.asked is None:
+            warnings.warn("no query was heard with the first keys, so Double Sparsity keeps the channels that spread "
+                          "most, which queries may hardly look at: read the prompt in the session, or give `chosen`",
+                          stacklevel=2)
+        else: weight = weight * _sizes(self.asked, k.shape[1], shown[:, :, -self.asked.shape[2]:])
         return weight.topk(self.channels).indices.sort(-1).values
 
     def numbers(self) -> torch.Tensor: # [B, G, channels], int64
