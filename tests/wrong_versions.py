@@ -132,7 +132,7 @@ VERSIONS = [Wrong(*x) for x in [
     ("base-keys-as-they-are", "baselines.py", "methods/test_biased_keys.py::test_adamas_reads_the_mass",
      "masked_fill(~shown, 0).sum(2) / shown.sum(2)", "masked_fill(shown, 0)[:, :, 0]"),
     ("base-spread-alone", "baselines.py", "methods/test_biased_keys.py::test_double_sparsity_reads_the_mass",
-     "if self.asked is not None: weight = ", "if self.asked is not None: _ = "),
+     "else: weight = weight * _sizes(", "else: _ = weight * _sizes("),
     ("base-planes-group", "baselines.py", "methods/test_baselines.py::test_hyperplanes_are_drawn_once_and_by_seed",
      "fold_in(self.seed, torch.arange(groups,", "fold_in(self.seed, 0 * torch.arange(groups,"),
     # core
