@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from .core.checks import check_budget, check_count, check_flag, check_inputs
-from .core.exact import grouped, no_autocast, promote, visible_range
+from .core.exact import grouped, no_autocast, promote, to_device_of, visible_range
 from .core.methods import BlockState, Fitted, Predictor, check_visible, slots_used
 from .core.selection import Selection, has_kernels, listed_by_kernels, make_selection, take_rows
 from .core.streams import fold_in, philox
@@ -264,6 +264,12 @@ class DoubleSparsity(Predictor):
         if _of_layers(self.chosen):
             raise ValueError(f"chosen must be the channels of one layer here, got those of {len(self.chosen)} layers")
         return ChannelCodes(self.channels, self.chosen)
+
+    def state_for(self, q, k, state, kv_start=None, kv_len=None, causal=False):
+        "As `Predictor.state_for`; of a new index the first query chooses the channels, where none are given."
+        if state is not None: return super().state_for(q, k, state)
+        queries = q.shape[2] if causal else 1
+        return self.build(to_device_of(k, q), kv_start=kv_start, kv_len=kv_len, queries=queries, q=q[:, :, :1])
 
     def priorities(self, q, state, *, scale=None):
         "The part of the score that the kept channels give, less what their means give to all keys alike."

@@ -1193,11 +1193,11 @@ class Predictor(Guesses):
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
         kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
         queries: int = 1,                     # causal queries that will ask it: `Fitted` learns what the first sees
-        q: torch.Tensor | None = None,        # the first of them [B, H, 1, D], for an index that hears queries
+        q: torch.Tensor | None = None,        # queries for an index that can do without those of all keys [B, H, n, D]
     ) -> State:
         "The index of all keys at once, told which of them are hidden. Raises as `State.append`."
         state = self.new_state()
-        asked = dict(q=q) if "q" in state.hears else {}
+        asked = {} if q is None or "q" not in state.hears else dict(q=q)
         later = queries - 1 if isinstance(state, Fitted) else 0
         if "shown" not in state.hears or kv_start is None and kv_len is None and not later:
             state.append(k, k, **asked)
@@ -1210,8 +1210,7 @@ class Predictor(Guesses):
     def state_for(self, q, k, state, kv_start=None, kv_len=None, causal=False):
         "`state` if it is this method's index of just these keys, a new one for None. Raises TypeError or ValueError."
         queries = q.shape[2] if causal else 1
-        if state is None:
-            return self.build(to_device_of(k, q), kv_start=kv_start, kv_len=kv_len, queries=queries, q=q[:, :, :1])
+        if state is None: return self.build(to_device_of(k, q), kv_start=kv_start, kv_len=kv_len, queries=queries)
         check_state(state, self.new_state(), k)
         return state
 
