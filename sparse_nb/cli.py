@@ -74,8 +74,6 @@ def _loading(name):
     "Where the files of a model are; within the block, whatever a file or a server can do wrong becomes a ValueError."
     if name.startswith((".", os.sep)) and not Path(name).is_dir():
         raise ValueError(f"--model: there is no folder {name!r}")
-    if Path(name).is_dir() and not (Path(name) / "config.json").exists():
-        raise ValueError(f"--model: the folder {name!r} has no config.json, so it holds no model of transformers")
     _hush()
     from sparse_nb.models import fetch
     place = name
@@ -88,6 +86,8 @@ def _loading(name):
         place = fetch.path(name)
         if not fetch.is_here(name):
             raise ValueError(f"--model: {name} is not in {place}; `sparse-nb fetch {name}` brings it")
+    elif Path(name).is_dir() and not (Path(name) / "config.json").exists():
+        raise ValueError(f"--model: the folder {name!r} has no config.json, so it holds no model of transformers")
     try: yield place
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -243,6 +243,13 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 # models
 
+def test_a_published_name_is_no_folder_of_the_same_name(tmp_path, monkeypatch):
+    from sparse_nb import cli
+    (tmp_path / "qwen").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPARSE_NB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="qwen is not in .*`sparse-nb fetch qwen` brings it"): cli.load_model("qwen")
+
 @pytest.mark.parametrize("spoil, words", [
     (lambda folder: (folder / "config.json").write_text("{}"), ["--model: cannot load"]),
     (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
