@@ -91,19 +91,19 @@ def decoders() -> dict:
             "magicpig-6x42": MagicPIG(6, 42), "sketch_walk": SketchWalk(density=SHARE), "saap": Saap(budget=SHARE),
             "vattention+adamas": vattention(Adamas(SHARE)), "vattention+product": vattention(Product(SHARE))}
 
-def looked_at() -> dict:
-    "name -> method, of which only what they read and their error are asked."
+def only_read() -> dict:
+    "name -> method, of which only what they read and their error are measured."
     return {"topk": TopK(SHARE), "streaming": Streaming(4, SHARE), "santa": Santa(128),
             "product-length": ProductTimesLength(SHARE), "magicpig-8x32": MagicPIG(8, 32),
             "magicpig-7x36": MagicPIG(7, 36), "vattention+topk": vattention("oracle"),
             "vattention+product-length": vattention(ProductTimesLength(SHARE)),
             "vattention+adamas-.1": vattention(Adamas(SHARE), 0.1)}
 
-def listeners() -> dict:
-    "name -> method that hears the queries of a prompt, which is read anew for each."
+def need_queries() -> dict:
+    "name -> method whose index needs the queries of a prompt, which is read anew for each."
     return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE), "h2o": H2O(SHARE)}
 
-def readers(all_of_them: bool = True) -> dict:
+def prefills(all_of_them: bool = True) -> dict:
     "name -> method that reads prompts."
     main = {"sketch_walk": SketchWalk(), "sketch_walk-max": SketchWalk(pool="max"),
             "sketch_walk-max-refine": SketchWalk(pool="max", refine=2)}
@@ -113,8 +113,8 @@ def readers(all_of_them: bool = True) -> dict:
 
 
 class Cell(NamedTuple):
-    "A batch of prompts of one task, and what is asked of them"
-    part: str    # "answers", "listeners", "prompts" or "read"
+    "A batch of prompts of one task, and what is measured on them"
+    part: str    # "answers", "need_queries", "prompts" or "read"
     model: str
     task: str    # as of `task_of`
     length: int  # tokens
@@ -122,35 +122,36 @@ class Cell(NamedTuple):
 
 def cells(quick: bool = False) -> list:
     "Those of the record, what decides first."
-    if quick: return [Cell(part, "pocket", "kv", 640, range(2)) for part in ("answers", "listeners", "prompts", "read")]
+    if quick:
+        return [Cell(part, "pocket", "kv", 640, range(2)) for part in ("answers", "need_queries", "prompts", "read")]
     parts = lambda size: [range(a, a + size) for a in range(0, PROMPTS, size)]
-    ask = lambda part, seeds, tasks=TASKS: [Cell(part, "qwen", task, LENGTH, seeds) for task in tasks]
+    of = lambda part, seeds, tasks=TASKS: [Cell(part, "qwen", task, LENGTH, seeds) for task in tasks]
     batches, tens = parts(AT_ONCE), parts(10)
-    found = ask("answers", batches[0]) + ask("listeners", tens[0]) + ask("prompts", tens[0])
-    found += ask("read", range(100, 104), TASKS[1:4])
-    found += [x for seeds in batches[1:] for x in ask("answers", seeds)]
+    found = of("answers", batches[0]) + of("need_queries", tens[0]) + of("prompts", tens[0])
+    found += of("read", range(100, 104), TASKS[1:4])
+    found += [x for seeds in batches[1:] for x in of("answers", seeds)]
     found += [Cell("answers", model, task, length, range(PROMPTS)) for model, task, length in OTHERS]
-    return found + [x for seeds in tens[1:] for part in ("listeners", "prompts") for x in ask(part, seeds)]
+    return found + [x for seeds in tens[1:] for part in ("need_queries", "prompts") for x in of(part, seeds)]
 
 @cache
 def loaded(name: str) -> tuple:
     "A model and its tokenizer, from the folder that the environment names, or as `load_named` finds it."
     return load_named(os.environ.get(f"{name.upper()}_FOLDER", name))
 
-def ask(cell: Cell) -> list:
+def evaluate(cell: Cell) -> list:
     "A row for each method: what it got right of the cell's prompts, one by one, and of the part \"read\" what it read."
     model, tokenizer = loaded(cell.model)
     task, settings = task_of(cell.task)
     given = dict(prompts=len(cell.seeds), seed=cell.seeds[0], task_settings=settings,
                  chat=bool(tokenizer.chat_template))
-    few = 1 if cell.part == "prompts" else 5 if cell.part == "listeners" else len(cell.seeds)
+    few = 1 if cell.part == "prompts" else 5 if cell.part == "need_queries" else len(cell.seeds)
     if cell.part == "prompts":
         read = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how, batch=few,
                                           chunk=cell.length, **given)
-        frames = [partial(read, *way) for way in readers(cell.seeds[0] < 10).items()]
+        frames = [partial(read, *way) for way in prefills(cell.seeds[0] < 10).items()]
     else:
-        methods = listeners() if cell.part == "listeners" else decoders()
-        if cell.part == "read": methods |= looked_at() | listeners()
+        methods = need_queries() if cell.part == "need_queries" else decoders()
+        if cell.part == "read": methods |= only_read() | need_queries()
         if cell.part == "answers": methods["exact"] = None
         frames = [lambda: accuracy(model, tokenizer, task, cell.length, methods, batch=few, watch=cell.part == "read",
                                    **given)]
@@ -168,14 +169,14 @@ def rows_of(cell: Cell, make: Callable) -> list:
     return found
 
 def _serve(gpu, todo, done):
-    "A process that asks what it is given, on one GPU"
+    "A process that evaluates what it is given, on one GPU"
     if gpu is not None: os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     while (cell := todo.get()) is not None:
-        try: done.put((cell, ask(cell), None))
+        try: done.put((cell, evaluate(cell), None))
         except Exception as error: done.put((cell, [], f"{type(error).__name__}: {error}"))
 
-def asked(every: list, gpus: int): # yields (cell, rows, what went wrong or None) as they come
-    "Ask all cells, a process for each GPU."
+def evaluated(every: list, gpus: int): # yields (cell, rows, what went wrong or None) as they come
+    "Evaluate all cells, a process for each GPU."
     context = processes.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
     for cell in every: todo.put(cell)
@@ -188,11 +189,11 @@ def asked(every: list, gpus: int): # yields (cell, rows, what went wrong or None
 
 
 def real_model(recorder) -> dict:
-    "Ask every cell, keep its rows, and tell what the names mean."
-    for cell, rows, failed in asked(cells(recorder.quick), torch.cuda.device_count()):
+    "Evaluate every cell, keep its rows, and say what the names mean."
+    for cell, rows, failed in evaluated(cells(recorder.quick), torch.cuda.device_count()):
         if failed: raise RuntimeError(f"{cell}: {failed}")
         recorder.say(f"{recorder.seconds():.0f} s: {cell.part}, {cell.model}, {cell.task}, {cell.seeds}")
         recorder.rows += rows
-    every = decoders() | looked_at() | listeners()
+    every = decoders() | only_read() | need_queries()
     told = lambda methods: {name: repr(x) for name, x in methods.items()}
-    return dict(decode=told(every), prefill=told(readers()))
+    return dict(decode=told(every), prefill=told(prefills()))

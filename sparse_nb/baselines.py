@@ -121,7 +121,7 @@ class ChannelCodes(Fitted):
     `fit` [B, G, 2, channels] holds the numbers of the channels, and their means over the first keys. `rows`
     [B, G, N, channels / 4 + 1] are int16: four channels each, and the step of the key in bfloat16.
     """
-    __slots__ = "asked", # queries that choose, while they do [B, H, n, D]
+    __slots__ = "queries", # that choose, while they do [B, H, n, D]
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ChannelCodes(Fitted):
         chosen = None,  # their numbers, a row for each group; None: those that weigh most in the first scores
     ):
         super().__init__()
-        self.channels, self.chosen, self.asked = channels, chosen, None
+        self.channels, self.chosen, self.queries = channels, chosen, None
 
     @property
     def hears(self):
@@ -138,9 +138,9 @@ class ChannelCodes(Fitted):
 
     def extend(self, k, v, shown=None, q=None):
         "As `Fitted.extend`; `q`: queries of the first keys, by which channels are chosen with the spread of the keys."
-        self.asked = q
+        self.queries = q
         super().extend(k, v, shown=shown)
-        self.asked = None
+        self.queries = None
 
     def fit_to(self, k, shown):
         "The channels that `heavy_channels` names, or those given, and their means. ValueError for more than there are."
@@ -162,11 +162,11 @@ class ChannelCodes(Fitted):
                                  f"got {self.chosen}")
             return torch.tensor(self.chosen, device=k.device).expand(len(k), -1, -1)
         weight = _spread(k, shown)
-        if self.asked is None:
+        if self.queries is None:
             warnings.warn("no query was heard with the first keys, so Double Sparsity keeps the channels that spread "
                           "most, which queries may hardly look at: read the prompt in the session, or give `chosen`",
                           stacklevel=2)
-        else: weight = weight * _sizes(self.asked, k.shape[1], shown[:, :, -self.asked.shape[2]:])
+        else: weight = weight * _sizes(self.queries, k.shape[1], shown[:, :, -self.queries.shape[2]:])
         return weight.topk(self.channels).indices.sort(-1).values
 
     def numbers(self) -> torch.Tensor: # [B, G, channels], int64
@@ -320,8 +320,9 @@ class HadamardCodes(Fitted):
     """2 bits for each Hadamard coefficient of a key less the centre; `fit` [B, G, D] is the centre.
 
     `rows` [B, G, N, D' / 16] are int32: the lower bits of 32 coefficients a word, then the higher bits. The centre is
-    the mean of the first keys that arrive, and stays. A first chunk of one token can make the codes worse than those
-    of the keys as they are, since the first token's key is often unlike all others.
+    the mean of the first keys that arrive, and stays. A short first chunk can make the codes worse than those of the
+    keys as they are: the first token's key is often unlike all others, and a rotary embedding moves the mean with the
+    position.
     """
     def fit_to(self, k, shown):
         "The mean of the keys."

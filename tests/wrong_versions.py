@@ -50,9 +50,9 @@ VERSIONS = [Wrong(*x) for x in [
      "methods/test_baselines.py::test_a_vector_added_to_all_keys_changes_no_choice",
      "code = _codes(promote(k) - self.fit[:, :, None]).int()", "code = _codes(promote(k)).int()"),
     ("channels-blind", "baselines.py", "methods/test_baselines.py::test_a_prompts_queries_choose_channels",
-     "if self.asked is not None: weight", "if False: weight"),
+     "else: weight = weight * _sizes(", "else: _ = weight * _sizes("),
     ("channels-of-padding", "baselines.py", "methods/test_baselines.py::test_a_prompts_queries_choose_channels",
-     "shown[:, :, -self.asked.shape[2]:])", "None)"),
+     "shown[:, :, -self.queries.shape[2]:])", "None)"),
     ("channels-without-queries", "baselines.py", "methods/test_baselines.py::test_heavy_channels",
      "weight = (_sizes(q, k.shape[1]) * _spread", "weight = (_sizes(q, k.shape[1]) * 0 + _spread"),
     # SAAP

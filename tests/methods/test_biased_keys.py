@@ -55,7 +55,7 @@ class SignsAsTheyAre(HyperplaneBits):
 class ByProducts(ChannelCodes):
     "The channels whose products |q k| are largest on average."
     def channels_for(self, k, shown):
-        size = self.asked.float().abs().mean((1, 2)) * k[:, 0].float().abs().mean(1)
+        size = self.queries.float().abs().mean((1, 2)) * k[:, 0].float().abs().mean(1)
         return size.topk(self.channels).indices.sort(-1).values[:, None]
 
 class BySpread(ChannelCodes):
