@@ -1,6 +1,8 @@
 """Every method on a model of 1.5 billion weights whose keys are biased, at 16,384 tokens, beside the two small ones:
 right answers, what was read, and ideas for indexes and for prompts"""
+import gc
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,8 +24,10 @@ from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
+from benchmarks.recorder import read_record
 
 SHARE, LENGTH, PROMPTS, AT_ONCE = 0.1, 16384, 60, 15
+PER_GPU = 2 # processes on a GPU
 TASKS = "needle", "multikey", "kv", "multivalue", "multiquery", "frequent_words:others=9", "qa"
 OTHERS = (("smollm2", "needle", 4096), ("smollm2", "multikey:keys=4", 2048), ("smollm2", "kv", 1024),
           ("pocket", "multikey", 4096), ("pocket", "kv", 2048), ("pocket", "multivalue", 4096),
@@ -172,28 +176,47 @@ def _serve(gpu, todo, done):
     "A process that evaluates what it is given, on one GPU"
     if gpu is not None: os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     while (cell := todo.get()) is not None:
-        try: done.put((cell, evaluate(cell), None))
-        except Exception as error: done.put((cell, [], f"{type(error).__name__}: {error}"))
+        began = time.monotonic()
+        try: done.put((cell, evaluate(cell), time.monotonic() - began, None))
+        except Exception as error: done.put((cell, [], 0, f"{type(error).__name__}: {error}"))
+        gc.collect()
+        if gpu is not None: torch.cuda.empty_cache()  # another process has the same GPU
 
-def evaluated(every: list, gpus: int): # yields (cell, rows, what went wrong or None) as they come
-    "Evaluate all cells, a process for each GPU."
+def evaluated(every: list, gpus: int): # yields (cell, rows, seconds) as they come
+    "Evaluate all cells, `PER_GPU` processes on each GPU. RuntimeError for a cell that fails twice: memory is shared."
     context = processes.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
     for cell in every: todo.put(cell)
-    seats = [context.Process(target=_serve, args=(gpu if gpus else None, todo, done), daemon=True)
-             for gpu in range(gpus or 1)]
-    for seat in seats:
-        todo.put(None)
-        seat.start()
-    for _ in every: yield done.get()
+    on = [gpu for _ in range(PER_GPU) for gpu in range(gpus)] or [None]
+    seats = [context.Process(target=_serve, args=(gpu, todo, done), daemon=True) for gpu in on]
+    for seat in seats: seat.start()
+    left, failed = len(every), []
+    while left:
+        cell, rows, seconds, why = done.get()
+        if why is None:
+            left -= 1
+            yield cell, rows, seconds
+        elif cell in failed: raise RuntimeError(f"{cell}: {why}")
+        else:
+            failed.append(cell)
+            todo.put(cell)
+    for _ in seats: todo.put(None)
+
+def of_cell(row: dict) -> tuple:
+    "What tells a row's cell from others."
+    return row["part"], row["model"], row["task"], row["length"], *row["seeds"]
 
 
 def real_model(recorder) -> dict:
-    "Evaluate every cell, keep its rows, and say what the names mean."
-    for cell, rows, failed in evaluated(cells(recorder.quick), torch.cuda.device_count()):
-        if failed: raise RuntimeError(f"{cell}: {failed}")
-        recorder.say(f"{recorder.seconds():.0f} s: {cell.part}, {cell.model}, {cell.task}, {cell.seeds}")
-        recorder.rows += rows
-    every = decoders() | only_read() | need_queries()
+    "Evaluate every cell that the file lacks, and write it after each, with what the names mean."
     told = lambda methods: {name: repr(x) for name, x in methods.items()}
-    return dict(decode=told(every), prefill=told(prefills()))
+    about = dict(decode=told(decoders() | only_read() | need_queries()), prefill=told(prefills()))
+    if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
+    known = {of_cell(row) for row in recorder.rows}
+    lacking = [x for x in cells(recorder.quick)
+               if (x.part, x.model, x.task, x.length, x.seeds[0], x.seeds[-1] + 1) not in known]
+    for cell, rows, seconds in evaluated(lacking, torch.cuda.device_count()):
+        recorder.rows += rows
+        recorder.write(**about)
+        recorder.say(f"{recorder.seconds():4.0f} s: {seconds:.0f} s for {cell.part} {cell.model} {cell.task} {cell.seeds}")
+    return about

@@ -702,6 +702,17 @@ class State(FixedLength):
         new = self.features(k, v, **heard)
         self.rows = new if self.rows is None else torch.cat([self.rows, new], 2)
 
+    def aged(self) -> bool:
+        "Is it time to `refit`? By itself never."
+        return False
+
+    def refit(
+        self,
+        k: torch.Tensor, # all keys that it knows [B, G, N, D]
+        v: torch.Tensor, # their values
+    ):
+        "Learn anew what it learns from its keys. Not while it is of a fixed length."
+
     def pick_rows(
         self,
         rows: torch.Tensor, # sequence numbers [B'], int64, repeated or left out at will

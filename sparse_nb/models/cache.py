@@ -45,9 +45,10 @@ class StatefulLayer:
             raise ValueError(f"new must be at most {keys.shape[2] - known}, the keys that the index lacks, got {new}")
         if known < first: self.state.append(*self.older(keys, values, known, first))
         if not new: return
-        keys, values = self.newest(keys, values, first)
+        k, v = self.newest(keys, values, first)
         for part in [slice(new - asks), slice(new - asks, None)] if 0 < asks < new else [slice(None)]:
-            self.state.append(keys[:, :, part], values[:, :, part], **{x: _taken(x, y, part) for x, y in heard.items()})
+            self.state.append(k[:, :, part], v[:, :, part], **{x: _taken(x, y, part) for x, y in heard.items()})
+        if self.state.aged(): self.state.refit(*self.older(keys, values, 0, len(self.state)))
 
     def known(self) -> int:
         "How many keys the state has heard of."

@@ -1,15 +1,19 @@
 """Predictors on three heads of a real model, two of whose keys lie in a narrow cone far from zero: how much of the
 attention they read, and that versions which code or choose by that constant part read less."""
+import copy
 from functools import lru_cache
 
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from sparse_nb.baselines import Adamas, ChannelCodes, DoubleSparsity, HadamardCodes, HyperplaneBits, MagicPIG, Quest
 from sparse_nb.core.exact import attention_weights, promote
 from sparse_nb.core.selection import select_topk
 from sparse_nb.metrics import coverage
+from sparse_nb.models.cache import give_room, keep_state, offload
 from experiments.archive.qwen_heads import captured_heads
 from benchmarks.recorder import record_path
 
@@ -129,14 +133,6 @@ def test_a_shift_of_all_keys_changes_no_choice(name):
     assert less > 0.98 and more < less
 
 
-# mass by the centre of the first keys, those of all keys above:
-#    1 key  .809, .664, .712;   2 keys .821, .639, .891;    16 keys .842, .578, .920
-#   64 keys .839, .602, .929; 256 keys .863, .642, .954; 1,024 keys .884, .779, .954
-@pytest.mark.parametrize("name, first, floor", [
-    (NAMES[0], 64, 0.80), (NAMES[0], 256, 0.83), (NAMES[2], 64, 0.90), (NAMES[2], 256, 0.93), (NAMES[1], 1024, 0.75)])
-def test_the_centre_of_the_first_keys_serves_later_ones(name, first, floor):
-    assert mass(name, Adamas(BUDGET), filled(HadamardCodes(), head(name)[2], first))[0] > floor
-
 def test_where_the_first_keys_are_no_centre():
     """The first token's key is unlike all others; and in layer 1 the means move with the position as far as keys
     differ."""
@@ -145,3 +141,83 @@ def test_where_the_first_keys_are_no_centre():
     assert read(NAMES[1], HadamardCodes, 64) < read(NAMES[1], CodesAsTheyAre) - 0.05
     k = head(NAMES[1])[2][0, 0].float()
     assert ((k[:256].mean(0) - k[-256:].mean(0)).abs() / k.std(0)).max() > 2
+
+
+# what a cache does: its index takes the mean anew whenever the keys have doubled
+METHODS = {"codes": Adamas(BUDGET), "channels": DoubleSparsity(BUDGET, chosen=(tuple(range(0, 128, 8)),)),
+           "tables": MagicPIG(**PIG)}
+PLACES = {"growing": lambda cache: None, "roomy": lambda cache: give_room(cache, 0)}
+
+def cached(method, k, pieces, place="growing", shown=None):
+    "The layer of a cache that gets keys in pieces of these sizes, in host memory if that is the place."
+    cache, begin = DynamicCache(), 0
+    cache.layers.append(DynamicLayer())
+    if place in PLACES: PLACES[place](cache)
+    keep_state(cache, 0, method)
+    if place == "host": offload(cache, 0)
+    layer = cache.layers[0]
+    for n in pieces:
+        part = slice(begin, begin := begin + n)
+        keys = layer.update(k[:, :, part], k[:, :, part])
+        layer.hear(*keys, n, shown=None if shown is None else shown[:, part])
+    return layer
+
+def alike(a, b):
+    "The share of the numbers of two states' keys that are equal; sums of keys in another order may round otherwise."
+    n = min(len(a), len(b))
+    return float((a.rows[:, :, :n] == b.rows[:, :, :n]).float().mean())
+
+@pytest.mark.parametrize("place", (*PLACES, "host"))
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cache_takes_the_mean_anew_when_the_keys_have_doubled(name, place):
+    "Codes are then those of one reading, after chunks of 64, and after single keys behind a short prompt."
+    k, whole = head(NAMES[1])[2], METHODS[name].new_state()
+    whole.extend(k, k)
+    for pieces in ([64] * 32, [700, 300] + [1] * 24 + [1024], [1, 2047]):
+        layer = cached(METHODS[name], k, pieces, place)
+        assert alike(layer.state, whole) > 0.999 and int(layer.state.counted) == KEYS
+    first = METHODS[name].new_state()
+    for part in (k[:, :, :64], k[:, :, 64:]): first.extend(part, part)
+    assert alike(first, whole) < 0.99  # the mean of the first chunk alone
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_mean_is_taken_of_shown_keys_and_follows_its_sequence(name):
+    "Padding counts for nothing, and a sequence that is picked has its own mean, as a deep copy has."
+    a, b = (head(x)[2] for x in NAMES[1:])
+    padded = torch.cat([torch.full_like(b[:, :, :1500], 7.0), b[:, :, :548]], 2)
+    shown = torch.ones(2, KEYS, dtype=torch.bool)
+    shown[1, :1500] = False
+    layer = cached(METHODS[name], torch.cat([a, padded]), [256] * 8, shown=shown)
+    assert layer.state.counted.tolist() == [KEYS, 548]
+    copied = copy.deepcopy(layer)
+    layer.pick_rows(lambda rows: rows.flip(0))
+    for of, row in ((layer, 0), (copied, 1)):
+        alone = METHODS[name].new_state()
+        alone.extend(b[:, :, :548], b[:, :, :548])
+        own = of.state.rows[row, :, 1500:]
+        assert float((own == alone.rows[0]).float().mean()) > 0.999
+    layer.reset()
+    assert layer.state.total is None and not layer.state.aged()
+
+def test_keys_that_a_fixed_index_was_given_count():
+    "In a graph each key is put in its place by the old mean; the next chunk finds all of them counted."
+    k = head(NAMES[1])[2]
+    state = HadamardCodes()
+    state.extend(k[:, :, :512], k[:, :, :512])
+    state.fix(KEYS)
+    for at in range(512, 520): state.put(k, k, torch.tensor([at]))
+    state.free(520, k)
+    assert int(state.counted) == 520
+    assert torch.allclose(state.total, k[:, :, :520].float().sum(2))
+    state.extend(k[:, :, 520:], k[:, :, 520:])
+    whole = HadamardCodes()
+    whole.extend(k, k)
+    assert state.aged()
+    state.refit(k, k)
+    assert alike(state, whole) > 0.999 and not state.aged()
+
+def test_a_short_first_chunk_costs_nothing():
+    "Mass of layer 1 by the centre of the first 64 keys .602, less than .707 without any; a cache reads .803."
+    k = head(NAMES[1])[2]
+    state = cached(Adamas(BUDGET), k, [64] * 32).state
+    assert mass(NAMES[1], Adamas(BUDGET), state)[0] > 0.77
