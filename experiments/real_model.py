@@ -218,5 +218,5 @@ def real_model(recorder) -> dict:
     for cell, rows, seconds in evaluated(lacking, torch.cuda.device_count()):
         recorder.rows += rows
         recorder.write(**about)
-        recorder.say(f"{recorder.seconds():4.0f} s: {seconds:.0f} s for {cell.part} {cell.model} {cell.task} {cell.seeds}")
+        recorder.say(f"{recorder.seconds():.0f} s: {cell.part}, {cell.task}, {cell.seeds}: {seconds:.0f} s")
     return about
