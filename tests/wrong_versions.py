@@ -187,6 +187,15 @@ VERSIONS = [Wrong(*x) for x in [
      "query.view.count < self.tokens", "query.view.count <= self.tokens"),
     ("eval-row-seeds", "evaluate.py", "eval/test_evaluate.py::test_each_row_of_a_padded_batch_is_its_own_run",
      "fold_in(seeds[i], 0)", "fold_in(seeds[i - 1], 0)"),
+    # the ledger
+    ("claims-no-kind", "claims.py", "eval/test_claims.py::test_a_kind_has_its_verdicts_and_no_others",
+     "        _check_kind(self)\n", ""),
+    ("claims-models-hold", "claims.py", "eval/test_claims.py::test_the_rule_is_the_table_of_the_chapter",
+     '"models": ("same shape", ', '"models": ("holds", "same shape", '),
+    ("claims-seen-otherwise", "claims.py", "eval/test_claims.py::test_models_and_refutations_have_names",
+     '("proof",) if said.kind == "models" else ', ""),
+    ("claims-unnamed", "claims.py", "eval/test_claims.py::test_models_and_refutations_have_names",
+     "if not any(name in text for text in named):", "if not named:"),
     # kernels
     ("k-exact-sinks", "kernels/exact.py", "kernels/test_exact_kernels.py::test_kernel_window",
      "tl.minimum(sinks, n - w), w)", "tl.minimum(sinks, n), w)"),

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from execnb.nbio import mk_cell, new_nb, read_nb, write_nb
 
-from sparse_nb.claims import VERDICTS, Claim, Row, claim, claims, failures, ledger, missing, rows, table
+from sparse_nb.claims import KINDS, VERDICTS, Claim, Row, claim, claims, failures, ledger, missing, rows, table
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"id": "SANTA-7", "verdict": "reproduced", "paper": [49.9, 79.95], "ours": [50.01, 80.02], "tolerance": 0.3}
+KIND_OF = {"theorem": "WALK-4", "number": "SANTA-7", "models": "SANTA-6", "machine": "SANTA-18"}  # a claim of each
 
 
 def claimed(nb):
@@ -76,6 +77,7 @@ def test_every_row_could_have_failed_and_the_last_chapter_says_on_what():
 
 def test_a_row_that_nothing_could_upset_is_seen(monkeypatch):
     monkeypatch.setattr("sparse_nb.claims._check_evidence", lambda row: None)
+    monkeypatch.setattr("sparse_nb.claims._check_kind", lambda row: None)
     bare = [Row("SANTA-7", verdict, paper=1.5, ours="a number", note="NO: it is not so", command="make bench", checks=x)
             for verdict in VERDICTS if verdict != "reproduced" for x in (None, {}, {"x": True})]
     assert all(cannot_fail({"SANTA-7": row}) == ["SANTA-7"] for row in bare)
@@ -89,8 +91,9 @@ def test_a_row_that_nothing_could_upset_is_seen(monkeypatch):
      "allowed is 0.3"),
     ("SANTA-7", {"tolerance": 0.01}, "allowed is 0.01"),
     ("SANTA-7", {"checks": {"all lengths were tried": False}}, "it is not true that all lengths were tried"),
-    ("SANTA-7", {"verdict": "holds", "tolerance": None, "checks": {"it is so": True, "so is that": False}},
-     "it is not true that so is that"),
+    ("SANTA-7", {"verdict": "not here", "command": "make bench", "tolerance": None,
+                 "checks": {"it is so": True, "so is that": False}}, "it is not true that so is that"),
+    ("SANTA-7", {"verdict": "holds", "tolerance": None, "checks": {"it is so": True}}, "a claim of the kind 'number'"),
     ("SANTA-7", {"verdict": "holds", "tolerance": None}, "checks must hold a sentence that was checked"),
     ("SANTA-7", {"verdict": "not here", "tolerance": None}, "command must name what would measure it"),
     ("SANTA-7", {"verdict": "not here", "tolerance": None, "command": "make bench"},
@@ -104,7 +107,7 @@ def test_a_row_that_nothing_could_upset_is_seen(monkeypatch):
     ("TOY-1", {"id": "TOY-1"}, "name its chapter"),
 ])
 def test_false_rows_are_not_read(tmp_path, monkeypatch, name, changes, why):
-    monkeypatch.setitem(claims(), "TOY-1", Claim("a toy", "It is so.", None))  # not due
+    monkeypatch.setitem(claims(), "TOY-1", Claim("a toy", "It is so.", None, "theorem"))  # not due
     write(tmp_path)
     assert (rows(tmp_path) == {"SANTA-7": Row(**GOOD)} and "SANTA-7" not in missing(tmp_path)
             and "TOY-1" not in missing(tmp_path))
@@ -139,7 +142,7 @@ def test_numbers_of_arrays_and_tensors_are_kept_as_plain_ones():
               tolerance=np.float64(0), checks={"equal": np.bool_(True), "finite": torch.tensor(True)})
     assert row.contradiction() is None and row.paper == [0.333333, 2.0] == row.ours
     assert Row(**json.loads(row.to_json())) == row
-    assert Row("SANTA-7", "same shape", paper="falls", ours=[np.float32(0.5), 1],
+    assert Row("SANTA-6", "same shape", paper="falls", ours=[np.float32(0.5), 1],
                checks={"it falls": True}).ours == [0.5, 1]
 
 
@@ -149,7 +152,8 @@ def test_equal_to_the_tolerance_is_within_it():
 
 
 @pytest.mark.parametrize("verdict", VERDICTS)
-def test_a_row_shows_its_evidence(verdict):
+def test_a_row_shows_its_evidence(verdict, monkeypatch):
+    monkeypatch.setattr("sparse_nb.claims._check_kind", lambda row: None)
     evidence = dict(tolerance=0.3) if verdict == "reproduced" else dict(checks={"a | b": True})
     if verdict == "not here": evidence["command"] = "make bench"
     text = Row("SANTA-18", verdict, paper=1.5, ours=1.6, note="one GPU", **evidence)._repr_markdown_()
@@ -157,6 +161,64 @@ def test_a_row_shows_its_evidence(verdict):
                  "0.1, allowed 0.3" if verdict == "reproduced" else "a \\| b",
                  "`make bench`" if verdict == "not here" else ""):
         assert part in text
+
+
+# Which verdicts a kind of claim can get.
+
+def evidence(id, verdict, named=True):
+    "All that `verdict` could ask of a row of `id`; its refutation in a check, if `named`."
+    name = (claims()[id].refuted_by or ": an example").split(": ", 1)[1]
+    return dict(id=id, verdict=verdict, paper=1.0, ours=1.0, checks={name if named else "it is so": True},
+                tolerance=0.1 if verdict == "reproduced" else None, command="make bench")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_a_kind_has_its_verdicts_and_no_others(kind, verdict):
+    assert claims()[KIND_OF[kind]].kind == kind
+    if verdict in KINDS[kind] and (verdict, kind) != ("corrected", "number"):
+        assert Row(**evidence(KIND_OF[kind], verdict)).contradiction() is None
+    else:
+        with pytest.raises(ValueError, match=f"{KIND_OF[kind]}.*kind '{kind}', got "):
+            Row(**evidence(KIND_OF[kind], verdict))
+
+
+def test_the_rule_is_the_table_of_the_chapter():
+    page = "".join(cell.source for cell in read_nb(ROOT / "nbs/90_claims.ipynb").cells if cell.cell_type == "markdown")
+    lines = {kind: re.search(rf"^\| `{kind}` \|.*\|(.*)\|$", page, flags=re.M)[1] for kind in KINDS}
+    assert {kind: tuple(re.findall("`(.*?)`", line)) for kind, line in lines.items()} == KINDS
+    assert not {"holds", "reproduced"} & {*KINDS["models"], *KINDS["machine"]}
+
+
+@pytest.mark.parametrize("id, verdict, changes, named, why", [
+    ("OURS-5", "same shape", {"tried_on": ()}, True, "tried_on of OURS-5 in claims.yml must name what .* none"),
+    ("WALK-11", "same shape", {"tried_on": ()}, True, "tried_on of WALK-11 "),
+    ("WALK-4", "corrected", {"refuted_by": None}, True, "must name a proof or a counterexample .* 'theorem', got None"),
+    ("WALK-4", "corrected", {}, False, "checks of WALK-4 must name its counterexample"),
+    ("SANTA-6", "corrected", {}, False, "checks, ours or note of SANTA-6 must name its proof"),
+    ("SANTA-6", "corrected", {"refuted_by": "counterexample: ours is -1"}, True, "must name a proof for .*'models'"),
+])
+def test_models_and_refutations_have_names(monkeypatch, id, verdict, changes, named, why):
+    row = evidence(id, verdict)
+    assert Row(**row).contradiction() is None
+    wrong = Claim(**{**vars(claims()[id]), **changes})
+    if named: monkeypatch.setitem(claims(), id, wrong)
+    with pytest.raises(ValueError, match=why): Row(**(row if named else evidence(id, verdict, named=False)))
+
+
+@pytest.mark.parametrize("changes, why", [
+    ({"kind": "law"}, "kind must be one of theorem, number, models, machine, got 'law'"),
+    ({"refuted_by": "proof"}, "refuted_by must be 'proof: ' or"), ({"refuted_by": "we: say so"}, "refuted_by must be"),
+    ({"tried_on": "pocket"}, "tried_on must hold names"), ({"tried_on": ["pocket", " "]}, "tried_on must hold names"),
+])
+def test_claims_are_of_a_kind(changes, why):
+    with pytest.raises(ValueError, match=why): Claim(**{**vars(claims()["SANTA-6"]), **changes})
+
+
+def test_ours_follow_the_rule_of_the_papers():
+    ours = {id: row.verdict for id, row in rows().items() if id.startswith("OURS")}
+    assert {id for id, verdict in ours.items() if verdict == "holds"} == {
+        id for id in ours if claims()[id].kind == "theorem"} == {"OURS-1", "OURS-3"}
 
 
 # Where rows come from.
