@@ -20,7 +20,7 @@ from . import hf
 from .core.checks import check_choice, check_count, check_flag, check_integer
 from .core.exact import attention
 from .core.streams import fold_in
-from .metrics import bootstrap_interval, clopper_pearson, relative_error
+from .metrics import bootstrap_interval, clopper_pearson, paired_interval, relative_error
 from .models.cache import fork_cache
 from .models.override import as_cache
 from .tasks import Example, make, prompt_tokens, reply_tokens, score_reply
@@ -318,10 +318,7 @@ def compare(
     if not sides[0].size().equals(sides[1].size()):
         raise ValueError(f"frame must hold the same prompts for both, got others for {method!r} than for {other!r}")
     gain = sides[0].mean() - sides[1].mean()
-    if gain.nunique() > 1: low, mean, high = bootstrap_interval(gain, confidence=confidence)
-    else:
-        mean, wide = float(gain.iloc[0]), clopper_pearson(0, len(gain), confidence).high
-        low, high = max(-1, mean - wide), min(1, mean + wide)
+    low, mean, high = paired_interval(gain, confidence)
     return pd.Series(dict(prompts=len(gain), better=int((gain > 0).sum()), worse=int((gain < 0).sum()),
                           difference=mean, low=low, high=high))
 

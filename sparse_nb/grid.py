@@ -541,8 +541,11 @@ def _gain(cell, exact):
     return found.low, found.difference, found.high
 
 def _gap(cell, exact):
-    "The same in bits per byte; without an interval where there is nothing to resample"
+    "The same in bits per byte, over documents where they are known; without an interval where nothing varies"
     gap = (cell.set_index(_PROMPT).bits - exact.set_index(_PROMPT).bits).dropna()
+    if "document" in cell:
+        documents = cell.set_index(_PROMPT).document[gap.index]
+        if documents.nunique() > 1: gap = gap.groupby(documents).mean()
     return bootstrap_interval(gap) if gap.nunique() > 1 else [gap.mean()] * 3
 
 def table(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['relative_error', 'cosine', 'spearman', 'coverage', 'coverage_curve', 'keys_for_coverage', 'rows_read', 'density',
-           'BytesRead', 'bytes_read', 'Interval', 'clopper_pearson', 'bootstrap_interval']
+           'BytesRead', 'bytes_read', 'Interval', 'clopper_pearson', 'paired_interval', 'bootstrap_interval']
 
 # %% ../nbs/01_metrics.ipynb #34b2e4a8
 from dataclasses import dataclass
@@ -250,6 +250,18 @@ class Interval(NamedTuple):
         "Whether `x` lies in the interval, ends included."
         return self.low <= x <= self.high
 
+    def within(
+        self,
+        margin: float, # the largest difference that does not matter, above 0
+    ) -> bool:
+        """Whether both ends lie nearer to 0 than `margin`: then the difference is shown to be too small to matter.
+
+        With an interval of 1 - 2 alpha these are the two one-sided tests at level alpha (Schuirmann, 1987), so at 95 %
+        alpha is 0.025. Raises ValueError for a margin that is not above 0.
+        """
+        if not margin > 0: raise ValueError(f"margin must be above 0, got {margin}")
+        return -margin < self.low and self.high < margin
+
     def __str__(self): return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 # %% ../nbs/01_metrics.ipynb #302d678d
@@ -273,29 +285,67 @@ def clopper_pearson(
     ends = test.proportion_ci(confidence, method="exact")
     return Interval(float(ends.low), float(test.statistic), float(ends.high))
 
-# %% ../nbs/01_metrics.ipynb #669bdde7
-def bootstrap_interval(
-    x,                        # one number per independent unit [n], array or tensor
-    statistic=None,           # what to estimate: a function of an array and an `axis`; None: the mean
-    confidence: float = 0.95, # nominal confidence
-    seed: int = 0,            # of the resampling
-) -> Interval:
-    """Bias-corrected and accelerated bootstrap interval (Efron, 1987) of a statistic, computed by
-    `scipy.stats.bootstrap`.
+# %% ../nbs/01_metrics.ipynb #b0a1f3c2
+def _numbers(name, x, least):
+    "`x` as float64 in a row of at least `least`, after the checks that both intervals share."
+    import numpy as np
+    x = np.asarray(x.detach().cpu().double() if isinstance(x, torch.Tensor) else x, dtype=float)
+    if x.ndim != 1 or x.size < least:
+        raise ValueError(f"{name} must be a row of at least {least} numbers, got shape {list(x.shape)}")
+    if not np.isfinite(x).all(): raise ValueError(f"{name} must be finite, got NaN or inf")
+    return x
 
-    Raises ValueError for anything but a row of at least 2 finite numbers that differ, and for a confidence outside (0,
-    1).
+def paired_interval(
+    gains,                    # right answers of one method minus those of another, one for each prompt [n], in [-1, 1]
+    confidence: float = 0.95, # nominal confidence
+) -> Interval:
+    """By how much more often one method is right than another on the same prompts (Bonett and Price, 2012).
+
+    A gained and a lost prompt are added before Student's interval is taken, so that it has a width where no answer
+    differs. It holds the truth in 93 % of the cases or more for every pair of rates (`tests/core/test_metrics.py`).
+    Raises ValueError for anything but a row of at least 1 number in [-1, 1], and for a confidence outside (0, 1).
     """
     import numpy as np
     import scipy.stats
-    x = np.asarray(x.detach().cpu().double() if isinstance(x, torch.Tensor) else x, dtype=float)
-    if x.ndim != 1 or x.size < 2: raise ValueError(f"x must be a row of at least 2 numbers, got shape {list(x.shape)}")
-    if not np.isfinite(x).all(): raise ValueError("x must be finite, got NaN or inf")
+    gains = _numbers("gains", gains, 1)
+    if np.abs(gains).max() > 1: raise ValueError(f"gains must lie in [-1, 1], got {gains[np.abs(gains).argmax()]:.6g}")
+    check_level("confidence", confidence)
+    more = np.append(gains, [1.0, -1.0])
+    half = scipy.stats.t.isf((1 - confidence) / 2, len(gains) + 1) * more.std() / len(more) ** 0.5
+    return Interval(float(max(more.mean() - half, -1)), float(gains.mean()), float(min(more.mean() + half, 1)))
+
+# %% ../nbs/01_metrics.ipynb #669bdde7
+def bootstrap_interval(
+    x,                        # one number per independent unit [n], array or tensor; or several, with `units`
+    units=None,               # the unit (document, prompt) of each number [n]; numbers of a unit are averaged first
+    confidence: float = 0.95, # nominal confidence
+    seed: int = 0,            # of the resampling
+) -> Interval:
+    """Interval of the mean of independent units: the outer ends of Student's interval and, for 6 to 1,000 units, of
+    the studentized bootstrap's (Efron and Tibshirani, 1993, Section 12.5), with 9,999 resamples.
+
+    With 6 and more units it covers a mean in 94 % of the cases or more, also of a skewed distribution as the
+    exponential (`tests/core/test_metrics.py`). Raises ValueError for anything but a row of at least 2 finite numbers
+    that differ, in at least 2 units, and for a confidence outside (0, 1).
+    """
+    import numpy as np
+    import scipy.stats
+    x = _numbers("x", x, 2)
+    if units is not None:
+        names, number = np.unique(np.asarray(units), return_inverse=True)
+        if number.shape != x.shape: raise ValueError(f"units must name the unit of each of {x.size} numbers, got "
+                                                     f"{number.size} names")
+        if len(names) < 2: raise ValueError(f"units must be at least 2, got {x.size} numbers of the unit {names[0]}")
+        x = np.bincount(number, x) / np.bincount(number)
     if np.ptp(x) == 0:
         raise ValueError(f"x must vary, got {x.size} times {x[0]:.6g}: resampling cannot tell how sure that is "
                          f"(clopper_pearson can, for a share)")
     check_level("confidence", confidence)
-    statistic = statistic or np.mean
-    ends = scipy.stats.bootstrap((x,), statistic, confidence_level=confidence, rng=np.random.default_rng(seed),
-                                 batch=max(1, 2**22 // x.size)).confidence_interval
-    return Interval(float(ends.low), float(statistic(x)), float(ends.high))
+    mean, error, tail = x.mean(), x.std(ddof=1) / x.size**0.5, (1 - confidence) / 2
+    t = [scipy.stats.t.ppf(share, x.size - 1) for share in (tail, 1 - tail)]
+    if 6 <= x.size <= 1000:
+        drawn = x[np.random.default_rng(seed).integers(0, x.size, (9999, x.size))]
+        spread, moved = drawn.std(1, ddof=1) / x.size**0.5, drawn.mean(1) - mean
+        drawn = np.quantile(moved[spread > 0] / spread[spread > 0], (tail, 1 - tail))
+        t = [min(t[0], drawn[0]), max(t[1], drawn[1])]
+    return Interval(float(mean - t[1] * error), float(mean), float(mean - t[0] * error))

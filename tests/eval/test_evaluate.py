@@ -5,6 +5,7 @@ import math
 
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -315,9 +316,11 @@ def test_summary_counts_and_its_intervals():
 def test_compare_pairs_prompts():
     frame = answered(a="11110000", b="11000000", c="11110000")
     ab = compare(frame, "a", "b")
-    assert (ab.prompts, ab.better, ab.worse, ab.difference) == (8, 2, 0, 0.25) and 0 <= ab.low < 0.25 < ab.high
+    assert (ab.prompts, ab.better, ab.worse, ab.difference) == (8, 2, 0, 0.25) and ab.low < 0 < 0.25 < ab.high
     same = compare(frame, "a", "c")
-    assert same.difference == 0 and same.high == -same.low == pytest.approx(1 - 0.025 ** (1 / 8))
+    # Bonett and Price's closed form where no answer differs: variance 2 / 10 of 10 prompts, Student's quantile
+    assert same.difference == 0 and same.high == -same.low == pytest.approx(
+        scipy.stats.t.isf(0.025, 9) * (0.2 / 10) ** 0.5)
     twice = pd.concat([frame, frame.assign(exact=True)])
     assert compare(twice, "a", "b").difference == 0.125  # the share of right answers to each prompt
     with pytest.raises(ValueError, match="other must be one of a, b, c, got 'z'"): compare(frame, "a", "z")
