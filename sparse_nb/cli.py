@@ -415,7 +415,7 @@ def _say(line): print(line, flush=True)
 
 PROMPT_FILE = _option(str, help="The prompt, UTF-8: a file, or - for standard input.", show_default=False)
 DECODE = _option(str, help="Method for the tokens after the prompt, as `sparse-nb methods` lists them, with settings "
-                           "as in \"Santa(samples=64, scheme='flash')\".")
+                           "as in \"Santa(samples=64, scheme='flash')\"; vattention.paper: as published.")
 QUESTION = _option(str, help="Text after the prompt, which --decode reads too: the file is then the context.",
                    show_default=False)
 DENSE = _option(str, help="Layers that keep the model's own attention, as in 0,1.", show_default=False)

@@ -72,6 +72,24 @@ class Delta(Method):
             raise ValueError("parts must be 1 with a base, which has no window whose keys show where the clusters lie, "
                              f"got {self.parts}")
 
+    @classmethod
+    def paper(
+        cls,
+        window: int = 2048, # last keys that a row sees
+        gamma: int = 64,    # rows from anchor to anchor
+        *,
+        sinks: int = 4,     # first keys, which every row sees
+        tail: int = 128,    # last rows, which are exact
+        base = None,        # a method whose keys are read in place of sinks and window, as the paper does with HiP
+    ) -> "Delta":
+        """Delta Attention over Streaming LLM as published (arXiv 2505.11254): Eq. 6, and a dense block at the end.
+
+        Where the text leaves it open: rows are counted from 0, since row 0 has no earlier anchor; there are four sinks,
+        those of Streaming LLM, since the paper gives no number; and the dense block of its Appendix C, which names no
+        size either, has the 128 rows that its figures look at.
+        """
+        return cls(window, sinks, gamma, "delta", tail=tail, aligned=False if base is None else None, base=base)
+
     @property
     def window_is_aligned(self) -> bool:
         "Does the window of a row begin where its anchor's does?"

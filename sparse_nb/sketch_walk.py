@@ -514,6 +514,13 @@ def query_lists(s, q, k, state, step, masks, scale, seed):
     "Which blocks the queries read [B, P, Q, M], and where they stand."
     first, end = visible_range(q, k, **masks)
     place = query_blocks(s, state.begin, first, end, state.rows.shape[2])
+    if s.walk == "unmasked" and q.shape[2] > 1:  # every row of such a walk hears of the last block, so one by one
+        step, found = {} if step is None else step, []
+        for j in range(q.shape[2]):
+            alone = dict(kv_start=first[:, 0, j], kv_len=end[:, 0, j])
+            own = step.setdefault(("query", j), {})
+            found.append(query_lists(s, q[:, :, j:j + 1], k, state, own, alone, scale, seed)[0])
+        return torch.cat(found, 2), place, first, end
     if s.index == "random":
         j = torch.arange(q.shape[2], device=q.device)[None]
         a = drawn_shares(s, q, k.shape[1], j, state.rows.shape[2], seed)
@@ -694,6 +701,27 @@ class SketchWalk(ByKernels):
     reads_state = property(lambda self: self.walk is not None, doc="Does a prompt in parts need the index?")
     def __post_init__(self): check_settings(self)
 
+    @classmethod
+    def paper(
+        cls,
+        density: float = 0.2, # share of the visible blocks to read; the paper's timings read a tenth
+        *,
+        sketch: int = 64,     # T: numbers of a sketch, at most the head size up to a power of two
+        degree: int = 8,      # s: exponent of the scores
+    ) -> "SketchWalk":
+        """Algorithms 1 and 2 of Sketch&Walk as they are printed, in blocks of 64, with two dense layers.
+
+        One list for all heads, from sketches of averaged queries and keys; powers of raw scores, and a walk that no
+        mask stops. Where the text leaves it open: tau is a share of the blocks that a query sees, rounded up, and
+        counts the first and the own block, which the paper always retains; blocks behind the own one are never among
+        those selected, since attention is causal; the first of equal blocks wins; the walk begins at the first layer
+        that is not dense. Where it cannot run: Algorithm 2 never makes the query mean of a new block, which here is the
+        running mean of its queries, and gives the block's row of scores once the block is whole, as in Algorithm 1.
+        The rows of the walk are divided by their largest number, which changes no order, and keeps it in range.
+        """
+        return cls(block=64, density=density, index="sketch", sketch=sketch, walk="unmasked", power="element",
+                   degree=degree, heads="averaged", pool="mean", dense_layers=2, refine=1, least=2, tail=0)
+
     @property
     def summary(self) -> Summary:
         "What its index keeps of a block."
@@ -825,8 +853,6 @@ def select_keys(s, q, k, masks, seed, scale, state, step):
     "What `SketchWalk.select` gives."
     check_step(step)
     check_inputs(q, k, scale=scale, seed=seed, **masks)
-    if s.walk == "unmasked" and q.shape[2] > 1:
-        raise ValueError(f"q must be one query for a walk without a mask, got {q.shape[2]}")
     if s.walk is not None and s.index == "oracle":
         raise ValueError("walk must be None for single queries of an oracle, which keeps no rows, got 'softmax'")
     state = state_of(s, q, k, state, masks)

@@ -16,6 +16,7 @@ import ast
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import math
 import os
@@ -184,6 +185,14 @@ def _made(kind, settings):
         raise ValueError(f"{kind.__name__} has no setting {extra[0]!r}, it has {', '.join(known) or 'none'}")
     return kind(**settings)
 
+def _paper(kind, settings):
+    "A method as its paper has it, from its class method `paper`; raises as `_made`, also for a class without one."
+    if not hasattr(kind, "paper"): raise ValueError(f"{kind.__name__} has no settings of a paper")
+    known = inspect.signature(kind.paper).parameters
+    if extra := [x for x in settings if x not in known]:
+        raise ValueError(f"{kind.__name__}.paper has no setting {extra[0]!r}, it has {', '.join(known)}")
+    return kind.paper(**settings)
+
 def _settings(method):
     "Name and settings of a method."
     return {"method": type(method).__name__} | {f.name: getattr(method, f.name) for f in fields(method)}
@@ -221,11 +230,13 @@ class Settings:
             if isinstance(x, Settings): x.check_model(model)
 
 # %% ../../nbs/07_methods.ipynb #ca290c53
-SAID = "written as its name, such as Quest, or with settings by name, such as Santa(samples=128)"
+SAID = ("written as its name, such as Quest, with the settings of its paper, such as vattention.paper, or with "
+        "settings by name, such as Santa(samples=128)")
 
 def _class_name(node):
     "Which class of the table a part of a text names, or calls, in any case and with any underscores; None: none."
     node = getattr(node, "func", node)
+    if isinstance(node, ast.Attribute) and node.attr == "paper": node = node.value
     if isinstance(node, ast.Name): return {x.lower(): x for x in CLASSES}.get(node.id.replace("_", "").lower())
 
 def _read(node, text):
@@ -241,11 +252,12 @@ def _read(node, text):
     for x in given:
         if x.arg in settings: raise ValueError(f"{name} must be given {x.arg} once, got {text!r}")
         settings[x.arg] = _read(x.value, text)
-    try: return _made(method_class(name), settings)
+    paper = isinstance(getattr(node, "func", node), ast.Attribute)
+    try: return (_paper if paper else _made)(method_class(name), settings)
     except (TypeError, ValueError) as error: raise ValueError(f"{error}, in {text!r}") from error
 
 def read_method(
-    text: str, # `repr` of a method of the table, or its name alone: "Santa(samples=128)", "quest"
+    text: str, # `repr` of a method of the table, its name alone, or its `paper`: "Santa(samples=128)", "delta.paper"
     role: str | None = None, # "decode" or "prefill": an unknown name is answered by the methods that have it
 ) -> "Method":
     """The method that `text` describes; case and underscores of the names of methods do not count.

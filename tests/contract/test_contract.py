@@ -30,6 +30,7 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "santa, promise": Santa(samples=64, eps=0.9, delta=0.2),
     "vattention, output": VAttention(**VATTENTION | dict(base=64, delta=0.5), guarantee="output", bound="bernstein",
                                      plugin="plain"),
+    "vattention, paper": VAttention.paper(0.9, 0.2, sinks=1, window=4, topk=8, base=8),
     "vattention, pages": VAttention(**VATTENTION, predictor=Quest(page=32)),
     "vattention, clusters": VAttention(**VATTENTION, predictor=CLUSTERS),
     "double_sparsity, chosen": DoubleSparsity(8, channels=2, chosen=((0, 3), (5, 9))),
@@ -38,7 +39,9 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "saap, unread": Saap(clusters=4, window=8, unread=0.2),
     "sketch_walk, small": SketchWalk(block=8, density=0.3, dense_layers=0),
     "sketch_walk, fine": SketchWalk(block=16, density=0.3, index="fine16", dense_layers=0),
-    "then, top-k": Then(TopK(8), Santa(samples=5)), "delta, base": Delta(gamma=4, tail=0, base=TopK(budget=4))}
+    "then, top-k": Then(TopK(8), Santa(samples=5)), "delta, base": Delta(gamma=4, tail=0, base=TopK(budget=4)),
+    "delta, paper": Delta.paper(window=8, gamma=4, tail=2),
+    "sketch_walk, paper": replace(SketchWalk.paper(0.3, sketch=16), block=32, dense_layers=0)}
 def direct(name):
     "The method, with the layer whose networks it is to use outside of a model."
     method = EVERY[name]
@@ -48,14 +51,14 @@ def direct(name):
 DECODES = [x for x, m in EVERY.items() if hasattr(m, "decode")]
 READS = [x for x, m in EVERY.items() if hasattr(m, "prefill") and getattr(m, "block", 32) >= 32]  # in prompts
 KEEPS = [x for x in DECODES if direct(x).new_state() is not None]
-EVICT = "h2o", "snapkv"  # which must have heard the prompt's queries, so they decode with a state alone
-ALONE = [x for x in DECODES if x not in EVICT]
+HEAR = "h2o", "snapkv", "sketch_walk, paper"  # must have heard the prompt's queries, so they decode with a state alone
+ALONE = [x for x in DECODES if x not in HEAR]
 DRAWS = [x for x in METHODS if EVERY[x].random]
 # methods whose lists of a prompt are chosen by queries that come after the ones they are for
-LATER = "sketch_walk", "vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks"
+LATER = "sketch_walk", "sketch_walk, paper", "vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks"
 UNREAD = "saap", "saap, unread"  # values that are not read have a part by the mean of their cluster
 PILOTS = "santa, promise",  # which read values to find out how many to draw
-WHOLE = "exact", "vattention, output", "sketch_walk"  # read all of so short a prompt
+WHOLE = "exact", "vattention, output", "sketch_walk", "sketch_walk, paper"  # read all of so short a prompt
 STEPS = [x for x in DECODES if x in METHODS and x != "sketch_walk"] + ["sketch_walk, small"]
 NO_GRAPH = [x for x in ALONE if no_graph(EVERY[x])]
 COMPILES = "exact", "topk", "santa", "vattention", "quest", "h2o", "saap", "sketch_walk, small"  # a kind of state each
@@ -218,9 +221,9 @@ def test_later_tokens_have_no_say_in_a_prompt(name):
 @decodes
 def test_a_half_is_computed_in_float32_and_given_back_as_it_came(name, dtype):
     method, given = direct(name), problem(dtype=dtype)
-    out = answer(method, *given, name in EVICT)
+    out = answer(method, *given, name in HEAR)
     assert out.dtype == dtype and out.shape == (2, 4, 5, 16)
-    assert torch.equal(out, answer(method, *(x.float() for x in given), name in EVICT).to(dtype))
+    assert torch.equal(out, answer(method, *(x.float() for x in given), name in HEAR).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -312,7 +315,7 @@ def test_copies_of_a_state_go_their_own_ways(name):
 def test_a_seed_fixes_what_is_drawn(name):
     "A number stands for a stream for each sequence and head; what draws nothing is the same with any seed or none"
     method, (q, k, v) = direct(name), problem()
-    kept = dict(state=told(method, q, k, v)) if name in EVICT else {}
+    kept = dict(state=told(method, q, k, v)) if name in HEAR else {}
     run = lambda **seed: method.decode(q[:, :, -5:], k, v, causal=True, **kept, **seed)
     assert torch.equal(run(seed=5), run(seed=5))
     assert torch.equal(run(seed=5), run(seed=head_seeds(q, 5)))

@@ -764,8 +764,6 @@ def test_calls_that_cannot_work():
         (lambda: walk.new_state().append(k, v), "q must be the queries of these keys for a walk, got None"),
         (lambda: plain.decode(q[:, :, -1:], k, v, state=SketchWalk().new_state()), "state must have size"),
         (lambda: SketchWalk(index="sketch", sketch=64).prefill(q, k, v), "sketch must be at most .* 16, got 64"),
-        (lambda: replace(walk, walk="unmasked").decode(q, k, v, state=heard(walk, problem(Q=230)[0], k)),
-         "q must be one query for a walk without a mask, got 100"),
         (lambda: SketchWalk(walk="softmax", index="oracle").prefill(q, k, v), "q must be a whole prompt"),
         (lambda: SketchWalk(walk="softmax", index="oracle").decode(q[:, :, -1:], k, v, state=heard(walk, k, k)),
          "walk must be None for single queries of an oracle")]

@@ -86,7 +86,7 @@ BAD = [(lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got l
         "guarantee must be one of denominator, numerator, output, got 'all'"),
        (lambda: decode(bound="chernoff"), ValueError, "bound must be one of clt, hoeffding, bernstein, got 'chernoff'"),
        (lambda: decode(plugin=None), TypeError, "plugin must be a string, got NoneType"),
-       (lambda: decode(plugin="exact"), ValueError, "plugin must be one of upper, plain, got 'exact'"),
+       (lambda: decode(plugin="exact"), ValueError, "plugin must be one of upper, plain, printed, got 'exact'"),
        (lambda: decode(replacement=0), TypeError, "replacement must be a bool, got int"),
        (lambda: decode(share="group"), TypeError, "share must be a bool, got str"),
        (lambda: decode(state=Norms()), ValueError, "state must be None with predictor='oracle', got Norms"),
@@ -451,7 +451,8 @@ def check_mean(errors):
 
 
 @pytest.mark.parametrize("kw", [dict(share=False, plugin="plain"), dict(share=False), dict(plugin="plain"),
-                                dict(predictor=Guess(), plugin="plain"), dict(share=False, bound="hoeffding")])
+                                dict(predictor=Guess(), plugin="plain"), dict(share=False, bound="hoeffding"),
+                                dict(share=False, plugin="printed")])
 def test_denominator_and_numerator_are_unbiased(kw):
     many = q[:1, :, :1].expand(-1, -1, 1500, -1)
     chosen = VAttention(**(dict(eps=0.5, delta=0.5) | SMALL | kw)).select(many, k[:1], seed=8)
