@@ -33,6 +33,12 @@ VERSIONS = [Wrong(*x) for x in [
     # SANTA
     ("santa-flash-round", "methods/santa.py", "methods/test_santa.py::test_flash_budgets",
      "torch.div(2 * samples + tiles, 2 * tiles,", "torch.div(samples, tiles,"),
+    ("santa-prop-remainder", "methods/santa.py", "methods/test_santa_as_printed.py::test_each_scheme_is_the_papers",
+     "descending=True, stable=True).argsort(-1)", "descending=False, stable=True).argsort(-1)"),
+    ("santa-prompt-streams", "core/methods.py",
+     "methods/test_santa_as_printed.py::test_a_prompt_is_sampled_query_by_query",
+     "own = fold_in(seeds[row], a - start) if self.random else None",
+     "own = fold_in(seeds[row], 0) if self.random else None"),
     ("santa-pilot-seeds", "methods/santa.py",
      "methods/test_santa.py::test_a_promise_is_kept_on_inputs_made_to_break_it",
      "fold_in(seeds_, i), samples // 2", "fold_in(seeds_, 0), samples // 2"),

@@ -476,7 +476,7 @@ def test_a_role_is_offered_the_methods_that_have_it():
         with pytest.raises(ValueError) as error: method_from(f"--{role}", "nothing")
         said[role] = str(error.value).partition(" of ")[2].partition(", got")[0].split(", ")
     assert {*said["prefill"]} - {*said["decode"]} >= {"Delta", "HiP", "VerticalSlash"}
-    assert {*said["decode"]} - {*said["prefill"]} >= {"Santa", "VAttention"}
+    assert {*said["decode"]} - {*said["prefill"]} >= {"Quest", "VAttention"}
     assert "TopK" in {*said["decode"]} & {*said["prefill"]}
 
 
@@ -589,7 +589,7 @@ GENERATE = [
     (["--decode", "topq"], ["--decode: method must be one of", "TopK", "got 'topq'"]),
     (["--decode", "TopK(budget=0)"], ["--decode: budget must be at least 1 key"]),
     (["--prefill", "nothing"], ["--prefill: method must be one of", "got 'nothing'"]),
-    (["--prefill", "santa"], ["--prefill", "Santa", "prefill"]),
+    (["--prefill", "quest"], ["--prefill", "Quest", "prefill"]),
     (["--decode", "DoubleSparsity(channels=1000)"], ["--decode: ", "channels"]),
     (["--decode", "hashattention"], ["--decode: "]), (["--decode", "HashAttention(maps='p.txt')"],
                                                       ["--decode: ", "p.txt"]),
@@ -635,7 +635,7 @@ def test_what_can_be_checked_is_checked_before_the_model_is_loaded(tmp_path, mon
     from sparse_nb import cli
     monkeypatch.setattr(cli, "load_model", lambda *args: pytest.fail("loaded"))
     (tmp_path / "good").write_bytes(b"hello")
-    for options in (["--stats-out", "s.txt"], ["--decode", "topq"], ["--prefill", "santa"], ["--dense-layers", "a"],
+    for options in (["--stats-out", "s.txt"], ["--decode", "topq"], ["--prefill", "quest"], ["--dense-layers", "a"],
                     ["--temperature", "-1"], ["--prompt-file", tmp_path]):
         one_line(generated(tmp_path / "good", *options))
 

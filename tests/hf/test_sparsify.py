@@ -711,7 +711,7 @@ def bart():
         marks=pytest.mark.skipif(OLD, reason="it makes one there")),
     (lambda m: sparsify(m, decode="topk"), TypeError, "decode must be None, a method, .* got str"),
     (lambda m: sparsify(m, decode=TopK), (TypeError, ValueError), "decode"),
-    (lambda m: sparsify(m, prefill=Santa()), ValueError, "prefill must be a method that can prefill, got Santa"),
+    (lambda m: sparsify(m, prefill=Quest()), ValueError, "prefill must be a method that can prefill, got Quest"),
     (lambda m: sparsify(m, decode={2: TopK()}), ValueError, "decode must be for layers 0 to 1, got 2"),
     (lambda m: sparsify(m, decode=TopK(), dense_layers=[5]), ValueError,
      "dense_layers must be among layers 0 to 1, got 5"),
