@@ -28,9 +28,13 @@ _all_ = ["about_partition", "save_partition"]
 def rank_clusters(
     log_a: torch.Tensor, # from `log_weights` [B, H, Q, C]
     count: torch.Tensor, # n_c [B, G, C]
-    rank: str,           # "mass" or "density"
+    rank: str,           # one of `RANKS`, or "printed"
 ) -> torch.Tensor:       # [B, G, Q, C], -inf for clusters without a far key
-    "Logarithm of each cluster's share, summed over the heads of a group; by density, of a key's."
+    """Logarithm of each cluster's share, summed over the heads of a group; by density, of a key's.
+
+    "printed": the shares themselves, clusters without a far key among them.
+    """
+    if rank == "printed": return log_a.unflatten(1, (count.shape[1], -1)).exp().sum(2)
     log_n = count.log()[:, :, None]
     share = (log_a.unflatten(1, (count.shape[1], -1)) + log_n[:, :, None]).log_softmax(-1).logsumexp(2)
     if rank == "density": share = share - log_n
@@ -119,7 +123,7 @@ class Saap(Partitioned):
     sinks: int = 1                    # first visible keys, always read
     window: int = 255                 # last visible keys, likewise
     router: str = "moments"           # what guesses the mean weight of a cluster: one of `ROUTERS`
-    rank: str = "density"             # one of `RANKS`
+    rank: str = "density"             # one of `RANKS`, or "printed" as in `paper`
     tail: str = "first_order"         # what stands in for keys that are not read: one of `TAILS`
     partition: str = "context"        # of the prompt's own keys, or a file of `save_partition`, or "pocket"
     before_rope: bool | None = None   # of keys before RoPE? None: where they are given, as a session does that can
@@ -127,10 +131,24 @@ class Saap(Partitioned):
     iterations: int | None = None     # of k-means
     seed: int | None = None           # of its first centroids
     layer: int | None = None          # whose partition of a file; None: of the one it runs in, which `sparsify` knows
+    dense_layers: int = 0             # so many of the first layers of a model attend exactly
 
     def __post_init__(self): check_settings(self)
 
     step = saap_step
+
+    @classmethod
+    def paper(cls, partition: str, probes: int = 32, *, sinks: int = 1, window: int = 2047) -> "Saap":
+        """SAAP as printed (sections 4 and 5, Algorithms 1 and 2) with the networks of a file, and layer 0 exact.
+
+        The clusters of largest f(q_1) + ... + f(q_R) are read whole, and the rest is dropped. C and f are the file's:
+        `train_partition` with `saap_training.PAPER` makes those of the paper, and "pocket" is smaller. The text leaves
+        open whether k-means is spherical and whether the heads of a group share f: the file says both. Clusters without
+        a far key compete for the `probes`, as f does not know them; of equal clusters the first is read. The printed
+        kernel cannot run: the maximum of Algorithm 1 is taken of the scores s, and the offsets have an end.
+        """
+        return cls(probes=probes, sinks=sinks, window=window, router="mlp", rank="printed", tail="drop",
+                   partition=partition, dense_layers=1)
 
     def priorities(self, q, state, *, scale=None):
         """The rank of a key's cluster for the heads of its group; the lowest of all where it has no far key.

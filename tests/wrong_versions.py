@@ -64,6 +64,10 @@ VERSIONS = [Wrong(*x) for x in [
     # SAAP
     ("saap-variance-dim", "methods/saap/partition.py", "methods/test_saap.py::test_a_step_is_its_definition",
      "((mean[..., 1] - keys.square().sum(-1)) / head_dim)", "(mean[..., 1] - keys.square().sum(-1))"),
+    ("saap-printed-mean", "saap.py", "methods/test_saap_as_printed.py::test_it_is_the_papers",
+     "exp().sum(2)", "exp().amax(2)"),
+    ("saap-printed-empty", "saap.py", "methods/test_saap_as_printed.py::test_ranking_by_mass_is_not_what_is_printed",
+     "exp().sum(2)", "exp().sum(2).masked_fill(count[:, :, None] == 0, -1)"),
     ("saap-marks-reorder", "methods/saap/state.py",
      "methods/test_saap.py::test_append_crop_and_reorder_equal_a_fresh_index",
      "self.marks = [(of(upto), of(sums)) for upto, sums in self.marks]", "pass"),

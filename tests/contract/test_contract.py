@@ -27,6 +27,7 @@ VATTENTION = dict(sinks=1, window=4, topk=8, base=8, eps=0.9, delta=0.2)
 CLUSTERS = Saap(clusters=4, window=8, budget=4)
 EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "santa, int8": Santa(samples=6, keys="int8"), "santa, rescored": Santa(samples=6, keys="rescored"),
+    "santa, paper": Santa.paper(samples=6),
     "santa, promise": Santa(samples=64, eps=0.9, delta=0.2),
     "vattention, output": VAttention(**VATTENTION | dict(base=64, delta=0.5), guarantee="output", bound="bernstein",
                                      plugin="plain"),

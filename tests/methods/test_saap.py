@@ -734,7 +734,7 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: Saap(window=0), ValueError, "window must be at least 1 and at most 2147483647, got 0"),
     (lambda: Saap(router="mlp"), ValueError, "router must not be what a file holds .* context, got 'mlp'"),
     (lambda: Saap(router="tree"), ValueError, "router must be one of moments, centroid, mlp, linear, got 'tree'"),
-    (lambda: Saap(rank="size"), ValueError, "rank must be one of density, mass, got 'size'"),
+    (lambda: Saap(rank="size"), ValueError, "rank must be one of density, mass, printed, got 'size'"),
     (lambda: Saap(tail="fitted"), ValueError, "tail must not be what a file holds .* context, got 'fitted'"),
     (lambda: Saap(tail="mean"), ValueError, "tail must be one of first_order, second_order, fitted, drop, got 'mean'"),
     (lambda: Saap(partition=3), TypeError, "partition must be a str, got int"),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ...core.checks import (
     check_budget, check_choice, check_count, check_flag, check_inputs, check_number, check_scores)
 from ...core.exact import to_device_of, visible_range
-from ...core.methods import EVERY, Predictor, slots_used, stats_of, visible_keys, weights_id
+from ...core.methods import EVERY, Exact, Predictor, slots_used, stats_of, visible_keys, weights_id
 from ...core.selection import Selection, budget_counts, has_kernels, take_rows
 from .partition import (
     MOST, NETWORKS, Moments, about_partition, check_asked, check_call, check_floating, check_kmeans, check_module,
@@ -115,9 +115,13 @@ def asked_queries(s, q, state, q_before):
     return q_before
 
 def networks_guess(s, asked, state, count):
-    "log a_c of clusters of `count` keys [B, G, C], but for a number that is the same for all clusters."
+    """log a_c of clusters of `count` keys [B, G, C], but for a number that is the same for all clusters.
+
+    For "printed" the logarithm of what the networks say.
+    """
     scores = router_scores(asked, learnt(state, network_parts(s.router), asked.device), s.router)
     check_scores(scores)
+    if s.rank == "printed": return scores.log_softmax(-1)
     log_n = count.clamp(min=1).log().repeat_interleave(asked.shape[1] // count.shape[1], 1)
     return scores.log_softmax(-1) - log_n[:, :, None]
 
@@ -266,10 +270,12 @@ def served(s, q, k, v, backend):
     "Do the kernels take this step? Raise TypeError or ValueError where they are asked for and cannot."
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if backend != "triton": return backend == "auto" and not learns and s.unread is None and has_kernels(q)
+    bare = s.unread is None and s.rank != "printed"
+    if backend != "triton": return backend == "auto" and not learns and bare and has_kernels(q)
     from sparse_nb.kernels.common import refusal
     if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
     if s.unread is not None: raise ValueError(f"unread must be None for backend='triton', got {s.unread}")
+    if not bare: raise ValueError("rank must be 'density' or 'mass' for backend='triton', got 'printed'")
     if error := refusal(q): raise error
     return True
 
@@ -307,7 +313,8 @@ class Partitioned(Predictor):
                          ends=(self.sinks, self.window))
 
     def at_layer(self, layer):
-        "This method with the partition of a layer, if it has none yet."
+        "This method with the partition of a layer, if it has none yet; exact attention in the first `dense_layers`."
+        if layer < self.dense_layers: return Exact()
         return replace(self, layer=layer) if self.partition != "context" and self.layer is None else self
 
     def check_parts(self, about):
@@ -394,13 +401,14 @@ def check_amount(s):
         if not 0 <= s.unread <= 1: raise ValueError(f"unread must lie in [0, 1], got {s.unread}")
         if s.router in ROUTERS[1:]:
             raise ValueError(f"router must be 'moments' where unread is given, got {s.router!r}")
+    if s.rank == "printed" and s.probes is None: raise ValueError("probes must be given for rank='printed', got None")
     return len(given)
 
 def check_partition(s):
     "What makes clusters of the context, or names a file."
     if not isinstance(s.partition, str):
         raise TypeError(f"partition must be a str, got {type(s.partition).__name__}")
-    if s.layer is not None: check_count("layer", s.layer, 0)
+    if s.layer is not None: check_count("layer", s.layer, s.dense_layers)
     for name, default in CONTEXT.items():
         if s.partition != "context":
             if (got := getattr(s, name)) is not None:
@@ -418,7 +426,10 @@ def check_partition(s):
 def check_settings(s):
     "Fill in what is not given, and raise TypeError or ValueError for settings of `Saap` that can never work."
     if check_amount(s) == 0: object.__setattr__(s, "budget", BUDGET)
-    for name, least in ("sinks", 0), ("window", 1): check_count(name, getattr(s, name), least, MOST)
-    for name, allowed in ("router", ROUTERS), ("rank", RANKS), ("tail", TAILS):
+    for name, least in ("sinks", 0), ("window", 1), ("dense_layers", 0):
+        check_count(name, getattr(s, name), least, MOST)
+    for name, allowed in ("router", ROUTERS), ("rank", (*RANKS, "printed")), ("tail", TAILS):
         check_choice(name, getattr(s, name), allowed)
+    if s.rank == "printed" and s.router not in NETWORKS:
+        raise ValueError(f"router must be a network for rank='printed', got {s.router!r}")
     check_partition(s)
