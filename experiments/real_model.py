@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
+import pandas as pd
 import torch
 import torch.multiprocessing as processes
 
-from sparse_nb.baselines import Adamas, DoubleSparsity, HadamardCodes, MagicPIG, Quest, hadamard
+from sparse_nb.baselines import Adamas, DoubleSparsity, HadamardCodes, MagicPIG, OneList, Quest, hadamard
 from sparse_nb.core.exact import grouped, promote
 from sparse_nb.core.methods import Exact, Streaming, TopK
 from sparse_nb.core.selection import Selection
@@ -19,6 +20,7 @@ from sparse_nb.delta import Delta
 from sparse_nb.evaluate import accuracy
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import load_named, task_of
+from sparse_nb.metrics import paired_interval
 from sparse_nb.patterns import FlexPrefill, VerticalSlash
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
@@ -107,6 +109,14 @@ def need_queries() -> dict:
     "name -> method whose index needs the queries of a prompt, which is read anew for each."
     return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE), "h2o": H2O(SHARE)}
 
+def quests() -> dict:
+    """name -> Quest with pages of other sizes, with one list a group, and with exact attention in the first two of 28
+    layers, as its paper has it."""
+    late = lambda method: dict.fromkeys(range(2, 28), method)
+    return {"quest": Quest(SHARE), "quest-8": Quest(SHARE, 8), "quest-4": Quest(SHARE, 4),
+            "quest-late": late(Quest(SHARE)), "quest-8-late": late(Quest(SHARE, 8)),
+            "quest-one_list": OneList(Quest(SHARE))}
+
 def prefills(all_of_them: bool = True) -> dict:
     "name -> method that reads prompts."
     main = {"sketch_walk": SketchWalk(), "sketch_walk-max": SketchWalk(pool="max"),
@@ -116,9 +126,11 @@ def prefills(all_of_them: bool = True) -> dict:
                    "vertical_slash": VerticalSlash(500, 1500)}
 
 
+PARTS = "answers", "need_queries", "prompts", "quest", "read"
+
 class Cell(NamedTuple):
     "A batch of prompts of one task, and what is measured on them"
-    part: str    # "answers", "need_queries", "prompts" or "read"
+    part: str    # one of `PARTS`
     model: str
     task: str    # as of `task_of`
     length: int  # tokens
@@ -127,12 +139,12 @@ class Cell(NamedTuple):
 def cells(quick: bool = False) -> list:
     "Those of the record, what decides first."
     if quick:
-        return [Cell(part, "pocket", "kv", 640, range(2)) for part in ("answers", "need_queries", "prompts", "read")]
+        return [Cell(part, "pocket", "kv", 640, range(2)) for part in PARTS]
     parts = lambda size: [range(a, a + size) for a in range(0, PROMPTS, size)]
     of = lambda part, seeds, tasks=TASKS: [Cell(part, "qwen", task, LENGTH, seeds) for task in tasks]
     batches, tens = parts(AT_ONCE), parts(10)
     found = of("answers", batches[0]) + of("need_queries", tens[0]) + of("prompts", tens[0])
-    found += of("read", range(100, 104), TASKS[1:4])
+    found += of("read", range(100, 104), TASKS[1:4]) + of("quest", tens[0], ("multiquery", "kv"))
     found += [x for seeds in batches[1:] for x in of("answers", seeds)]
     found += [Cell("answers", model, task, length, range(PROMPTS)) for model, task, length in OTHERS]
     return found + [x for seeds in tens[1:] for part in ("need_queries", "prompts") for x in of(part, seeds)]
@@ -154,9 +166,9 @@ def evaluate(cell: Cell) -> list:
                                           chunk=cell.length, **given)
         frames = [partial(read, *way) for way in prefills(cell.seeds[0] < 10).items()]
     else:
-        methods = need_queries() if cell.part == "need_queries" else decoders()
+        methods = {"need_queries": need_queries, "quest": quests}.get(cell.part, decoders)()
         if cell.part == "read": methods |= only_read() | need_queries()
-        if cell.part == "answers": methods["exact"] = None
+        if cell.part in ("answers", "quest"): methods["exact"] = None
         frames = [lambda: accuracy(model, tokenizer, task, cell.length, methods, batch=few, watch=cell.part == "read",
                                    **given)]
     return [row for make in frames for row in rows_of(cell, make)]
@@ -206,11 +218,58 @@ def of_cell(row: dict) -> tuple:
     "What tells a row's cell from others."
     return row["part"], row["model"], row["task"], row["length"], *row["seeds"]
 
+def right(rows: list, method: str, parts: tuple = PARTS[:-1]) -> dict:
+    "(model, task, seed) -> is the answer of a method right? Of the first of these parts that asked it."
+    found = {}
+    for row in sorted(rows, key=lambda row: PARTS.index(row["part"]), reverse=True):
+        if row["method"] != method or row["part"] not in parts: continue
+        found |= {(row["model"], row["task"], row["seeds"][0] + i): x for i, x in enumerate(row["right"])}
+    return found
+
+def gains(
+    rows: list,            # of a record of `real_model`
+    method: str,           # its name in the part
+    part: str = "answers", # one of `PARTS`
+    model: str = "qwen",   # likewise
+    least: float = 0.5,    # share of its prompts on which exact attention must be right, for a task to count
+) -> pd.DataFrame:         # task, exact and own: right or not, a row for each prompt that both were asked
+    "Answers of a method beside those of exact attention to the same prompts."
+    exact, own = right(rows, "exact", ("answers", "quest")), right(rows, method, (part,))
+    table = pd.DataFrame([(task, exact[name, task, seed], x) for (name, task, seed), x in own.items()
+                          if name == model and (name, task, seed) in exact], columns=["task", "exact", "own"])
+    can = pd.Series([x for (name, *_), x in exact.items() if name == model], dtype=float).groupby(
+        [task for name, task, _ in exact if name == model]).mean()
+    return table[table.task.map(can) >= least].reset_index(drop=True)
+
+def losses(
+    rows: list,  # of a record of `real_model`
+    asked: dict, # label -> (part, name of a method there)
+) -> pd.DataFrame: # a row for each label: prompts, right answers of exact attention and of the method, points lost
+    "Right answers lost against exact attention, over the tasks on which it is right at least half of the time."
+    found = {}
+    for label, (part, name) in asked.items():
+        table = gains(rows, name, part)
+        low, lost, high = (100 * x for x in paired_interval((table.exact - table.own).astype(float)))
+        counts = dict(prompts=len(table), exact=table.exact.sum(), right=table.own.sum())
+        found[label] = counts | dict(lost=lost, low=low, high=high)
+    return pd.DataFrame(found).T.astype(dict(prompts=int, exact=int, right=int))
+
+def draw_losses(table: pd.DataFrame, ax, colours: dict):
+    "Points lost and their intervals of a table of `losses`; colours: of labels."
+    for i, (label, row) in enumerate(table.iterrows()):
+        ax.errorbar(row.lost, i, xerr=[[row.lost - row.low], [row.high - row.lost]], fmt="o", capsize=3,
+                    color=colours.get(label, "0.35"))
+    ax.axvline(0, color="0.6", lw=0.8)
+    ax.set_yticks(range(len(table)), [f"{label}, {n} prompts" for label, n in table.prompts.items()])
+    ax.invert_yaxis()
+    ax.set(xlabel="right answers lost against exact attention, points", title="Qwen2.5-Coder 1.5B, 16,384 tokens")
+
 
 def real_model(recorder) -> dict:
     "Evaluate every cell that the file lacks, and write it after each, with what the names mean."
-    told = lambda methods: {name: repr(x) for name, x in methods.items()}
-    about = dict(decode=told(decoders() | only_read() | need_queries()), prefill=told(prefills()))
+    told = lambda methods: {name: f"{x[2]!r} from layer 2 on" if isinstance(x, dict) else repr(x)
+                            for name, x in methods.items()}
+    about = dict(decode=told(decoders() | only_read() | need_queries() | quests()), prefill=told(prefills()))
     if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
     known = {of_cell(row) for row in recorder.rows}
     lacking = [x for x in cells(recorder.quick)

@@ -4,18 +4,20 @@ readme`.
 A part of README between `<!-- name -->` and `<!-- /name -->` is what `PARTS[name]` returns. Only numbers are made here:
 the sentences around them are written by hand."""
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
 import json
 import re
-import statistics
 import sys
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from experiments import real_model  # noqa: E402
+from sparse_nb.metrics import paired_interval  # noqa: E402
 README, FIGURE = ROOT / "README.md", ROOT / "nbs" / "images" / "front.png"
 MISSING = "not measured"
 EXACT = {"method": "Exact"}
@@ -183,6 +185,11 @@ def evaluations():
             methods = result(file)["meta"]["methods"].get(model, {})
             yield from ((model, file, model, setup, method, name) for name, method in methods.items()
                         if isinstance(method, dict))
+    measured = result("real_model")["meta"]["decode"]
+    for part, methods in (("answers", real_model.decoders()), ("need_queries", real_model.need_queries())):
+        for name, method in methods.items():
+            settings = dict(method=type(method).__name__) | dataclasses.asdict(method)
+            if measured[name] == repr(method): yield "qwen", "real_model", part, None, settings, name
     schemes = dict(method="Santa", scheme="systematic", eps=None, delta=None, bound="clt", tile=128)
     for samples in result("santa_pocket")["meta"]["budgets"]:
         yield "pocket", "santa_pocket", "accuracy", "A", schemes | dict(samples=samples), f"systematic-{samples}"
@@ -200,9 +207,19 @@ def right_answers(file, part, setup, name):
 
 
 def paired(gaps):
-    "(low, mean, high) of differences on the same prompts: the mean and its normal 95 % interval."
-    mean, half = statistics.fmean(gaps), 1.96 * statistics.stdev(gaps) / len(gaps) ** 0.5
-    return mean - half, mean, mean + half
+    "(low, mean, high) of differences on the same prompts, in points: the mean and its 95 % interval."
+    return tuple(100 * x for x in paired_interval(gaps))
+
+
+def gaps_of(file, part, setup, called):
+    "Exact attention's right answers less a method's, of each prompt of the tasks and lengths that count."
+    if file == "real_model":
+        found = real_model.gains(rows(file), called, part, least=CAN)
+        return (found.exact - found.own).astype(float).tolist()
+    own, exact = (right_answers(file, part, setup, x) for x in (called, "exact"))
+    cells = [cell for cell in own if cell in exact and len(own[cell]) == len(exact[cell])
+             and sum(exact[cell]) >= CAN * len(exact[cell])]
+    return [float(a - b) for cell in cells for a, b in zip(exact[cell], own[cell])]
 
 
 def evaluations_of(name, model):
@@ -219,11 +236,7 @@ def lost(name, model):
     """How many points fewer answers are right than with exact attention on the same prompts: (low, mean, high), or None
     where that setting was not evaluated."""
     for file, part, setup, _, called in evaluations_of(name, model):
-        own, exact = (right_answers(file, part, setup, x) for x in (called, "exact"))
-        cells = [cell for cell in own if cell in exact and len(own[cell]) == len(exact[cell])
-                 and sum(exact[cell]) >= CAN * len(exact[cell])]
-        gaps = [100 * (a - b) for cell in cells for a, b in zip(exact[cell], own[cell])]
-        if gaps: return paired(gaps)
+        if gaps := gaps_of(file, part, setup, called): return paired(gaps)
     return None
 
 

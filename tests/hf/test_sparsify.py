@@ -1,5 +1,6 @@
 "Methods inside transformers' own generation: every way to generate, on small random models of several families"
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -987,3 +988,18 @@ def test_a_gpu_reads_from_pinned_host_memory(method):
                 if isinstance(method, Streaming): torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
                 else: assert torch.equal(x, y)
         assert host.layers[0].keys.is_cuda
+
+
+@pytest.mark.parametrize("method, fits", [(Streaming(1, 1), False), (TopK(budget=0.99), True)])
+def test_an_audit_warns_of_a_method_that_misses_attention_widely(llama, method, fits):
+    "The error is the mean of all layers, as the statistics say; without an audit nothing is known."
+    for audit in (True, False):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            with sparsify(llama, decode=method, audit=audit, stats=True) as session: ids_of(llama)
+        said = [str(x.message) for x in found if "missed exact attention" in str(x.message)]
+        assert len(said) == (audit and not fits)
+        if not audit: continue
+        error = session.stats().error.mean()
+        assert (error > hf.UNFIT) == (not fits)
+        if said: assert f"by {error:.2f} of its size" in said[0]
