@@ -33,7 +33,7 @@ def blocks_by(density: float) -> dict:
                     "mean renormalised": new(index="mean", walk="renormalised"),
                     "mean matrix": new(index="mean", walk="softmax", power="matrix", degree=2),
                     "fine4 walk": new(index="fine4", walk="softmax"),
-                    "paper": new(index="sketch", walk="literal", heads="averaged")}
+                    "paper": SketchWalk.paper(density)}
 
 def deciders(density: float, length: int) -> dict:
     "Smaller blocks and lists of heads, and rivals, that choose keys for single queries; SAAP's near keys are counted."

@@ -119,7 +119,7 @@ QUICK = Size("pocket", ("needle", "multikey"), 700, 2, 2, 1, 64, 32)
 
 def writers(model) -> dict:
     "The paper's setting for long generations, with the oracle and with learned signatures, and exact attention."
-    paper = promised(0.05, 0.05, 0.025, 0.025, sinks=128, window=128)
+    paper = VAttention.paper()
     hashed = {i: replace(paper, predictor=HashAttention(0.025, layer=i)) for i in attention_layers(model)}
     return {"vattention": paper, "vattention+hash": hashed, "exact": None}
 
