@@ -238,7 +238,7 @@ def rehearse(
     try:
         if hasattr(method, "at_layer"): method = method.at_layer(config.num_hidden_layers - 1)
         told, hears = {}, getattr(state := method.new_state(), "hears", ())
-        if hears[:1] == ("q",) or "k_before" in hears:  # which it may be unable to do without
+        if {"q", "k_before"} & {*hears}:  # which it may be unable to do without
             state.append(k, k, **{name: x for name, x in dict(q=q, k_before=k, q_before=q).items() if name in hears})
             told = dict(state=state) | (dict(q_before=q[:, :, -1:]) if "q_before" in hears else {})
         (getattr(method, "decode", None) or method.prefill)(q[:, :, -1:], k, k.clone(), **told)
