@@ -63,6 +63,8 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "santa_schedule": ("archive.santa_schedule", "samples for each layer of the pocket model: learned, or not", False),
     "santa_schedule_jobs": ("archive.santa_schedule",
                             "samples for each layer of the pocket model, learned on the workers of Ray", False),
+    "santa_schedule_printed": ("archive.santa_schedule",
+                               "samples for each layer of the pocket model, learned by Algorithm 1 as printed", False),
     "santa_schedule_smollm2": ("archive.santa_schedule", "the same for SmolLM2", True),
     "santa_schedule_smollm2_jobs": ("archive.santa_schedule",
                                     "samples for each layer of SmolLM2, learned on the workers of Ray", True),

@@ -35,10 +35,12 @@ def least_sum(
 
 
 def schedule_of(
-    theta: torch.Tensor, # logits [L]
-    total: int,          # samples of all layers together
+    theta: torch.Tensor,    # logits [L]
+    total: int,             # samples of all layers together
+    printed: bool = False,  # as of `reinforce`
 ) -> list: # samples of each layer
     "The schedule that a policy has learned: its mean, rounded."
+    if printed: return largest_remainder(theta.softmax(0), total).clamp(min=1).tolist()
     return (1 + largest_remainder(theta.softmax(0), total - len(theta))).tolist()
 
 def reinforce(
@@ -50,14 +52,19 @@ def reinforce(
     episodes: int = 10, # schedules that are tried in a step
     rate: float,        # factor on the gradient
     seed: int = 0,      # of the schedules
+    printed: bool = False, # the full multinomial of the paper, or one sample of each layer fixed?
 ) -> list: # a dict for each step: step, reward (mean of its schedules), theta after it
-    "Algorithm 1 of the SANTA paper."
+    """Algorithm 1 of the SANTA paper.
+
+    Its multinomial may give a layer no sample, of which there is no average: `printed` asks with one in its place.
+    """
     rng, theta, told = torch.Generator().manual_seed(seed), torch.zeros(layers, dtype=torch.float64), []
+    fixed = 0 if printed else 1
     for step in range(steps):
-        p, free = theta.softmax(0), total - layers
+        p, free = theta.softmax(0), total - fixed * layers
         drawn = torch.multinomial(p, episodes * free, replacement=True, generator=rng).view(episodes, free)
         s = torch.nn.functional.one_hot(drawn, layers).sum(1)
-        reward = torch.as_tensor(ask((1 + s).tolist(), step), dtype=torch.float64)
+        reward = torch.as_tensor(ask((fixed + s).clamp(min=1).tolist(), step), dtype=torch.float64)
         theta = theta + rate * ((reward - reward.mean())[:, None] * (s - free * p)).mean(0)
         told.append(dict(step=step, reward=reward.mean().item(), theta=theta.tolist()))
     return told
@@ -287,14 +294,16 @@ def learned_schedule(
     worker: Worker,
     s: Setting,
     rate: float = 0.3, # of REINFORCE
+    printed: bool = False, # as of `reinforce`
 ) -> tuple: # name -> (samples, answers that were asked for), rows
     "What REINFORCE makes of the same prompts."
     total, some = worker.model.config.num_hidden_layers * s.mean, batches(
         worker, s.grid(s.task, s.train, 10_000), s.each, s.least)
     layers = total // s.mean
-    told = reinforce(rewards_of(worker.model, some, seed=2), layers, total, steps=s.steps, rate=rate)
+    told = reinforce(rewards_of(worker.model, some, seed=2), layers, total, steps=s.steps, rate=rate, printed=printed)
     asked = sum(len(some[x["step"] % len(some)].seeds) for x in told)
-    made = {"REINFORCE": (schedule_of(torch.tensor(told[-1]["theta"]), total), 10 * asked)}
+    found = schedule_of(torch.tensor(told[-1]["theta"]), total, printed)
+    made = {"REINFORCE as printed" if printed else "REINFORCE": (found, 10 * asked)}
     return made, [dict(part="training", **x) for x in told]
 
 
@@ -328,8 +337,11 @@ def written_answers(
             for name, part in frame_of(path).groupby("decode", sort=False)]
 
 
-def make_record(recorder, s: Setting):
-    "All steps of a result; in the quick form two steps of learning, two prompts."
+def make_record(recorder, s: Setting, printed: bool = False):
+    """All steps of a result; in the quick form two steps of learning, two prompts.
+
+    `printed`: REINFORCE alone, by the full multinomial.
+    """
     if recorder.quick: s = s._replace(steps=2, train=2, least=1, prompts=2, draws=1)
     worker = Worker(s.grid(s.task, s.train))
     def schedules(find):
@@ -340,11 +352,18 @@ def make_record(recorder, s: Setting):
     steps = {"measured": partial(schedules, measured_schedules), "learned": partial(schedules, learned_schedule),
              "judged": partial(judge, s.task), "judged_other": partial(judge, s.other),
              "written": lambda: written_answers(s, made())}
+    if printed:
+        steps["learned"] = partial(schedules, partial(learned_schedule, printed=True))
+        for step in "measured", "written": del steps[step]
     recorder.grow(steps, **s._asdict(), weights=weights_id(worker.model))
 
 def santa_schedule(recorder):
     "Learn schedules for the pocket model, and judge them on prompts that none was made from."
     make_record(recorder, POCKET)
+
+def santa_schedule_printed(recorder):
+    "The pocket model's schedule by Algorithm 1 as printed, judged on the same prompts."
+    make_record(recorder, POCKET, printed=True)
 
 def santa_schedule_smollm2(recorder):
     "The same for SmolLM2."

@@ -1,4 +1,5 @@
 """`Saap.paper` beside sections 4 and 5, Algorithms 1 and 2 and the merge of the paper, in float64 and loops"""
+import inspect
 import math
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from models import build
 from sparse_nb.core.methods import Exact
 from sparse_nb.hf import attention_layers, by_layer, sparsify
+from sparse_nb.methods.saap.partition import router_scores
 from sparse_nb.methods.saap.step import served
 from sparse_nb.saap import Saap, saap_decode, save_partition
+from sparse_nb.saap_training import PAPER, cluster_shares, fit_router, train_partition
 
 D, BLOCK = 8, 4  # of a head; B_c, keys that a program reads at once
 
@@ -233,3 +236,60 @@ def test_layer_0_of_a_model_is_exact(llama, file):
     by_hand = dict(enumerate([Exact(), *(chosen[i] for i in list(chosen)[1:])]))
     with torch.no_grad(), sparsify(llama, decode=by_hand): again = torch.cat(write().logits)
     assert torch.equal(mine, again)
+
+
+# training, section 4 and Appendix A
+
+def test_targets_are_the_rows_of_A_H_k():
+    "Every key of the prompt but the sink, later ones too, more than 8 steps away; queries whose heaviest is beyond 5"
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(h, 40, D, generator=g, dtype=torch.float64) for h in (4, 2))
+    ids, n = torch.randint(6, (2, 40), generator=g), 40
+    share, counts = cluster_shares(q, k, ids, torch.arange(n), 6, window=9, reach=6, causal=False)
+    for h in range(4):
+        for i in range(n):
+            s = {j: float(q[h, i] @ k[h // 2, j]) / math.sqrt(D) for j in range(1, n)}
+            heaviest = max(s, key=s.get)
+            assert counts[h, i] == (abs(i - heaviest) > 5)
+            far = {j: math.exp(x) for j, x in s.items() if abs(i - j) > 8}
+            row = [sum(x for j, x in far.items() if ids[h // 2, j] == c) / sum(far.values()) for c in range(6)]
+            torch.testing.assert_close(share[h, i], torch.tensor(row, dtype=share.dtype), rtol=0, atol=1e-12)
+
+
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_network_learns_as_printed(in_float64):
+    "Linear, BatchNorm, ReLU, Linear of torch; Eq. 1 as KLDiv(f(Q), A H_k); Adam at 1e-5; a prompt a step"
+    g, nn = torch.Generator().manual_seed(1), torch.nn
+    examples = [(torch.randn(1, 50, D, generator=g), torch.rand(1, 50, 6, generator=g).softmax(-1),
+                 torch.rand(1, 50, generator=g) < 0.7) for _ in range(3)]
+    g = torch.Generator().manual_seed(4)
+    net = nn.Sequential(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 6))
+    with torch.no_grad():
+        for layer, (a, b) in (net[0], (D, 5)), (net[3], (5, 6)):
+            layer.weight.copy_((2 * torch.rand(1, a, b, generator=g)[0].T - 1) * a**-0.5)
+            layer.bias.zero_()
+    adam = torch.optim.Adam(net.parameters(), PAPER["rate"])
+    for _ in range(20):
+        x, target, counts = examples[int(torch.randint(3, (), generator=g))]
+        drawn = torch.rand(counts.shape, generator=g)[0].masked_fill(~counts[0], -1).topk(12).indices
+        loss = nn.KLDivLoss(reduction="batchmean")(net(x[0, drawn]).log_softmax(-1), target[0, drawn])
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    with torch.no_grad(): want, x = net.eval()(examples[0][0][0]), examples[0][0]
+    said = {falls: router_scores(x[None], fit_router(examples, hidden=5, steps=20, queries=12, seed=4,
+                                                     rate=PAPER["rate"], falls=falls), "mlp")[0, 0]
+            for falls in (PAPER["falls"], True)}
+    torch.testing.assert_close(said[False], want, rtol=0, atol=1e-9)
+    assert (said[True] - want).abs().max() > 1e-6
+
+
+def test_the_papers_training_is_a_call_away():
+    assert (PAPER["clusters"], PAPER["hidden"], PAPER["steps"], PAPER["batch"]) == (1024, 1024, 40_000, 1000)
+    assert not PAPER["causal"] and {*PAPER} <= {*inspect.signature(train_partition).parameters}

@@ -188,3 +188,34 @@ def test_a_sampled_prompt_is_right_on_average(scheme):
     error = found.std(0) / 20
     p = (q @ k.repeat_interleave(3, 1).mT / 2).masked_fill(torch.ones(12, 12).triu(1).bool(), -math.inf).softmax(-1)
     assert ((found.mean(0) - p @ v.repeat_interleave(3, 1)).abs() <= 5 * error + 1e-12).all()
+
+
+# Algorithm 1
+
+def test_reinforce_is_the_papers():
+    "The full multinomial; a layer that draws no sample is asked with one, and learns from none"
+    from experiments.archive.santa_schedule import reinforce, schedule_of
+    L, N, E, alpha, asked = 4, 9, 10, 0.5, []
+
+    def reward(s): return math.exp(-sum((i + 1) / x for i, x in enumerate(s)))
+
+    def ask(schedules, step):
+        asked.append(schedules)
+        return [reward(s) for s in schedules]
+
+    told = reinforce(ask, L, N, steps=30, episodes=E, rate=alpha, seed=3, printed=True)
+    theta, rng, empty = [0.0] * L, torch.Generator().manual_seed(3), 0
+    for step in range(30):
+        p = [math.exp(x) / sum(math.exp(y) for y in theta) for x in theta]
+        draws = torch.multinomial(torch.tensor(p, dtype=torch.float64), E * N, replacement=True, generator=rng)
+        S = [[draws[e * N:(e + 1) * N].tolist().count(i) for i in range(L)] for e in range(E)]
+        assert asked[step] == [[max(x, 1) for x in s] for s in S] and all(sum(s) == N for s in S)
+        empty += sum(0 in s for s in S)
+        r = [reward([max(x, 1) for x in s]) for s in S]
+        b = sum(r) / E
+        g = [sum((r[k] - b) * (S[k][i] - N * p[i]) for k in range(E)) / E for i in range(L)]
+        theta = [x + alpha * y for x, y in zip(theta, g)]
+        assert told[step]["theta"] == pytest.approx(theta, abs=1e-12) and told[step]["reward"] == pytest.approx(b)
+    assert empty > 0
+    learned = schedule_of(torch.tensor(told[-1]["theta"]), N, printed=True)
+    assert min(learned) >= 1 and learned == sorted(learned)
