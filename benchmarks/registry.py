@@ -60,6 +60,7 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
                            False),
     "saap_promise": ("archive.saap_promise",
                      "how often a promise on top of SAAP is broken, head by head, on both models", False),
+    "saap_variants": ("archive.saap_variants", "variants of SAAP's query network, heads of the pocket model", False),
     "santa_schedule": ("archive.santa_schedule", "samples for each layer of the pocket model: learned, or not", False),
     "santa_schedule_jobs": ("archive.santa_schedule",
                             "samples for each layer of the pocket model, learned on the workers of Ray", False),
