@@ -261,7 +261,7 @@ def draw_losses(table: pd.DataFrame, ax, colours: dict):
                     color=colours.get(label, "0.35"))
     ax.axvline(0, color="0.6", lw=0.8)
     ax.set_yticks(range(len(table)), [f"{label}, {n} prompts" for label, n in table.prompts.items()])
-    ax.invert_yaxis()
+    ax.set_ylim(len(table) - 0.4, -0.6)
     ax.set(xlabel="right answers lost against exact attention, points", title="Qwen2.5-Coder 1.5B, 16,384 tokens")
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from experiments import real_model  # noqa: E402
 from sparse_nb.metrics import paired_interval  # noqa: E402
 README, FIGURE = ROOT / "README.md", ROOT / "nbs" / "images" / "front.png"
-MISSING = "not measured"
+MISSING = "–"
 EXACT = {"method": "Exact"}
 CAN = 0.5  # a task and length counts where exact attention is right in this share of the prompts
 
@@ -69,7 +69,7 @@ def has(settings, row):
 def table(*lines):
     "A Markdown table, its head first; numbers stand on the right."
     head, *body = [[str(cell) for cell in line] for line in lines]
-    number = [all(re.match(r"[−+\d]|–|not measured|\*\*", line[k]) for line in body) for k in range(len(head))]
+    number = [all(re.match(r"[−+\d]|–|\*\*", line[k]) for line in body) for k in range(len(head))]
     rule = ["--:" if x else "---" for x in number]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))
 
@@ -189,6 +189,7 @@ def evaluations():
     for part, methods in (("answers", real_model.decoders()), ("need_queries", real_model.need_queries())):
         for name, method in methods.items():
             settings = dict(method=type(method).__name__) | dataclasses.asdict(method)
+            if isinstance(method, real_model.SketchWalk): del settings["tail"]  # of prompts alone
             if measured[name] == repr(method): yield "qwen", "real_model", part, None, settings, name
     schemes = dict(method="Santa", scheme="systematic", eps=None, delta=None, bound="clt", tile=128)
     for samples in result("santa_pocket")["meta"]["budgets"]:
@@ -204,11 +205,6 @@ def right_answers(file, part, setup, name):
     return {(row["task"], row["length"]): [int(x) for x in row["right"]] for row in rows(file)
             if (row["part"], row.get("setup"), row.get("method")) == (part, setup, name) and "right" in row
             and "seed" not in row}
-
-
-def paired(gaps):
-    "(low, mean, high) of differences on the same prompts, in points: the mean and its 95 % interval."
-    return tuple(100 * x for x in paired_interval(gaps))
 
 
 def gaps_of(file, part, setup, called):
@@ -236,7 +232,7 @@ def lost(name, model):
     """How many points fewer answers are right than with exact attention on the same prompts: (low, mean, high), or None
     where that setting was not evaluated."""
     for file, part, setup, _, called in evaluations_of(name, model):
-        if gaps := gaps_of(file, part, setup, called): return paired(gaps)
+        if gaps := gaps_of(file, part, setup, called): return tuple(100 * x for x in paired_interval(gaps))
     return None
 
 
@@ -266,6 +262,18 @@ def answers():
         lines.append([CONFIGURATIONS[name][1], times(row["ratio"]) if row else MISSING,
                       *(said_of(lost(name, model)) for model in models)])
     return table(head, *lines)
+
+
+def advice():
+    "What to start with: the method that loses fewest answers of the largest model, and what prompts lose there."
+    own = {"SAAP": "saap", "Sketch&Walk": "sketch_walk", "Adamas": "adamas", "Quest": "quest"}
+    found = real_model.losses(rows("real_model"), {name: ("answers", x) for name, x in own.items()})
+    best = found.lost.idxmin()
+    prompts = {"FlexPrefill": "flexprefill", "Delta": "delta", "Sketch&Walk": "sketch_walk"}
+    read = real_model.losses(rows("real_model"), {name: ("prompts", x) for name, x in prompts.items()})
+    say = lambda table, name: said_of(table.loc[name, ["low", "lost", "high"]])
+    return (f"Start with {best}: with 10 % of the keys it loses {say(found, best)} on the largest model. Of prompts, "
+            + ", ".join(f"{name} {say(read, name)}" for name in read.index) + ".")
 
 
 def headline():
@@ -349,8 +357,8 @@ def output():
     return f"```text\n{said}```"
 
 
-PARTS = {"headline": headline, "speed": speed, "kernels": kernels, "answers": answers, "claims": claims,
-         "chapters": chapters, "output": output}
+PARTS = {"headline": headline, "speed": speed, "kernels": kernels, "answers": answers, "advice": advice,
+         "claims": claims, "chapters": chapters, "output": output}
 
 
 def filled(text, names=PARTS):
@@ -391,7 +399,7 @@ def plot_lost(ax):
             ax.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="osD"[k], color=SERIES[k], markersize=6,
                         capsize=2, label=MODELS[model])
     for i, name in enumerate(names):
-        if not any(lost(name, m) for m in models): ax.text(1, i, MISSING, va="center", color="0.45", fontsize=9)
+        if not any(lost(name, m) for m in models): ax.text(1, i, "not measured", va="center", color="0.45", fontsize=9)
     handles = dict(zip(*reversed(ax.get_legend_handles_labels())))
     ax.axvline(0, color="0.6", linewidth=0.8)
     ax.set_yticks(range(len(names)), [CONFIGURATIONS[name][1] for name in names])
