@@ -322,7 +322,8 @@ def bootstrap_interval(
     seed: int = 0,            # of the resampling
 ) -> Interval:
     """Interval of the mean of independent units: the outer ends of Student's interval and, for 6 to 1,000 units, of
-    the studentized bootstrap's (Efron and Tibshirani, 1993, Section 12.5), with 9,999 resamples.
+    the studentized bootstrap's (Efron and Tibshirani, 1993, Section 12.5), with 9,999 resamples. The latter reach
+    at most four times as far as Student's, which they would pass where nearly all of the numbers are equal.
 
     With 6 and more units it covers a mean in 94 % of the cases or more, also of a skewed distribution as the
     exponential (`tests/core/test_metrics.py`). Raises ValueError for anything but a row of at least 2 finite numbers
@@ -346,6 +347,7 @@ def bootstrap_interval(
     if 6 <= x.size <= 1000:
         drawn = x[np.random.default_rng(seed).integers(0, x.size, (9999, x.size))]
         spread, moved = drawn.std(1, ddof=1) / x.size**0.5, drawn.mean(1) - mean
-        drawn = np.quantile(moved[spread > 0] / spread[spread > 0], (tail, 1 - tail))
+        some = spread > 1e-6 * error  # not a resample of equal numbers
+        drawn = np.quantile(moved[some] / spread[some], (tail, 1 - tail)).clip(4 * t[0], 4 * t[1])
         t = [min(t[0], drawn[0]), max(t[1], drawn[1])]
     return Interval(float(mean - t[1] * error), float(mean), float(mean - t[0] * error))

@@ -195,6 +195,14 @@ def test_a_skew_is_followed_and_fewer_than_six_have_no_bootstrap():
     assert bootstrap_interval(x[:5], confidence=0.9) == pytest.approx((want[0], mean, want[1]))
 
 
+@pytest.mark.parametrize("rest", [1.0, 1.0 + 1e-12, 1.0 + 1e-4])
+def test_where_nearly_all_are_equal_the_ends_stay_near(rest):
+    x = np.array([1.0] * 6 + [rest] * 6 + [2.0])
+    low, mean, high = bootstrap_interval(x)
+    half = scipy.stats.t.isf(0.025, 12) * x.std(ddof=1) / 13**0.5
+    assert half <= mean - low + 1e-12 and half <= high - mean + 1e-12 and max(mean - low, high - mean) <= 4.01 * half
+
+
 def test_numbers_of_a_unit_are_one():
     x, prompts = np.random.default_rng(5).normal(size=30), np.repeat(["a", "b", "c", "d", "e", "f"], [1, 9, 5, 5, 5, 5])
     means = [x[prompts == name].mean() for name in "abcdef"]
