@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import build
-from sparse_nb.core.methods import Exact
+from sparse_nb.core.methods import Exact, read_method
 from sparse_nb.hf import attention_layers, by_layer, sparsify
 from sparse_nb.methods.saap.partition import router_scores
 from sparse_nb.methods.saap.step import served
@@ -293,3 +293,9 @@ def test_the_network_learns_as_printed(in_float64):
 def test_the_papers_training_is_a_call_away():
     assert (PAPER["clusters"], PAPER["hidden"], PAPER["steps"], PAPER["batch"]) == (1024, 1024, 40_000, 1000)
     assert not PAPER["causal"] and {*PAPER} <= {*inspect.signature(train_partition).parameters}
+
+
+def test_a_text_names_it():
+    "As on the command line"
+    assert read_method("saap.paper(partition='pocket', probes=4)") == Saap.paper("pocket", 4)
+    with pytest.raises(ValueError, match="partition"): read_method("saap.paper")

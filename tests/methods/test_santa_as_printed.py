@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from sparse_nb.core.methods import read_method
 from sparse_nb.core.streams import fold_in, head_seeds, philox, stream_seeds
 from sparse_nb.santa import PAPER, SCHEMES, Santa
 
@@ -219,3 +220,9 @@ def test_reinforce_is_the_papers():
     assert empty > 0
     learned = schedule_of(torch.tensor(told[-1]["theta"]), N, printed=True)
     assert min(learned) >= 1 and learned == sorted(learned)
+
+
+def test_a_text_names_it():
+    "As on the command line"
+    assert read_method("santa.paper") == Santa.paper()
+    assert read_method("Santa.paper(scheme='flash', samples=7)") == Santa.paper("flash", 7)
