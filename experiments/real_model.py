@@ -136,18 +136,20 @@ class Cell(NamedTuple):
     length: int  # tokens
     seeds: range
 
-def cells(quick: bool = False) -> list:
-    "Those of the record, what decides first."
+def cells(quick: bool = False, gpu: bool = True) -> list:
+    "Those of the record, what decides first; without a GPU those of the small models."
     if quick:
         return [Cell(part, "pocket", "kv", 640, range(2)) for part in PARTS]
+    small = [Cell("answers", model, task, length, seeds) for seeds in (range(20), range(20, PROMPTS))
+             for model, task, length in OTHERS]
+    if not gpu: return small
     parts = lambda size: [range(a, a + size) for a in range(0, PROMPTS, size)]
     of = lambda part, seeds, tasks=TASKS: [Cell(part, "qwen", task, LENGTH, seeds) for task in tasks]
     batches, tens = parts(AT_ONCE), parts(10)
     found = of("answers", batches[0]) + of("need_queries", tens[0]) + of("prompts", tens[0])
     found += of("read", range(100, 104), TASKS[1:4]) + of("quest", tens[0], ("multiquery", "kv"))
     found += [x for seeds in batches[1:] for x in of("answers", seeds)]
-    found += [Cell("answers", model, task, length, range(PROMPTS)) for model, task, length in OTHERS]
-    return found + [x for seeds in tens[1:] for part in ("need_queries", "prompts") for x in of(part, seeds)]
+    return found + small + [x for seeds in tens[1:] for part in ("need_queries", "prompts") for x in of(part, seeds)]
 
 @cache
 def loaded(name: str) -> tuple:
@@ -272,7 +274,7 @@ def real_model(recorder) -> dict:
     about = dict(decode=told(decoders() | only_read() | need_queries() | quests()), prefill=told(prefills()))
     if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
     known = {of_cell(row) for row in recorder.rows}
-    lacking = [x for x in cells(recorder.quick)
+    lacking = [x for x in cells(recorder.quick, recorder.gpu)
                if (x.part, x.model, x.task, x.length, x.seeds[0], x.seeds[-1] + 1) not in known]
     for cell, rows, seconds in evaluated(lacking, torch.cuda.device_count()):
         recorder.rows += rows
