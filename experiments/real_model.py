@@ -31,9 +31,9 @@ from benchmarks.recorder import read_record
 SHARE, LENGTH, PROMPTS, AT_ONCE = 0.1, 16384, 60, 15
 PER_GPU = 2 # processes on a GPU
 TASKS = "needle", "multikey", "kv", "multivalue", "multiquery", "frequent_words:others=9", "qa"
-OTHERS = (("smollm2", "needle", 4096), ("smollm2", "multikey:keys=4", 2048), ("smollm2", "kv", 1024),
-          ("pocket", "multikey", 4096), ("pocket", "kv", 2048), ("pocket", "multivalue", 4096),
-          ("pocket", "frequent_words", 2048))
+OTHERS = (("pocket", "kv", 2048), ("pocket", "frequent_words", 2048), ("pocket", "multikey", 4096),
+          ("pocket", "multivalue", 4096), ("smollm2", "kv", 1024), ("smollm2", "multikey:keys=4", 2048),
+          ("smollm2", "needle", 4096))
 
 
 @dataclass(frozen=True)
