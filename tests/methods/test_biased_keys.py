@@ -191,6 +191,7 @@ def test_the_mean_is_taken_of_shown_keys_and_follows_its_sequence(name):
     assert layer.state.counted.tolist() == [KEYS, 548]
     copied = copy.deepcopy(layer)
     layer.pick_rows(lambda rows: rows.flip(0))
+    assert layer.state.counted.tolist() == [548, KEYS] == copied.state.counted.tolist()[::-1]
     for of, row in ((layer, 0), (copied, 1)):
         alone = METHODS[name].new_state()
         alone.extend(b[:, :, :548], b[:, :, :548])
