@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sparse_nb.claims import claims
+from sparse_nb.claims import claims, rows
 
 ROOT = Path(__file__).parents[2]
 NUMBERED = {"SANTA": (10, 23), "vAttention": (15, 10), "Delta Attention": (15, 6), "SAAP": (11, 5),
@@ -73,6 +73,7 @@ def test_the_page_shows_the_list(gallery):
         assert f"| {entry['number']} | {entry['what']} | **{entry['status']}** |" in shown, entry
         assert all(f"]({place})" in shown for place in entry.get("where", [])), entry
         assert entry.get("why", "") in shown, entry
+        if claim := entry.get("claim"): assert f"<br>{claim}, {rows()[claim].verdict}" in shown, f"execute it: {claim}"
 
 
 @pytest.mark.parametrize("change, said", [
