@@ -177,6 +177,20 @@ class _Blocks(_Near):
         seen = self.pattern.seen(self.tensor(rows) - self.begin)[..., :rows[-1] + 1]
         return seen.repeat_interleave(self.q.shape[1] // seen.shape[1], 1)
 
+class _Pairs(_Near):
+    "The keys that a base names for each row: its `rows`."
+    @cached_property
+    def pairs(self):
+        with torch.no_grad(): return self.s.base.rows(self.q, self.k, scale=self.scale)
+
+    def state(self, rows):
+        scores = _scores(self.take(rows), self.k[:, :, :rows[-1] + 1], self.scale)
+        return _over(scores, self.seen(rows), self.v[:, :, :rows[-1] + 1])[0]
+
+    def seen(self, rows, early=False):
+        seen = self.pairs.index_select(2, self.tensor(rows) - self.begin)[..., :rows[-1] + 1]
+        return seen.repeat_interleave(self.q.shape[1] // seen.shape[1], 1)
+
 class _Chosen(_Near):
     "The keys that a base selects for each row."
     def chosen(self, rows):
@@ -283,7 +297,9 @@ def _exactly(base, rows):
 
 def _source(s, *given):
     "Where the keys of a row come from."
-    return (_Near if s.base is None else _Blocks if _own(s.base, "pattern") else _Chosen)(s, *given)
+    if s.base is None: return _Near(s, *given)
+    if getattr(s.base, "rounding", "") == "none": return _Pairs(s, *given)
+    return (_Blocks if _own(s.base, "pattern") else _Chosen)(s, *given)
 
 def _anchor_rows(base):
     "The anchors before the tail."

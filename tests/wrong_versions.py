@@ -116,6 +116,12 @@ VERSIONS = [Wrong(*x) for x in [
      "q[row, :, max(0, start - keys + q.shape[2]):]", "q[row, :, start:]"),
     ("delta-clusters-leak", "delta.py", "methods/test_delta.py::test_is_what_the_equations_say",
      "shown = k[:, :, :first]", "shown = k"),
+    ("delta-lines-unscaled", "delta.py",
+     "methods/test_delta_bases.py::test_is_the_base_corrected_by_dense_queries",
+     "self.s.base.rows(self.q, self.k, scale=self.scale)", "self.s.base.rows(self.q, self.k)"),
+    ("delta-base-recomputed", "delta.py",
+     "methods/test_delta_bases.py::test_is_the_base_corrected_by_dense_queries",
+     "return _mean(state) + found.delta[:, :, own]", "return _mean(state)"),
     # Sketch&Walk
     ("sw-own-border", "sketch_walk.py", "methods/test_sketch_walk.py::test_hidden_keys_have_no_say",
      "(end - 1 - at).clamp(min=0) // s.block", "(end - at).clamp(min=0, max=blocks * s.block - 1) // s.block"),

@@ -17,6 +17,7 @@ from sparse_nb.core.streams import head_seeds
 from sparse_nb.delta import Delta
 from sparse_nb.hf import no_graph, sparsify
 from sparse_nb.saap import Saap
+from sparse_nb.patterns import HiP, VerticalSlash
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
@@ -41,6 +42,8 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "sketch_walk, small": SketchWalk(block=8, density=0.3, dense_layers=0),
     "sketch_walk, fine": SketchWalk(block=16, density=0.3, index="fine16", dense_layers=0),
     "then, top-k": Then(TopK(8), Santa(samples=5)), "delta, base": Delta(gamma=4, tail=0, base=TopK(budget=4)),
+    "delta, hip": Delta(gamma=4, tail=0, base=HiP(((8, 16), (2, 4)), 2, 4, "head", "none")),
+    "delta, lines": Delta(gamma=4, tail=0, base=VerticalSlash(4, 6, last=8, sinks=1, window=2, rounding="none")),
     "delta, paper": Delta.paper(window=8, gamma=4, tail=2),
     "sketch_walk, paper": replace(SketchWalk.paper(0.3, sketch=16), block=32, dense_layers=0)}
 def direct(name):
@@ -56,7 +59,8 @@ HEAR = "h2o", "snapkv", "sketch_walk, paper"  # must have heard the prompt's que
 ALONE = [x for x in DECODES if x not in HEAR]
 DRAWS = [x for x in METHODS if EVERY[x].random]
 # methods whose lists of a prompt are chosen by queries that come after the ones they are for
-LATER = "sketch_walk", "sketch_walk, paper", "vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks"
+LATER = "sketch_walk", "sketch_walk, paper", "vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", \
+    "delta, hip", "delta, lines"
 UNREAD = "saap", "saap, unread"  # values that are not read have a part by the mean of their cluster
 PILOTS = "santa, promise",  # which read values to find out how many to draw
 WHOLE = "exact", "vattention, output", "sketch_walk", "sketch_walk, paper"  # read all of so short a prompt

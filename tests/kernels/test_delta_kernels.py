@@ -5,13 +5,17 @@ runs in Triton's interpreter, in processes of their own.
 """
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
 
 from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
+from sparse_nb import delta
+from sparse_nb.core.blocks import block_attention
 from sparse_nb.core.exact import assert_close
+from sparse_nb.patterns import HiP, VerticalSlash
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 2**-8, FP16: 2**-11, FP32: 1e-5} if GPU else {BF16: 2**-7, FP16: 2**-10, FP32: 2e-6}
@@ -126,6 +130,19 @@ CUT = dict(part=32) | dict.fromkeys(("whole", "means", "near"), SMALL)
 CASES = drawn(dict(correction=CORRECTIONS, aligned=(False, True), dtype=(BF16, FP16, FP32), D=(64, 80, 96, 128, 256),
                    R=(1, 3), layout=tuple(LAYOUTS), ragged=(False, True), sinks=(0, 4), window=(1, 17, 40, 10**6),
                    gamma=(1, 16, 24), anchors=(1, 3, 16), tail=(0, 7, 64), prefix=(False, True), cut=(False, True)))
+
+
+@kernel
+@pytest.mark.parametrize("base", [HiP(((16, 32), (2, 8)), 2, 4, query_block=32, key_block=32),
+                                  VerticalSlash(4, 8, 16, 2, 2, query_block=32, key_block=32)], ids=repr)
+def test_a_base_may_read_its_blocks_with_a_kernel(base, monkeypatch):
+    x, starts = problem(2, 1, 2, 90, 130, 64, FP32, starts=[0, 47])
+    found = {}
+    for backend in ("torch", "triton"):
+        monkeypatch.setattr(delta, "block_attention", partial(block_attention, backend=backend))
+        found[backend] = [delta.delta_prefill(*x, base=base, gamma=16, tail=9, correction=correction, kv_start=starts)
+                          for correction in CORRECTIONS]
+    for got, want in zip(found["triton"], found["torch"]): assert_close(got, want, TOLERANCE[FP32])
 
 
 @kernel

@@ -17,6 +17,7 @@ from sparse_nb.core.exact import assert_close, attention, attention_scores
 from sparse_nb.core.methods import Exact, Method, PrefillByDecode, Streaming, TopK, TopP, Uniform, method_class
 from sparse_nb.delta import CORRECTIONS, Delta, delta_prefill
 from sparse_nb.hf import sparsify
+from sparse_nb.patterns import HiP, VerticalSlash
 
 FP64 = torch.float64
 CASES = [(correction, aligned, 1) for correction in CORRECTIONS for aligned in (None, False, True)]
@@ -412,7 +413,10 @@ def test_a_model_reads_with_it_and_refuses_to_decode_with_it(pocket):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", [SMALL, Delta(16, 2, 8, "delta"), Delta(base=TopK(budget=16), gamma=8)], ids=repr)
+@pytest.mark.parametrize("method", [
+    SMALL, Delta(16, 2, 8, "delta"), Delta(base=TopK(budget=16), gamma=8),
+    Delta(base=HiP(((16, 32), (2, 8)), 2, 4, "head", "none"), gamma=8, tail=9),
+    Delta(base=VerticalSlash(6, 9, 16, 2, 4, "none"), gamma=8, tail=9)], ids=repr)
 def test_a_batch_with_unequal_padding_is_each_prompt_alone(pocket, method):
     model, tokenizer = pocket
     texts = ["One short prompt of some words, and not more. ", "Another one, which is longer. " * 7, "Third: " * 13]
