@@ -48,6 +48,8 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "two_models": ("configs.two_models", "every method on the pocket model and on SmolLM2", True),
     "real_model": ("real_model", "every method on a model of 1.5 billion weights: answers, reads, ideas", False),
     "delta": ("configs.delta", "corrections of a sparse prefill on both models: prose and answers", True),
+    "delta_bases": ("configs.delta", "corrections of streaming, HiP and MInference: the pocket model's answers, prose",
+                    False),
     "saap": ("configs.saap", "SAAP's partitions, ranks, tails and routers on both models", True),
     "sketch_walk": ("configs.sketch_walk", "ways to choose blocks on both models: answers and losses", True),
     "eviction": ("configs.eviction", "the pocket model's answers with H2O and SnapKV", False),

@@ -10,7 +10,7 @@ from sparse_nb.grid import Grid, load_named
 from sparse_nb.models.capturing import capture
 from sparse_nb.patterns import FlexPrefill, HiP, VerticalSlash
 from experiments.answers import ask
-from sparse_nb.text import speeches, windows
+from sparse_nb.text import documents, speeches, windows
 
 
 CORRECTIONS = "recompute", "delta", "tangent"  # Eq. 5, Eq. 6, ours
@@ -34,6 +34,15 @@ def based(length: int) -> dict:
              "hip": HiP(((64, length // 2), (8, length // 4), (2, length // 8)), sinks=128, window=256)}
     return bases | {f"{name} {x}": Delta(base=base, correction=x, tail=0)
                     for name, base in bases.items() for x in ("delta", "tangent")}
+
+
+def lent(tail: int = 0) -> dict:
+    "Streaming, HiP and MInference's lines with a few keys a row: uncorrected, with Eq. 6, and with the tangent."
+    hip = HiP(((64, 256), (8, 16), (1, 2)), sinks=4, window=1, rounding="none", query_block=32)
+    lines = VerticalSlash(6, 6, sinks=4, window=4, rounding="none")
+    bases = {"streaming": Delta(8), "HiP": Delta(base=hip), "MInference": Delta(base=lines)}
+    return {f"{name} {x}": replace(own, gamma=16, correction=x, tail=tail)
+            for name, own in bases.items() for x in ("none", "delta", "tangent")}
 
 
 TEXTS = [("pocket", 4096, (32, 128, 512), (16, 64)), ("smollm2", 2048, (128, 512), (16, 64)),
@@ -64,6 +73,15 @@ def quick_grids() -> dict: # name -> `Grid`
             "pocket.multikey.700": Grid("pocket", ["multikey"], [700], {}, methods, prompts=3)}
 
 
+def lent_grids(quick: bool = False) -> dict: # name -> `Grid`
+    "Two tasks, and a window of each of thirty texts of five genres, on the pocket model."
+    texts = [text for some in documents(each=6).values() for text in some]
+    found = {task: Grid("pocket", [task], [1024], {}, lent(128), prompts=prompts, batch=4096)
+             for task, prompts in ({} if quick else {"multikey": 40, "variable_tracking": 20}).items()}
+    return found | {"text": Grid("pocket", ["text"], [1024], {}, lent(), prompts=1 if quick else len(texts),
+                                 texts=texts, every=1024, batch=2048)}
+
+
 def keys_read(model: str, length: int, methods: dict) -> list:
     "How many keys a row reads, anchors and tail included."
     it, tokenizer = load_named(model)
@@ -90,4 +108,11 @@ def delta(recorder):
         methods = {name: x for name, x in grid.prefill.items() if name not in ("exact", "streaming")}
         recorder.rows += keys_read(grid.model, grid.lengths[0], methods)
         recorder.say(f"{grid.model}, {grid.lengths[0]} tokens: keys counted")
+    return about
+
+
+def delta_bases(recorder):
+    "Ask the pocket model with each base, without and with a correction, and count the keys. Raises as `ask`."
+    about = ask(recorder, lent_grids(recorder.quick))
+    recorder.rows += keys_read("pocket", 1024, lent())
     return about
