@@ -20,6 +20,7 @@ from experiments import vattention_pocket
 from experiments.answers import PocketModel, read_answers
 from experiments.santa_pocket import Reference
 from experiments.vattention_pocket import answer_steps, denominator_errors, pareto_methods, promise_counts
+from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
 from inputs import fast
@@ -158,7 +159,7 @@ def test_every_method_answers_as_on_a_gpu(tiny, monkeypatch, setup):
     assert ask() == want and len(want) == 2 * len(methods)
 
 @pytest.mark.parametrize("bad, error, words", [
-    (3, TypeError, "prefill.* got int"), (Santa(samples=4), ValueError, "prefill must be a method that can prefill"),
+    (3, TypeError, "prefill.* got int"), (Saap(), ValueError, "prefill must be a method that can prefill"),
     ({9: Exact()}, ValueError, "prefill must be for layers 0 to 1, got 9"), ("topk", TypeError, "prefill.* got str")])
 def test_a_prefill_that_cannot_read_is_refused(tiny, bad, error, words):
     with pytest.raises(error, match=words): answers(*tiny, unlike(tiny[1]), {"exact": Exact()}, prefill=bad)

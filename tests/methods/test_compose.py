@@ -63,8 +63,8 @@ class Blind(Method):
                                                   (lambda: Then(VAttention(guarantee="output")).decode(q, k, v),
                                                    ValueError,
                                                    "guarantee must be 'denominator' to select without values"),
-                                                  (lambda: Then(Santa()).prefill, Unable,
-                                                   "Santa decodes and has no prefill"), ])
+                                                  (lambda: Then(Saap()).prefill, Unable,
+                                                   "Saap decodes and has no prefill"), ])
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error) as found: call()
     assert message in str(found.value) and type(found.value) is error
@@ -117,7 +117,7 @@ def test_layers_and_prompts_are_the_selecting_methods():
     assert Then(ByLayer(3), Santa(samples=5)).at_layer(4) == Then(ByLayer(7), Santa(samples=5))
     assert Then(TopK(3)).at_layer(4) == Then(TopK(3))
     method = Then(Streaming(sinks=2, window=9), Santa(samples=5))
-    assert torch.equal(method.prefill(q, k, v), method.keys.prefill(q, k, v)) and not hasattr(Then(Santa()), "prefill")
+    assert torch.equal(method.prefill(q, k, v), method.keys.prefill(q, k, v)) and not hasattr(Then(Saap()), "prefill")
 
 
 class Walk(TopK):

@@ -783,7 +783,7 @@ def test_the_method_survives_json_and_decodes(method):
 
 
 def test_the_state_of_the_method():
-    assert Santa().new_state() is None and Santa.random and not hasattr(Santa(), "prefill")
+    assert Santa().new_state() is None and Santa.random
     method = Santa(samples=32, eps=0.4, delta=0.2)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         a, b, c = (x.to(dtype) for x in (q, k, v))
