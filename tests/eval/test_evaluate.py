@@ -520,7 +520,7 @@ def test_a_quick_record_has_every_part(tmp_path):
         "generation",
         "pareto",
     }
-    assert len(said) == len(meta["seconds"])
+    assert len(said) == len(meta["seconds"]) + 1 and str(tmp_path / "x.json") in said[-1]
     assert meta["command"] == "python -m experiments.run vattention_pocket --quick"
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a whole record is made where there is a GPU")
