@@ -131,7 +131,7 @@ class Centred(Fitted):
     ):
         "Add keys to what the next mean is made of."
         if shown is None: shown = k.new_ones(k.shape[::2], dtype=torch.bool)
-        total, counted = promote(k).masked_fill(~shown[:, None, :, None], 0).sum(2), shown.sum(1)
+        total, counted = promote(k.detach()).masked_fill(~shown[:, None, :, None], 0).sum(2), shown.sum(1)
         if self.total is not None: total, counted = total + self.total, counted + self.counted
         self.total, self.counted = total, counted
 
@@ -162,6 +162,13 @@ class Centred(Fitted):
         "As `State.free`; the keys that were put count, too."
         self.count(k[:, :, self.known:length])
         super().free(length, k)
+
+    def crop(self, length):
+        "As `State.crop`; the sums shrink in proportion, so that new keys soon outweigh those that are gone."
+        share, known = length / max(len(self), 1), len(self)
+        super().crop(length)
+        if self.total is None or self.fixed or length == known: return
+        self.total, self.counted, self.fitted = self.total * share, self.counted * share, min(self.fitted, length)
 
     def pick_rows(self, rows):
         "As `State.pick_rows`."

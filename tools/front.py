@@ -272,7 +272,8 @@ def advice():
     prompts = {"FlexPrefill": "flexprefill", "Delta": "delta", "Sketch&Walk": "sketch_walk"}
     read = real_model.losses(rows("real_model"), {name: ("prompts", x) for name, x in prompts.items()})
     say = lambda table, name: said_of(table.loc[name, ["low", "lost", "high"]])
-    return (f"Start with {best}: with 10 % of the keys it loses {say(found, best)} on the largest model. Of prompts, "
+    return (f"Start with {best}: with 10 % of the keys it loses {say(found, best)} on the largest model, "
+            "with 4 % [more on small ones](nbs/08_saap.ipynb). Reading prompts, "
             + ", ".join(f"{name} {say(read, name)}" for name in read.index) + ".")
 
 

@@ -25,8 +25,7 @@ def _copied(layer, memo, **changed):
 
 def _taken(name, x, part):
     "What is heard of a `part` of the new keys."
-    if not isinstance(x, torch.Tensor): return x
-    return x[:, part] if name == "shown" else x[:, :, part]
+    return x if not isinstance(x, torch.Tensor) else x[:, part] if name == "shown" else x[:, :, part]
 
 # %% ../../nbs/73_cache.ipynb #b803b38f
 class StatefulLayer:

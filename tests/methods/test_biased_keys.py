@@ -222,3 +222,25 @@ def test_a_short_first_chunk_costs_nothing():
     k = head(NAMES[1])[2]
     state = cached(Adamas(BUDGET), k, [64] * 32).state
     assert mass(NAMES[1], Adamas(BUDGET), state)[0] > 0.77
+
+
+def test_a_text_that_is_gone_soon_weighs_little():
+    "A long text, cut to its first keys, and another: the codes are those of the other's mean, not of both."
+    first, other = (head(x)[2] for x in (NAMES[1], NAMES[2]))
+    state = cached(Adamas(BUDGET), first, [KEYS]).state
+    state.crop(16)
+    for end in range(64, KEYS + 1, 64):
+        state.append(other[:, :, end - 64:end], other[:, :, end - 64:end])
+        every = torch.cat([first[:, :, :16], other[:, :, :end]], 2)
+        if state.aged(): state.refit(every, every)
+    seen = state.fitted - 16
+    assert seen > KEYS / 2 and float(state.counted) == pytest.approx(KEYS + 16)
+    want = (16 * first.float().mean(2) + other[:, :, :seen].float().sum(2)) / (16 + seen)
+    assert torch.allclose(state.fit, want, rtol=1e-4, atol=1e-3)
+
+
+def test_keys_that_want_a_gradient_leave_no_graph():
+    k = head(NAMES[2])[2][:, :, :64].float().requires_grad_()
+    state = HadamardCodes()
+    state.extend(k, k)
+    assert not state.total.requires_grad
