@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from multiprocessing import parent_process
 from typing import NamedTuple
 
 import pandas as pd
@@ -189,7 +190,7 @@ def rows_of(cell: Cell, make: Callable) -> list:
 def _serve(gpu, todo, done):
     "A process that evaluates what it is given, on one GPU"
     if gpu is not None: os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    while (cell := todo.get()) is not None:
+    while parent_process().is_alive() and (cell := todo.get()) is not None:
         began = time.monotonic()
         try: done.put((cell, evaluate(cell), time.monotonic() - began, None))
         except Exception as error: done.put((cell, [], 0, f"{type(error).__name__}: {error}"))
