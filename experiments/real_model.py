@@ -111,9 +111,9 @@ def need_queries() -> dict:
     return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE), "h2o": H2O(SHARE)}
 
 def quests() -> dict:
-    """name -> Quest with pages of other sizes, with one list a group, and with exact attention in the first two of 28
-    layers, as its paper has it."""
-    late = lambda method: dict.fromkeys(range(2, 28), method)
+    """name -> Quest with pages of other sizes, with one list a group, and with exact attention in the first two layers,
+    as its paper has it."""
+    late = lambda method: lambda layer: method if layer > 1 else None
     return {"quest": Quest(SHARE), "quest-8": Quest(SHARE, 8), "quest-4": Quest(SHARE, 4),
             "quest-late": late(Quest(SHARE)), "quest-8-late": late(Quest(SHARE, 8)),
             "quest-one_list": OneList(Quest(SHARE))}
@@ -270,7 +270,7 @@ def draw_losses(table: pd.DataFrame, ax, colours: dict):
 
 def real_model(recorder) -> dict:
     "Evaluate every cell that the file lacks, and write it after each, with what the names mean."
-    told = lambda methods: {name: f"{x[2]!r} from layer 2 on" if isinstance(x, dict) else repr(x)
+    told = lambda methods: {name: f"{x(2)!r} from layer 2 on" if callable(x) else repr(x)
                             for name, x in methods.items()}
     about = dict(decode=told(decoders() | only_read() | need_queries() | quests()), prefill=told(prefills()))
     if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
