@@ -4,7 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing import parent_process
 from typing import NamedTuple
@@ -17,23 +17,25 @@ from sparse_nb.baselines import Adamas, DoubleSparsity, HadamardCodes, MagicPIG,
 from sparse_nb.core.exact import grouped, promote
 from sparse_nb.core.methods import Exact, Streaming, TopK
 from sparse_nb.core.selection import Selection
-from sparse_nb.delta import Delta
+from sparse_nb.delta import Delta, delta_prefill
 from sparse_nb.evaluate import accuracy
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import load_named, task_of
 from sparse_nb.metrics import paired_interval
-from sparse_nb.patterns import FlexPrefill, VerticalSlash
+from sparse_nb.models.capturing import Captured, capture
+from sparse_nb.patterns import FlexPrefill, VerticalSlash, pairs_read
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
+from sparse_nb.tasks import make, prompt_tokens
 from sparse_nb.vattention import VAttention
 from benchmarks.recorder import read_record
 
 SHARE, LENGTH, PROMPTS, AT_ONCE = 0.1, 16384, 60, 15
-PER_GPU = 2 # processes on a GPU
-TASKS = "needle", "multikey", "kv", "multivalue", "multiquery", "frequent_words:others=9", "qa"
+PER_GPU, TRIES = 4, 3 # processes on a GPU, which share its memory; of a cell
+TASKS = "needle", "multikey", "kv", "multivalue:keys=1", "multiquery", "frequent_words:others=9", "qa"
 OTHERS = (("pocket", "kv", 2048), ("pocket", "frequent_words", 2048), ("pocket", "multikey", 4096),
-          ("pocket", "multivalue", 4096), ("smollm2", "kv", 1024), ("smollm2", "multikey:keys=4", 2048),
+          ("pocket", "multivalue", 4096), ("smollm2", "needle", 2048), ("smollm2", "multikey:keys=4", 1024),
           ("smollm2", "needle", 4096))
 
 
@@ -104,11 +106,13 @@ def only_read() -> dict:
             "product-length": ProductTimesLength(SHARE), "magicpig-8x32": MagicPIG(8, 32),
             "magicpig-7x36": MagicPIG(7, 36), "vattention+topk": vattention("oracle"),
             "vattention+product-length": vattention(ProductTimesLength(SHARE)),
-            "vattention+adamas-.1": vattention(Adamas(SHARE), 0.1)}
+            "vattention+adamas-.1": vattention(Adamas(SHARE), 0.1),
+            "vattention+adamas-top.1": replace(vattention(Adamas(SHARE)), topk=0.1)}
 
-def need_queries() -> dict:
+def need_queries(all_of_them: bool = True) -> dict:
     "name -> method whose index needs the queries of a prompt, which is read anew for each."
-    return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE), "h2o": H2O(SHARE)}
+    return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE)} | (
+        {"h2o": H2O(SHARE)} if all_of_them else {})
 
 def quests() -> dict:
     """name -> Quest with pages of other sizes, with one list a group, and with exact attention in the first two layers,
@@ -127,7 +131,30 @@ def prefills(all_of_them: bool = True) -> dict:
                    "vertical_slash": VerticalSlash(500, 1500)}
 
 
-PARTS = "answers", "need_queries", "prompts", "quest", "read"
+def share_of_pairs(method, x: Captured) -> float:
+    "The share of a prompt's pairs of query and key that a method of `prefills` reads in a layer, mean over its heads."
+    n, tail = x.k.shape[2], getattr(method, "tail", 0)
+    if x.layer < getattr(method, "dense_layers", 0): return 1.0
+    if isinstance(method, Delta):  # which keys it reads depends on their number alone
+        given = torch.zeros(3, 1, 1, n, 8, device=x.q.device)
+        return float(delta_prefill(*given, **vars(method), return_stats=True, backend="torch")[1].density)
+    q, k = x.q[:, :, :n - tail], x.k[:, :, :n - tail]
+    every = n * (n + 1) / 2
+    return float((pairs_read(method, q, k, seed=0) + every - (n - tail) * (n - tail + 1) / 2).mean() / every)
+
+def shares_of_pairs(cell: "Cell") -> list:
+    "A row for each method of `prefills`: the share of pairs that it reads of one prompt, in each layer."
+    model, tokenizer = loaded(cell.model)
+    task, settings = task_of(cell.task)
+    chat = bool(tokenizer.chat_template)
+    prompt = make(task, cell.length, seed=cell.seeds[0], tokenizer=tokenizer, chat=chat, **settings)
+    layers = capture(model, torch.tensor([prompt_tokens(prompt, tokenizer, chat)[1]], device=model.device))
+    methods = prefills() | {"vertical_slash-default": VerticalSlash()}
+    return [row_of(cell, name, layers=[round(share_of_pairs(method, x), 4) for x in layers])
+            for name, method in methods.items()]
+
+
+PARTS = "answers", "need_queries", "prompts", "quest", "read", "pairs"
 
 class Cell(NamedTuple):
     "A batch of prompts of one task, and what is measured on them"
@@ -140,7 +167,7 @@ class Cell(NamedTuple):
 def cells(quick: bool = False, gpu: bool = True) -> list:
     "Those of the record, what decides first; without a GPU those of the small models."
     if quick:
-        return [Cell(part, "pocket", "kv", 640, range(2)) for part in PARTS]
+        return [Cell(part, "pocket", "kv", 640, range(2)) for part in PARTS]  # of "pairs" the first prompt
     small = [Cell("answers", model, task, length, seeds) for seeds in (range(20), range(20, PROMPTS))
              for model, task, length in OTHERS]
     if not gpu: return small
@@ -148,9 +175,10 @@ def cells(quick: bool = False, gpu: bool = True) -> list:
     of = lambda part, seeds, tasks=TASKS: [Cell(part, "qwen", task, LENGTH, seeds) for task in tasks]
     batches, tens = parts(AT_ONCE), parts(10)
     found = of("answers", batches[0]) + of("need_queries", tens[0]) + of("prompts", tens[0])
-    found += of("read", range(100, 104), TASKS[1:4]) + of("quest", tens[0], ("multiquery", "kv"))
+    found += of("quest", tens[0], ("multiquery", "kv")) + of("pairs", range(1), TASKS[1:3])
     found += [x for seeds in batches[1:] for x in of("answers", seeds)]
-    return found + small + [x for seeds in tens[1:] for part in ("need_queries", "prompts") for x in of(part, seeds)]
+    found += [x for a in (100, 104) for x in of("read", range(a, a + 4), TASKS[1:4])]
+    return found + small + [x for seeds in tens[1:] for part in ("prompts", "need_queries") for x in of(part, seeds)]
 
 @cache
 def loaded(name: str) -> tuple:
@@ -159,6 +187,7 @@ def loaded(name: str) -> tuple:
 
 def evaluate(cell: Cell) -> list:
     "A row for each method: what it got right of the cell's prompts, one by one, and of the part \"read\" what it read."
+    if cell.part == "pairs": return shares_of_pairs(cell)
     model, tokenizer = loaded(cell.model)
     task, settings = task_of(cell.task)
     given = dict(prompts=len(cell.seeds), seed=cell.seeds[0], task_settings=settings,
@@ -167,20 +196,25 @@ def evaluate(cell: Cell) -> list:
     if cell.part == "prompts":
         read = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how, batch=few,
                                           chunk=cell.length, **given)
-        frames = [partial(read, *way) for way in prefills(cell.seeds[0] < 10).items()]
+        frames = [partial(read, *way) for way in prefills(cell.seeds[0] < 20).items()]
     else:
-        methods = {"need_queries": need_queries, "quest": quests}.get(cell.part, decoders)()
+        methods = need_queries(cell.seeds[0] < 10) if cell.part == "need_queries" else (
+            quests() if cell.part == "quest" else decoders())
         if cell.part == "read": methods |= only_read() | need_queries()
         if cell.part in ("answers", "quest"): methods["exact"] = None
         frames = [lambda: accuracy(model, tokenizer, task, cell.length, methods, batch=few, watch=cell.part == "read",
                                    **given)]
     return [row for make in frames for row in rows_of(cell, make)]
 
+def row_of(cell: Cell, method: str, **found) -> dict:
+    "What a row of the record says of a cell and a method, and `found`."
+    return cell._asdict() | dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], method=method) | found
+
 def rows_of(cell: Cell, make: Callable) -> list:
     "A row for each method of a table that `accuracy` makes."
     found = []
     for name, own in make().groupby("method", sort=False):
-        row = cell._asdict() | dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], method=name)
+        row = row_of(cell, name)
         if cell.part == "read":
             row |= {x: round(own[x].mean(), 5) for x in ("density", "error")}
             row["bytes"] = round((own.bytes / own.dense_bytes).mean(), 5)
@@ -198,7 +232,7 @@ def _serve(gpu, todo, done):
         if gpu is not None: torch.cuda.empty_cache()  # another process has the same GPU
 
 def evaluated(every: list, gpus: int): # yields (cell, rows, seconds) as they come
-    "Evaluate all cells, `PER_GPU` processes on each GPU. RuntimeError for a cell that fails twice: memory is shared."
+    "Evaluate all cells, `PER_GPU` processes on each GPU. RuntimeError for one that failed `TRIES` times."
     context = processes.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
     for cell in every: todo.put(cell)
@@ -211,7 +245,7 @@ def evaluated(every: list, gpus: int): # yields (cell, rows, seconds) as they co
         if why is None:
             left -= 1
             yield cell, rows, seconds
-        elif cell in failed: raise RuntimeError(f"{cell}: {why}")
+        elif failed.count(cell) + 1 == TRIES: raise RuntimeError(f"{cell}: {why}")
         else:
             failed.append(cell)
             todo.put(cell)
@@ -221,7 +255,7 @@ def of_cell(row: dict) -> tuple:
     "What tells a row's cell from others."
     return row["part"], row["model"], row["task"], row["length"], *row["seeds"]
 
-def right(rows: list, method: str, parts: tuple = PARTS[:-1]) -> dict:
+def right(rows: list, method: str, parts: tuple = PARTS[:4]) -> dict:
     "(model, task, seed) -> is the answer of a method right? Of the first of these parts that asked it."
     found = {}
     for row in sorted(rows, key=lambda row: PARTS.index(row["part"]), reverse=True):
