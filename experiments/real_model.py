@@ -1,17 +1,13 @@
 """Every method on a model of 1.5 billion weights whose keys are biased, at 16,384 tokens, beside the two small ones:
 right answers, what was read, and ideas for indexes and for prompts"""
-import gc
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from multiprocessing import parent_process
 from typing import NamedTuple
 
 import pandas as pd
 import torch
-import torch.multiprocessing as processes
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, HadamardCodes, MagicPIG, OneList, Quest, hadamard
 from sparse_nb.core.exact import grouped, promote
@@ -30,9 +26,9 @@ from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.tasks import make, prompt_tokens
 from sparse_nb.vattention import VAttention
 from benchmarks.recorder import read_record
+from benchmarks.workers import evaluated
 
 SHARE, LENGTH, PROMPTS, AT_ONCE = 0.1, 16384, 60, 15
-PER_GPU, TRIES = 4, 3 # processes on a GPU, which share its memory; of a cell
 TASKS = "needle", "multikey", "kv", "multivalue:keys=1", "multiquery", "frequent_words:others=9", "qa"
 OTHERS = (("pocket", "kv", 2048), ("pocket", "frequent_words", 2048), ("pocket", "multikey", 4096),
           ("pocket", "multivalue", 4096), ("smollm2", "needle", 2048), ("smollm2", "multikey:keys=4", 1024),
@@ -221,36 +217,6 @@ def rows_of(cell: Cell, make: Callable) -> list:
         found.append(row | dict(right=own.exact.astype(int).tolist(), answers=own.answer.tolist()))
     return found
 
-def _serve(gpu, todo, done):
-    "A process that evaluates what it is given, on one GPU"
-    if gpu is not None: os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    while parent_process().is_alive() and (cell := todo.get()) is not None:
-        began = time.monotonic()
-        try: done.put((cell, evaluate(cell), time.monotonic() - began, None))
-        except Exception as error: done.put((cell, [], 0, f"{type(error).__name__}: {error}"))
-        gc.collect()
-        if gpu is not None: torch.cuda.empty_cache()  # another process has the same GPU
-
-def evaluated(every: list, gpus: int): # yields (cell, rows, seconds) as they come
-    "Evaluate all cells, `PER_GPU` processes on each GPU. RuntimeError for one that failed `TRIES` times."
-    context = processes.get_context("spawn")
-    todo, done = context.Queue(), context.Queue()
-    for cell in every: todo.put(cell)
-    on = [gpu for _ in range(PER_GPU) for gpu in range(gpus)] or [None]
-    seats = [context.Process(target=_serve, args=(gpu, todo, done), daemon=True) for gpu in on]
-    for seat in seats: seat.start()
-    left, failed = len(every), []
-    while left:
-        cell, rows, seconds, why = done.get()
-        if why is None:
-            left -= 1
-            yield cell, rows, seconds
-        elif failed.count(cell) + 1 == TRIES: raise RuntimeError(f"{cell}: {why}")
-        else:
-            failed.append(cell)
-            todo.put(cell)
-    for _ in seats: todo.put(None)
-
 def of_cell(row: dict) -> tuple:
     "What tells a row's cell from others."
     return row["part"], row["model"], row["task"], row["length"], *row["seeds"]
@@ -311,7 +277,7 @@ def real_model(recorder) -> dict:
     known = {of_cell(row) for row in recorder.rows}
     lacking = [x for x in cells(recorder.quick, recorder.gpu)
                if (x.part, x.model, x.task, x.length, x.seeds[0], x.seeds[-1] + 1) not in known]
-    for cell, rows, seconds in evaluated(lacking, torch.cuda.device_count()):
+    for cell, rows, seconds in evaluated(evaluate, lacking, torch.cuda.device_count()):
         recorder.rows += rows
         recorder.write(**about)
         recorder.say(f"{recorder.seconds():.0f} s: {cell.part}, {cell.task}, {cell.seeds}: {seconds:.0f} s")
