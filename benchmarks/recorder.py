@@ -90,6 +90,7 @@ def run_record(
     out=None,              # file, or a folder for it; None: its place in the clone, or a new folder for the quick form
     quick: bool = False,   # a small form of the same?
     say: Callable = print, # told what happens, line by line
+    model: str = "",       # name or folder of a model, for a measurement that takes one; its file is named for it
 ) -> Path:                 # the file
     """Measure and write a record.
 
@@ -98,8 +99,9 @@ def run_record(
     """
     if _entry(name).gpu and not quick: need_gpu(name)
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1": kernel_device()
-    recorder = Recorder(name, record_path(name, tempfile.mkdtemp() if quick and out is None else out), quick=quick,
-                        say=say)
+    path = record_path(name, tempfile.mkdtemp() if quick and out is None else out)
+    if model and out is None: path = path.with_stem(f"{path.stem}_{Path(model).name}")
+    recorder = Recorder(name, path, quick=quick, say=say, model=model)
     about = REGISTRY[name].load()(recorder)
     if about is not None: recorder.write(**about)
     say(f"{recorder.out}: {recorder.seconds():.0f} s")
@@ -115,11 +117,14 @@ class Recorder:
         *,
         quick: bool = False,   # few runs, on a CPU where there is no GPU?
         say: Callable = print, # told what happens, line by line
+        model: str = "",       # name or folder of a model; "": those of the record
     ):
         if not quick and REGISTRY[name].gpu: need_gpu(name)
-        self.name, self.out, self.quick, self.say = name, out and Path(out), quick, say
+        self.name, self.out, self.quick, self.say, self.model = name, out and Path(out), quick, say, model
         package = REGISTRY[name].path.partition(".")[0]
-        self.speed, self.command = package == "benchmarks", f"python -m {package}.run {name}" + " --quick" * quick
+        options = " --quick" * quick + f" --model {model}" * bool(model)
+        self.speed = package == "benchmarks" and REGISTRY[name].gpu  # of what needs no GPU no time counts
+        self.command = f"python -m {package}.run {name}{options}"
         self.meta, self.rows = {}, []
         self.began, self.gpu = time.perf_counter(), torch.cuda.is_available()
         self.device = "cuda" if self.gpu else "cpu"

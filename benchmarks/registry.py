@@ -39,6 +39,7 @@ _SPEED = {  # name -> module of benchmarks, what it holds
     "prefill": ("prefill", "a prompt: ours, dense baselines, and launches"),
     "generate": ("generate", "a whole model, token by token"),
     "first_token": ("end_to_end", "a whole model's first token"),
+    "answers": ("answers", "right answers that every method costs a model, what it reads and its error", False),
 }
 _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "santa_pocket": ("santa_pocket", "the pocket model's answers with SANTA", True),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.run --list
     python -m benchmarks.run NAME [--quick] [--out FILE] [--compare FILE]
+    python -m benchmarks.run answers [--model FOLDER]
 
 `--compare` prints the time of each row over its time in a stored file. `python -m experiments.run` does the same for
 what asks models for answers.
@@ -49,7 +50,9 @@ def run(given, names):
     check_file("--out", given.out)
     check_file("--compare", given.compare)
     stored = given.compare and read_record(given.compare)["rows"]
-    path = run_record(given.name, given.out, quick=given.quick, say=lambda said: print(said, file=sys.stderr))
+    if given.model and given.name != "answers": raise ValueError(f"--model goes with answers alone, got {given.name}")
+    path = run_record(given.name, given.out, quick=given.quick, say=lambda said: print(said, file=sys.stderr),
+                      model=given.model)
     print(f"saved {path}", file=sys.stderr)
     for row, ratio in compare(read_record(path)["rows"], stored) if stored else ():
         print(f"{ratio:7.3f}  {', '.join(f'{k}={x}' for k, x in row.items())}")
@@ -66,6 +69,8 @@ def main(
     parser.add_argument("--quick", action="store_true", help="the same in small, on a CPU too: checks, no times")
     parser.add_argument("--out", type=Path, metavar="FILE", help="its place in benchmarks/results if not given")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="print each row's time over that of this file")
+    parser.add_argument("--model", default="", metavar="FOLDER",
+                        help="of `answers`: your model, or qwen, smollm2 or pocket; if not given, these three")
     speed = package == "benchmarks"
     names = [name for name, entry in REGISTRY.items() if entry.path.startswith("benchmarks.") == speed]
     try: run(parser.parse_args(args), names)

@@ -8,6 +8,8 @@ from multiprocessing import parent_process
 import torch
 import torch.multiprocessing as processes
 
+from benchmarks.recorder import read_record
+
 PER_GPU, TRIES = 4, 3 # processes on a GPU, which share its memory; of a cell
 
 def _serve(gpu, work, todo, done):
@@ -43,3 +45,19 @@ def evaluated(
             failed.append(cell)
             todo.put(cell)
     for _ in seats: todo.put(None)
+
+def filled_in(
+    recorder,         # of the measurement
+    work: Callable,   # as of `evaluated`
+    every: list,      # cells: tuples that end with a range of seeds
+    of_cell: Callable, # a row -> its cell's fields, first seed and end of the seeds last
+    about: dict,      # for `meta`
+):
+    "Do the cells that the recorder's file lacks, and write it after each, so that what was stopped goes on."
+    if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
+    known = {of_cell(row) for row in recorder.rows}
+    lacking = [cell for cell in every if (*cell[:-1], cell[-1][0], cell[-1][-1] + 1) not in known]
+    for cell, rows, seconds in evaluated(work, lacking, torch.cuda.device_count()):
+        recorder.rows += rows
+        recorder.write(**about)
+        recorder.say(f"{recorder.seconds():.0f} s: {', '.join(map(str, cell))}: {seconds:.0f} s")

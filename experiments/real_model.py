@@ -1,9 +1,8 @@
 """Every method on a model of 1.5 billion weights whose keys are biased, at 16,384 tokens, beside the two small ones:
 right answers, what was read, and ideas for indexes and for prompts"""
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import pandas as pd
@@ -13,26 +12,20 @@ from sparse_nb.baselines import Adamas, DoubleSparsity, HadamardCodes, MagicPIG,
 from sparse_nb.core.exact import grouped, promote
 from sparse_nb.core.methods import Exact, Streaming, TopK
 from sparse_nb.core.selection import Selection
-from sparse_nb.delta import Delta, delta_prefill
+from sparse_nb.delta import Delta
 from sparse_nb.evaluate import accuracy
 from sparse_nb.eviction import H2O, SnapKV
-from sparse_nb.grid import load_named, task_of
+from sparse_nb.grid import task_of
 from sparse_nb.metrics import paired_interval
-from sparse_nb.models.capturing import Captured, capture
-from sparse_nb.patterns import FlexPrefill, VerticalSlash, pairs_read
+from sparse_nb.patterns import FlexPrefill, VerticalSlash
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
-from sparse_nb.tasks import make, prompt_tokens
 from sparse_nb.vattention import VAttention
-from benchmarks.recorder import read_record
-from benchmarks.workers import evaluated
+from benchmarks.answers import LENGTH, PROMPTS, SHARE, SMALL, TASKS, loaded, shares_of_pairs
+from benchmarks.workers import filled_in
 
-SHARE, LENGTH, PROMPTS, AT_ONCE = 0.1, 16384, 60, 15
-TASKS = "needle", "multikey", "kv", "multivalue:keys=1", "multiquery", "frequent_words:others=9", "qa"
-OTHERS = (("pocket", "kv", 2048), ("pocket", "frequent_words", 2048), ("pocket", "multikey", 4096),
-          ("pocket", "multivalue", 4096), ("smollm2", "needle", 2048), ("smollm2", "multikey:keys=4", 1024),
-          ("smollm2", "needle", 4096))
+AT_ONCE = 15 # prompts
 
 
 @dataclass(frozen=True)
@@ -105,10 +98,9 @@ def only_read() -> dict:
             "vattention+adamas-.1": vattention(Adamas(SHARE), 0.1),
             "vattention+adamas-top.1": replace(vattention(Adamas(SHARE)), topk=0.1)}
 
-def need_queries(all_of_them: bool = True) -> dict:
+def need_queries() -> dict:
     "name -> method whose index needs the queries of a prompt, which is read anew for each."
-    return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE)} | (
-        {"h2o": H2O(SHARE)} if all_of_them else {})
+    return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE), "h2o": H2O(SHARE)}
 
 def quests() -> dict:
     """name -> Quest with pages of other sizes, with one list a group, and with exact attention in the first two layers,
@@ -127,29 +119,6 @@ def prefills(all_of_them: bool = True) -> dict:
                    "vertical_slash": VerticalSlash(500, 1500)}
 
 
-def share_of_pairs(method, x: Captured) -> float:
-    "The share of a prompt's pairs of query and key that a method of `prefills` reads in a layer, mean over its heads."
-    n, tail = x.k.shape[2], getattr(method, "tail", 0)
-    if x.layer < getattr(method, "dense_layers", 0): return 1.0
-    if isinstance(method, Delta):  # which keys it reads depends on their number alone
-        given = torch.zeros(3, 1, 1, n, 8, device=x.q.device)
-        return float(delta_prefill(*given, **vars(method), return_stats=True, backend="torch")[1].density)
-    q, k = x.q[:, :, :n - tail], x.k[:, :, :n - tail]
-    every = n * (n + 1) / 2
-    return float((pairs_read(method, q, k, seed=0) + every - (n - tail) * (n - tail + 1) / 2).mean() / every)
-
-def shares_of_pairs(cell: "Cell") -> list:
-    "A row for each method of `prefills`: the share of pairs that it reads of one prompt, in each layer."
-    model, tokenizer = loaded(cell.model)
-    task, settings = task_of(cell.task)
-    chat = bool(tokenizer.chat_template)
-    prompt = make(task, cell.length, seed=cell.seeds[0], tokenizer=tokenizer, chat=chat, **settings)
-    layers = capture(model, torch.tensor([prompt_tokens(prompt, tokenizer, chat)[1]], device=model.device))
-    methods = prefills() | {"vertical_slash-default": VerticalSlash()}
-    return [row_of(cell, name, layers=[round(share_of_pairs(method, x), 4) for x in layers])
-            for name, method in methods.items()]
-
-
 PARTS = "answers", "need_queries", "prompts", "quest", "read", "pairs"
 
 class Cell(NamedTuple):
@@ -164,9 +133,8 @@ def cells(quick: bool = False, gpu: bool = True) -> list:
     "Those of the record, what decides first; without a GPU those of the small models."
     if quick:
         return [Cell(part, "pocket", "kv", 640, range(2)) for part in PARTS]  # of "pairs" the first prompt
-    small = [Cell("answers", model, task, length, seeds) for seeds in (range(20), range(20, PROMPTS))
-             for model, task, length in OTHERS]
-    if not gpu: return small
+    if not gpu: return [Cell("answers", model, *task, seeds) for seeds in (range(20), range(20, PROMPTS))
+                        for model, tasks in SMALL.items() for task in tasks]
     parts = lambda size: [range(a, a + size) for a in range(0, PROMPTS, size)]
     of = lambda part, seeds, tasks=TASKS: [Cell(part, "qwen", task, LENGTH, seeds) for task in tasks]
     batches, tens = parts(AT_ONCE), parts(10)
@@ -174,16 +142,13 @@ def cells(quick: bool = False, gpu: bool = True) -> list:
     found += of("quest", tens[0], ("multiquery", "kv")) + of("pairs", range(1), TASKS[1:3])
     found += [x for seeds in batches[1:] for x in of("answers", seeds)]
     found += [x for a in (100, 104) for x in of("read", range(a, a + 4), TASKS[1:4])]
-    return found + small + [x for seeds in tens[1:] for part in ("prompts", "need_queries") for x in of(part, seeds)]
-
-@cache
-def loaded(name: str) -> tuple:
-    "A model and its tokenizer, from the folder that the environment names, or as `load_named` finds it."
-    return load_named(os.environ.get(f"{name.upper()}_FOLDER", name))
+    return found + [x for seeds in tens[1:] for x in of("prompts", seeds)]
 
 def evaluate(cell: Cell) -> list:
     "A row for each method: what it got right of the cell's prompts, one by one, and of the part \"read\" what it read."
-    if cell.part == "pairs": return shares_of_pairs(cell)
+    if cell.part == "pairs":
+        shares = shares_of_pairs(cell, prefills() | {"vertical_slash-default": VerticalSlash()})
+        return [row_of(cell, name, **found) for name, found in shares.items()]
     model, tokenizer = loaded(cell.model)
     task, settings = task_of(cell.task)
     given = dict(prompts=len(cell.seeds), seed=cell.seeds[0], task_settings=settings,
@@ -192,10 +157,9 @@ def evaluate(cell: Cell) -> list:
     if cell.part == "prompts":
         read = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how, batch=few,
                                           chunk=cell.length, **given)
-        frames = [partial(read, *way) for way in prefills(cell.seeds[0] < 20).items()]
+        frames = [partial(read, *way) for way in prefills(cell.seeds[0] < 10).items()]
     else:
-        methods = need_queries(cell.seeds[0] < 10) if cell.part == "need_queries" else (
-            quests() if cell.part == "quest" else decoders())
+        methods = {"need_queries": need_queries, "quest": quests}.get(cell.part, decoders)()
         if cell.part == "read": methods |= only_read() | need_queries()
         if cell.part in ("answers", "quest"): methods["exact"] = None
         frames = [lambda: accuracy(model, tokenizer, task, cell.length, methods, batch=few, watch=cell.part == "read",
@@ -273,12 +237,5 @@ def real_model(recorder) -> dict:
     told = lambda methods: {name: f"{x(2)!r} from layer 2 on" if callable(x) else repr(x)
                             for name, x in methods.items()}
     about = dict(decode=told(decoders() | only_read() | need_queries() | quests()), prefill=told(prefills()))
-    if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
-    known = {of_cell(row) for row in recorder.rows}
-    lacking = [x for x in cells(recorder.quick, recorder.gpu)
-               if (x.part, x.model, x.task, x.length, x.seeds[0], x.seeds[-1] + 1) not in known]
-    for cell, rows, seconds in evaluated(evaluate, lacking, torch.cuda.device_count()):
-        recorder.rows += rows
-        recorder.write(**about)
-        recorder.say(f"{recorder.seconds():.0f} s: {cell.part}, {cell.task}, {cell.seeds}: {seconds:.0f} s")
+    filled_in(recorder, evaluate, cells(recorder.quick, recorder.gpu), of_cell, about)
     return about

@@ -1,0 +1,184 @@
+"""What every method costs a model in right answers, at one setting each, beside what it reads and how far off it is:
+
+    python -m benchmarks.run answers [--model FOLDER]
+"""
+import os
+import time
+from functools import cache
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+
+from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, OneList, Quest
+from sparse_nb.core.methods import Streaming, TopK, TopP, Uniform
+from sparse_nb.delta import Delta, delta_prefill
+from sparse_nb.evaluate import accuracy
+from sparse_nb.eviction import H2O, SnapKV
+from sparse_nb.grid import load_named, task_of
+from sparse_nb.metrics import paired_interval
+from sparse_nb.models.capturing import Captured, capture
+from sparse_nb.patterns import FlexPrefill, VerticalSlash, pairs_read
+from sparse_nb.saap import Saap
+from sparse_nb.santa import Santa
+from sparse_nb.sketch_walk import SketchWalk
+from sparse_nb.tasks import make, prompt_tokens
+from sparse_nb.vattention import VAttention
+from benchmarks.workers import filled_in
+
+SHARE, LENGTH, PROMPTS, WATCHED = 0.1, 16384, 60, 4
+# what a method does -> prompts at once; "listen": it decodes, and hears the queries of a prompt, which is read for it
+ROLES = {"decode": 15, "listen": 5, "prompt": 1}
+TASKS = "needle", "multikey", "kv", "multivalue:keys=1", "multiquery", "frequent_words:others=9", "qa"
+SMALL = {"pocket": (("kv", 2048), ("frequent_words", 2048), ("multikey", 4096), ("multivalue", 4096)),
+         "smollm2": (("needle", 2048), ("multikey:keys=4", 1024), ("needle", 4096))} # what they can do
+
+
+def methods_of(role: str) -> dict:
+    "name -> method of a role, at the setting of the one table: a tenth of the keys where a share is chosen."
+    if role == "listen": return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE), "h2o": H2O(SHARE)}
+    if role == "prompt":
+        return {"delta": Delta(), "sketch_walk_prompt": SketchWalk(), "flex_prefill": FlexPrefill(),
+                "vertical_slash": VerticalSlash(500, 1500)}
+    sampled = VAttention(0.1, 0.05, sinks=4, window=64, topk=0.05, base=0.01, predictor=Adamas(SHARE))
+    return {"santa": Santa(128), "santa_int8": Santa(128, keys="int8"), "vattention": sampled, "saap": Saap(SHARE),
+            "sketch_walk": SketchWalk(density=SHARE), "quest": Quest(SHARE), "one_list": OneList(Quest(SHARE)),
+            "adamas": Adamas(SHARE), "magicpig": MagicPIG(), "topk": TopK(SHARE), "topp": TopP(0.9),
+            "streaming": Streaming(4, SHARE), "uniform": Uniform(SHARE)}
+
+
+class Cell(NamedTuple):
+    "Prompts of one task that the methods of one role are asked"
+    role: str    # one of `ROLES`
+    model: str
+    task: str    # as of `task_of`
+    length: int  # tokens
+    seeds: range
+
+@cache
+def loaded(name: str) -> tuple:
+    "A model and its tokenizer, from the folder that the environment names, or as `load_named` finds it."
+    return load_named(os.environ.get(f"{name.upper()}_FOLDER", name))
+
+def tasks_of(model: str) -> tuple: # of (task, tokens)
+    "What a model is asked; one that is not known here as Qwen is, at as many tokens as it holds."
+    if model in SMALL: return SMALL[model]
+    held = LENGTH if model == "qwen" else getattr(
+        loaded(model)[0].config.get_text_config(), "max_position_embeddings", LENGTH)
+    return tuple((task, min(LENGTH, held)) for task in TASKS)
+
+def cells(models: list, quick: bool = False) -> list:
+    "Decoding first, and of the other roles ten prompts of each task before the next ten."
+    if quick: return [Cell(role, "pocket", "kv", 640, range(2)) for role in ROLES]
+    asked = [(model, *task) for model in models for task in tasks_of(model)]
+    parts = lambda size: [range(a, a + size) for a in range(0, PROMPTS, size)]
+    found = [Cell("decode", *task, seeds) for seeds in parts(ROLES["decode"]) for task in asked]
+    return found + [Cell(role, *task, seeds) for seeds in parts(10) for role in ("prompt", "listen") for task in asked]
+
+def of_cell(row: dict) -> tuple:
+    "What tells a row's cell from others."
+    return row["role"], row["model"], row["task"], row["length"], *row["seeds"]
+
+
+def evaluate(cell: Cell) -> list:
+    "A row for each method: what it got right, prompt by prompt, and of the first ones what it read, and its error."
+    model, tokenizer = loaded(cell.model)
+    task, settings = task_of(cell.task)
+    methods, given = methods_of(cell.role), dict(task_settings=settings, chat=bool(tokenizer.chat_template),
+                                                 batch=ROLES[cell.role])
+    if cell.role == "prompt":
+        ask = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how,
+                                         chunk=cell.length, prompts=len(cell.seeds), seed=cell.seeds[0], **given)
+        found = pd.concat([ask(*way) for way in methods.items()])
+        shares = shares_of_pairs(cell, methods) if 0 in cell.seeds else {}
+        return [_row(cell, name, own) | shares.get(name, {}) for name, own in found.groupby("method", sort=False)]
+    if cell.role == "decode": methods = {"exact": None} | methods
+    watched = len(range(min(WATCHED, len(cell.seeds)))) if 0 in cell.seeds else 0
+    ask = lambda first, count: accuracy(model, tokenizer, task, cell.length, methods, seed=first, prompts=count,
+                                        watch=first < watched, **given)
+    parts = (cell.seeds[0], watched), (cell.seeds[0] + watched, len(cell.seeds) - watched)
+    found = pd.concat([ask(first, count) for first, count in parts if count])
+    return [_row(cell, name, own) for name, own in found.groupby("method", sort=False)]
+
+def _row(cell, name, own):
+    "The row of a method, of a table that `accuracy` makes"
+    row = cell._asdict() | dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], method=name)
+    if "density" in own and name != "exact":
+        own_bytes = (own.bytes / own.dense_bytes).mean()
+        row |= {x: round(own[x].mean(), 5) for x in ("density", "error")} | dict(bytes=round(own_bytes, 5))
+    return row | dict(right=own.exact.astype(int).tolist(), answers=own.answer.tolist())
+
+def share_of_pairs(method, x: Captured) -> float:
+    "The share of a prompt's pairs of query and key that a method reads in a layer, mean over its heads."
+    n, tail = x.k.shape[2], getattr(method, "tail", 0)
+    if x.layer < getattr(method, "dense_layers", 0): return 1.0
+    if isinstance(method, Delta):  # which keys it reads depends on their number alone
+        given = torch.zeros(3, 1, 1, n, 8, device=x.q.device)
+        return float(delta_prefill(*given, **vars(method), return_stats=True, backend="torch")[1].density)
+    q, k = x.q[:, :, :n - tail], x.k[:, :, :n - tail]
+    every = n * (n + 1) / 2
+    return float((pairs_read(method, q, k, seed=0) + every - (n - tail) * (n - tail + 1) / 2).mean() / every)
+
+def shares_of_pairs(cell: Cell, methods: dict) -> dict:
+    "name -> density: the share of pairs read of the cell's first prompt, mean over layers, and of each layer."
+    model, tokenizer = loaded(cell.model)
+    task, settings = task_of(cell.task)
+    chat = bool(tokenizer.chat_template)
+    prompt = make(task, cell.length, seed=cell.seeds[0], tokenizer=tokenizer, chat=chat, **settings)
+    layers = capture(model, torch.tensor([prompt_tokens(prompt, tokenizer, chat)[1]], device=model.device))
+    found = {name: [share_of_pairs(method, x) for x in layers] for name, method in methods.items()}
+    return {name: dict(density=round(sum(x) / len(x), 5), layers=[round(y, 4) for y in x])
+            for name, x in found.items()}
+
+
+def gains(
+    rows: list,          # of a record of `answers`
+    model: str,          # its name there
+    least: float = 0.5,  # share of its prompts on which exact attention must be right, for a task to count
+) -> pd.DataFrame:       # method, task, length, exact and own: right or not, a row for each prompt and method
+    "Answers of each method beside those of exact attention to the same prompts."
+    flat = pd.DataFrame([(row["method"], row["task"], row["length"], row["seeds"][0] + i, x) for row in rows
+                         if row["model"] == model for i, x in enumerate(row["right"])],
+                        columns=["method", "task", "length", "seed", "own"])
+    prompt = ["task", "length", "seed"]
+    exact = flat[flat.method == "exact"].drop(columns="method").rename(columns=dict(own="exact"))
+    can = exact.groupby(prompt[:2]).exact.transform("mean") >= least
+    return flat[flat.method != "exact"].merge(exact[can], on=prompt)
+
+def columns(
+    rows: list,         # of a record of `answers`
+    model: str,         # its name there
+) -> pd.DataFrame:      # a row for each method
+    """Share of keys (of pairs, for prompts) and of bytes read, error of outputs, and right answers lost against exact
+    attention, points, with a paired interval of 95 %; over the tasks on which exact attention is right at least half of
+    the time."""
+    found = {}
+    for method, own in gains(rows, model).groupby("method", sort=False):
+        low, lost, high = (100 * x for x in paired_interval((own.exact - own.own).astype(float)))
+        watched = pd.DataFrame([row for row in rows if (row["model"], row["method"]) == (model, method)
+                                and "density" in row]).reindex(columns=["density", "bytes", "error"])
+        found[method] = dict(watched.mean(), prompts=len(own), exact=own.exact.sum(), right=own.own.sum(), lost=lost,
+                             low=low, high=high)
+    return pd.DataFrame(found).T.astype(dict(prompts=int, exact=int, right=int))
+
+def hours(every: list, processes: int) -> float:
+    "How long cells will take at most: as long for each prompt as the first of each role takes alone."
+    took = {}
+    for role in dict.fromkeys(cell.role for cell in every):
+        first = next(cell for cell in every if cell.role == role)
+        began = time.monotonic()
+        evaluate(first._replace(seeds=range(1)))
+        took[role] = time.monotonic() - began
+    return sum(took[cell.role] * len(cell.seeds) for cell in every) / processes / 3600
+
+def answers(recorder):
+    "Evaluate every cell that the file lacks, and write it after each. Raises as `load_named`."
+    models = [recorder.model] if recorder.model else ["qwen"] * recorder.gpu + [*SMALL]
+    every = cells(models, recorder.quick)
+    about = dict(methods={role: {name: repr(x) for name, x in methods_of(role).items()} for role in ROLES})
+    if recorder.model and not recorder.quick:
+        recorder.say(f"at most {hours(every, max(1, torch.cuda.device_count())):.1f} hours; what is stopped goes on")
+    filled_in(recorder, evaluate, every, of_cell, about)
+    for model in dict.fromkeys(cell.model for cell in every):
+        recorder.say(f"{model}\n{columns(recorder.rows, model).round(3).to_string()}")
+    return about
