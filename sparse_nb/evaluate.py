@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -108,8 +109,11 @@ class Watch:
         "Means over queries, layers and heads: a dict for each row"
         return [dict(zip(self.NAMES[1:], row)) for row in (self.sums[:, 1:] / self.sums[:, :1]).tolist()]
 
-def _write_rows(model, cache, text, first, own, methods, new, seeds, watch):
-    "Greedy tokens [B, new] after `text` [B, T], whose last `own` tokens are the method's; `cache` grows"
+def _write_rows(model, cache, text, first, own, methods, new, seeds, watch, end=None):
+    """Greedy tokens [B, new] after `text` [B, T], whose last `own` tokens are the method's; `cache` grows.
+
+    Once each row has written `end`, the rest is `end`.
+    """
     padded, given = bool(first.any()), as_cache(model, cache)
     first = first.to(text.device)[:, None]
 
@@ -126,11 +130,14 @@ def _write_rows(model, cache, text, first, own, methods, new, seeds, watch):
             with session.dispatch.reading(): forward(text[:, :-own])
         if own > 1: forward(text[:, -own:-1])
         written = [forward(text[:, -1:])]
-        for _ in range(new - 1): written.append(forward(written[-1]))
-    return torch.cat(written, 1)
+        over = written[0] == end
+        while len(written) < new and (end is None or not over.all()):
+            written.append(forward(written[-1]))
+            over |= written[-1] == end
+    return F.pad(torch.cat(written, 1), (0, new - len(written)), value=end or 0)
 
 @torch.no_grad()
-def _write(model, cache, tail, start, taken, methods, new, seeds, watch=None):
+def _write(model, cache, tail, start, taken, methods, new, seeds, watch=None, end=None):
     "Greedy tokens [B, new] after the last tokens `tail` [B, T] of prompts, of which `taken` [B] are the method's"
     written = tail.new_empty(len(tail), new)
     for own in taken.unique().tolist():
@@ -139,7 +146,7 @@ def _write(model, cache, tail, start, taken, methods, new, seeds, watch=None):
         if len(rows) < len(tail): fork.batch_select_indices(rows.to(tail.device))
         streams = [fold_in(seeds[i], 0) for i in rows]
         written[rows] = _write_rows(model, fork, tail[rows], start[rows], own, methods, new, streams,
-                                    watch and watch.take(rows))
+                                    watch and watch.take(rows), end)
     return written
 
 # %% ../nbs/72_evaluate.ipynb #68df2357
@@ -198,7 +205,8 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
         for name in names:
             seen = Watch(ids.shape[1] - start + torch.tensor(watched)) if watch else None
             both = dict(prefill=prefill, decode=methods[name])
-            written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, seen)
+            end = tokenizer.eos_token_id if chat and not watch else None  # what follows the end of a reply is not read
+            written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, seen, end)
             means = seen.means() if watch else [{}] * len(ids)
             for i, (e, x, size, more) in enumerate(zip(examples, written, sizes, means)):
                 text = _reply(tokenizer, x[:size].tolist(), chat)

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import math
+import string
 
 import pandas as pd
 import pytest
@@ -81,6 +82,22 @@ def test_a_reply_ends_where_the_model_ends_it(talking):
     whole = run()
     tokenizer.eos_token = (mark := whole[len(whole) // 2])
     assert run() == whole[:whole.index(mark)] and len(whole) > 20
+
+def test_a_batch_stops_when_all_of_its_replies_have_ended(talking, monkeypatch):
+    model, tokenizer = talking
+    asked = [tasks.make("multivalue", 900, seed=s, tokenizer=tokenizer, chat=True) for s in range(3)]
+    steps = []
+    monkeypatch.setattr(model, "forward", lambda *a, **given: steps.append(0) or type(model).forward(model, *a, **given))
+    def run(**more):
+        steps.clear()
+        found = answers(model, tokenizer, asked, {"exact": Exact(), "topk": TopK(16)}, chat=True, **more)
+        return [row["answer"] for row in found], len(steps)
+    whole, most = run()
+    mark = next(x for x in string.ascii_letters + string.digits if all(x in text for text in whole))
+    tokenizer.eos_token = mark
+    cut, fewer = run()
+    assert cut == [text[:text.index(mark)] for text in whole] and len({*map(len, cut)}) > 2 and fewer < most - 20
+    assert run(watch=True) == (cut, most)  # what is measured does not depend on how long others write
 
 def test_several_answers_count_in_any_order_in_a_dialogue_alone(talking, monkeypatch):
     model, tokenizer = talking
