@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from . import squad
+from .ruler import RULER, largest
 
 # %% ../nbs/71_tasks.ipynb #80d70e8d
 def _distinct(rng, count, draw):
@@ -154,7 +155,7 @@ def _qa(rng, chars, filler, *, data):
     context = "".join(document.format(i, text) for i, text in enumerate(texts, 1))
     return context, [(f"Question: {question}\nAnswer:", tuple(answers))]
 
-ALL_TASKS = TASKS | dict(qa=_qa)
+ALL_TASKS = TASKS | dict(qa=_qa) | RULER
 
 # %% ../nbs/71_tasks.ipynb #b7a1c0d5
 _ONE = ("Sentences in the following text tell the number of a word. Remember them. I will ask for the number of a word "
@@ -193,6 +194,7 @@ class Example:
     seed: int      # with task and length it fixes the example
     length: int    # tokens asked for, answer included
     others: tuple = ()  # answers that are as right
+    begun: str = ""     # of RULER's tasks: the end of the question, with which a reply in a dialogue begins
 
     @property
     def prompt(self): return self.context + self.question
@@ -201,11 +203,13 @@ class Example:
     def parts(self):
         "The right answers, of which a reply in a dialogue has to give all"
         if self.task == "multiquery": return re.findall(r"\bis (\d+)", self.answer)
-        return self.answer.split(", ") if self.task in ("multivalue", "variable_tracking") else [self.answer]
+        several = RULER[self.task].several if self.task in RULER else self.task in ("multivalue", "variable_tracking")
+        return self.answer.split(", ") if several else [self.answer]
 
     @property
     def turns(self):
         "What a user says before the context and after it, and how the reply begins"
+        if self.begun: return "", self.question.removesuffix(self.begun), self.begun
         names = self.question.strip().removeprefix("Question: ").removesuffix("\nAnswer:")
         if self.task != "qa": names = re.sub(r"^.*?(?:of|hold) |\?.*$|:$", "", names)
         return tuple(text.format(names=names, count=len(self.parts)) for text in _SAYS[self.task])
@@ -248,10 +252,27 @@ def reply_tokens(
     chat: bool = False, # likewise
 ) -> int:
     "How many tokens a model may write: those of the answer; in a dialogue, room for quotation marks or other words"
+    if example.task in RULER: return RULER[example.task].tokens
     longest = max((example.answer, *example.others), key=len)
     size = len(_encode(tokenizer, f" {longest}.", special=False))
     if example.task == "qa" or chat and len(example.parts) > 1: return 2 * size + 16
     return size + 4 if chat else size
+
+# %% ../nbs/71_tasks.ipynb #b7a1c0e1
+def _of_ruler(task, length, seed, tokenizer, chat, settings):
+    "As `make`, of one of RULER's tasks"
+    def build(size):
+        asked = RULER[task].ask(random.Random(f"{task} {seed}"), size, length, **settings)
+        answer, *others = [", ".join(asked.answers)] if RULER[task].several else asked.answers
+        return Example(task, asked.context, asked.asked + asked.begun, answer, seed, length, tuple(others), asked.begun)
+    def used(size):
+        prompt = prompt_texts(build(size), tokenizer if chat else None)[1]
+        return len(_encode(tokenizer, prompt, not chat)) + RULER[task].tokens
+    size = largest(used, length)
+    if not size:
+        least = used(1)
+        raise ValueError(f"length must be enough for task {task!r}, which takes at least {least} tokens, got {length}")
+    return build(size)
 
 # %% ../nbs/71_tasks.ipynb #96950cc6
 def make(
@@ -262,16 +283,19 @@ def make(
     tokenizer=None,     # transformers tokenizer; None counts one token a byte and one for the start
     filler=filler_text, # `(rng, chars) -> str`, the haystack
     chat: bool = False, # is the prompt to go through the tokenizer's chat template?
-    **settings,         # the task's own, such as `keys=32`; of "qa" `data`, as of `load_squad`
+    **settings,         # the task's own, such as `keys=32`; of "qa" and "ruler_qa_1" `data`, as of `load_squad`
 ) -> Example: # at most `length` tokens
-    """A prompt of a task, in the manner of RULER (Hsieh et al., 2024)
+    """A prompt of a task, in the manner of RULER (Hsieh et al., 2024); "ruler_..." are its own, see `sparse_nb.ruler`
 
     Raises ValueError for an unknown task, a length too short for it, and as `prompt_texts`; TypeError for a length that
-    is no int; FileNotFoundError for "qa" where SQuAD is not there.
+    is no int; FileNotFoundError where a task's questions are not there, and ImportError where its prose is not.
     """
     if task not in ALL_TASKS: raise ValueError(f"task must be one of {', '.join(ALL_TASKS)}, got {task!r}")
     if isinstance(length, bool) or not isinstance(length, int):
         raise TypeError(f"length must be an int of tokens, got {length!r}")
+    if task in RULER:
+        if filler is not filler_text: raise ValueError("filler must be left out of RULER's tasks, which have `essay`")
+        return _of_ruler(task, length, seed, tokenizer, chat, settings)
     if task == "qa" and "data" not in settings: settings["data"] = squad.load_squad()
     def build(chars):
         rng = random.Random(f"{task} {seed}")
@@ -330,6 +354,9 @@ def score_reply(
     chat: bool = False, # was it asked in a dialogue?
 ) -> Score: # of several answers asked for in a dialogue, whether all are there, and the share
     "Compare what a model wrote with the right answers of a prompt."
+    if example.task in RULER:
+        found = RULER[example.task].share(written, (*example.parts, *example.others))
+        return Score(found == 1, found)
     if example.task == "qa":
         found = any(_holds(_plain(written), x) for x in map(_plain, (example.answer, *example.others)) if x)
         return Score(found, float(found))

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import kstest
 
 from sparse_nb import squad
-from sparse_nb.tasks import (ALL_TASKS, TASKS, Example, Score, filler_text, make, plant, prompt_texts, prompt_tokens,
+from sparse_nb.tasks import (TASKS, Example, Score, filler_text, make, plant, prompt_texts, prompt_tokens,
                              reply_tokens, score, score_reply)
 
 FALSE_ALARM = 1e-7  # of each statistical check
@@ -157,7 +157,7 @@ def test_plain_prompts_are_what_they_were(task):
 
 # dialogues
 
-@pytest.mark.parametrize("task", ALL_TASKS)
+@pytest.mark.parametrize("task", (*TASKS, "qa"))
 def test_dialogues_say_what_will_be_asked_and_ask_it(task, talking):
     for length, seed in ((1500, 0), (1500, 1), (6000, 2)):
         given = dict(seed=seed, tokenizer=talking, chat=True, **settings_of(task))
