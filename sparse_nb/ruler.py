@@ -176,9 +176,9 @@ _COMMON = ("Below is a numbered list of words. In these words, some appear more 
 
 @lru_cache(maxsize=1)
 def _vocabulary():
-    "Words of the messages since 1900 that come twice or more, in the order of the alphabet"
+    "Words of the messages from 1900 to 2026 that come twice or more, in the order of the alphabet"
     from sparse_nb.text import speeches
-    found = Counter(re.findall(r"(?<![\w'’-])[a-z]{4,12}(?![\w'’-])", " ".join(speeches(1900))))
+    found = Counter(re.findall(r"(?<![\w'’-])[a-z]{4,12}(?![\w'’-])", " ".join(speeches(1900)[:138])))
     return tuple(sorted(word for word, count in found.items() if count > 1))
 
 def _numbered(words): return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
