@@ -518,17 +518,13 @@ def tune(
 # %% ../nbs/95_cli.ipynb #5680643a
 @app.command("fetch")
 def fetch_published(
-    name: Annotated[str, typer.Argument(help="A model: smollm2 (0.1 GB to download) or qwen (1.1 GB); or questions: "
-                                        "squad (0.1 GB).", show_default=False)],
+    name: Annotated[str, typer.Argument(help="A model: smollm2 (0.1 GB to download) or qwen (1.1 GB); or data, "
+                                        "questions of SQuAD, GSM8K, MMLU and QASPER (0.1 GB).", show_default=False)],
 ):
     "Bring a published model or data set, or see that it is there and whole; what was broken off goes on."
-    from sparse_nb import squad
-    from sparse_nb.core.checks import check_choice
     from sparse_nb.models import fetch
-    check_choice("name", name, (*fetch.MODELS, "squad"))
-    if name == "squad": return squad.fetch_squad(say=_say)
     with progress_bars() as (report, _):
-        try: fetch.fetch(name, say=_say, progress=report)
+        try: fetch.fetch("data" if name == "squad" else name, say=_say, progress=report)
         except ImportError as error: raise ValueError(error) from error
 
 # %% ../nbs/95_cli.ipynb #b4618904

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, cycle, islice
 
-from . import squad
+from . import data as sets
 from .core.checks import check_choice, check_count
 
 # %% ../nbs/library/ruler.ipynb #86209283
@@ -220,8 +220,8 @@ def _coded_words(rng, size, length):
 _ANSWER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 
 def _hotpotqa():
-    "HotpotQA in the form of `squad.load_squad`, where a question may have several paragraphs"
-    file = squad.path().with_name("hotpotqa.json")
+    "HotpotQA in the form of SQuAD's, where a question may have several paragraphs"
+    file = sets.cache() / "hotpotqa.json"
     if not file.is_file():
         raise FileNotFoundError(f"HotpotQA is not in {file}: its authors' hotpot_dev_distractor_v1.json belongs there")
     numbers, questions = {}, []
@@ -269,7 +269,7 @@ RULER = {f"ruler_{name}": task for name, task in dict(
     niah_multikey_3=_niah(hay="needle", key="uuids", value="uuids"),
     niah_multivalue=_niah(hay="essay", values=4), niah_multiquery=_niah(hay="essay", queries=4),
     vt=Ruler(_variables, 30), cwe=Ruler(_common_words, 120), fwe=Ruler(_coded_words, 50),
-    qa_1=Ruler(partial(_documents, load=squad.load_squad), 32, several=False),
+    qa_1=Ruler(partial(_documents, load=partial(sets.load, "squad")), 32, several=False),
     qa_2=Ruler(partial(_documents, load=_hotpotqa), 32, several=False)).items()}
 
 # %% ../nbs/library/ruler.ipynb #bd18a950

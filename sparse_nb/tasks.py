@@ -13,7 +13,7 @@ import string
 from dataclasses import dataclass
 from itertools import cycle
 
-from . import squad
+from . import data as sets
 from .ruler import RULER, largest
 
 # %% ../nbs/71_tasks.ipynb #80d70e8d
@@ -283,7 +283,7 @@ def make(
     tokenizer=None,     # transformers tokenizer; None counts one token a byte and one for the start
     filler=filler_text, # `(rng, chars) -> str`, the haystack
     chat: bool = False, # is the prompt to go through the tokenizer's chat template?
-    **settings,         # the task's own, such as `keys=32`; of "qa" and "ruler_qa_1" `data`, as of `load_squad`
+    **settings,         # the task's own, such as `keys=32`; of "qa" and "ruler_qa_1" `data`, as of `data.load`
 ) -> Example: # at most `length` tokens
     """A prompt of a task, in the manner of RULER (Hsieh et al., 2024); "ruler_..." are its own, see `sparse_nb.ruler`
 
@@ -296,7 +296,7 @@ def make(
     if task in RULER:
         if filler is not filler_text: raise ValueError("filler must be left out of RULER's tasks, which have `essay`")
         return _of_ruler(task, length, seed, tokenizer, chat, settings)
-    if task == "qa" and "data" not in settings: settings["data"] = squad.load_squad()
+    if task == "qa" and "data" not in settings: settings["data"] = sets.load("squad")
     def build(chars):
         rng = random.Random(f"{task} {seed}")
         try: context, [(question, answer)] = ALL_TASKS[task](rng, chars, filler, **settings)

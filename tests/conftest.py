@@ -195,10 +195,10 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    for name in ("smollm2", "qwen"):
+    for name in ("smollm2", "qwen", "data"):
         if asked := [item for item in items if item.get_closest_marker(name)]:
             from sparse_nb.models import fetch
-            lacking = pytest.mark.skip(reason=f"the model is not here: make fetch MODEL={name}")
+            lacking = pytest.mark.skip(reason=f"it is not here: make fetch MODEL={name}")
             if not fetch.is_here(name):
                 for item in asked: item.add_marker(lacking)
     if config.getoption("changed"):

@@ -728,7 +728,7 @@ def test_santa_is_right_at_16k_on_three_seeds(): assert right_wherever_exact_is(
 # other commands
 
 @pytest.mark.parametrize("args, words", [
-    (["fetch", "llama"], ["name must be one of smollm2, qwen, squad, got 'llama'"]),
+    (["fetch", "llama"], ["name must be one of smollm2, qwen, data, got 'llama'"]),
     (["fetch"], ["Missing argument 'name'"]),
     *((["eval", "--out", "x.jsonl", f"--{name}", "many"], [f"--{name}"]) for name in ("long", "batch", "workers")),
     (["eval", "--out", "x.jsonl", "--workers", "0", "--on", "ray"], ["--workers must be at least 1"]),

