@@ -155,7 +155,8 @@ def pairs_read(
     "How many pairs of query and key the method reads. Raises as `check_fit`."
     if method is None: return torch.arange(k.shape[2], device=q.device)[-q.shape[2]:].add(1.0).sum().expand(q.shape[:2])
     if getattr(method, "rounding", "") == "none":
-        return method.rows(q, k).expand(len(q), -1, -1, -1).sum((2, 3)).double().expand(q.shape[:2])
+        found = method.rows(q, k).sum((2, 3)).double()
+        return found.repeat_interleave(q.shape[1] // found.shape[1], 1).expand(len(q), -1)
     p = method if isinstance(method, BlockPattern) else method.pattern(q, k, seed=seed)
     check_fit(p, q, k)
     begin = torch.arange(p.key_blocks, device=q.device) * p.key_block

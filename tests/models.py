@@ -21,6 +21,7 @@ from sparse_nb.hash_attention import PARTS
 from sparse_nb.hf import attention_override
 from sparse_nb.models import cache as cache_room, replay
 from sparse_nb.pocket import byte_tokenizer
+from sparse_nb.saap import save_partition
 from sparse_nb.santa import Santa
 from inputs import GREEDY, IDS
 
@@ -108,6 +109,18 @@ def random_maps(size=16, heads=6, groups=2, layers=3, planes=False):
     path = Path(FOLDER.name) / f"{heads}-{groups}-{size}-{layers}-{planes}.safetensors"
     save_file({f"{layer}.{part}": x.half() for layer in range(layers)
                for part, x in zip(PARTS, (*network(groups), *network(heads)))}, path)
+    return str(path)
+
+@lru_cache
+def random_clusters(size=16, heads=4, groups=2, clusters=6):
+    "A file of random centroids and networks for `build('llama')`, whose keys are divided after RoPE."
+    g = torch.Generator().manual_seed(size)
+    r = lambda *shape: torch.randn(*shape, generator=g)
+    parts = {f"{i}.{name}": x for i in range(2) for name, x in dict(
+        centroids=r(groups, clusters, size), mlp_w1=r(heads, size, 5), mlp_b1=r(heads, 5), mlp_w2=r(heads, 5, clusters),
+        mlp_b2=r(heads, clusters)).items()}
+    path = Path(FOLDER.name) / f"clusters-{heads}-{groups}-{size}.safetensors"
+    save_partition(parts, path, build("llama"), kmeans="plain", before_rope=False)
     return str(path)
 
 # settings of methods for prompts of some hundred tokens, where defaults read all of them or an argument is needed ...

@@ -22,7 +22,7 @@ from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
 from inputs import IDS, MASK, PADDED
-from models import SMALL, build, compiling, forget, ids_of, method_of, play_on_a_cpu, random_maps
+from models import SMALL, build, compiling, forget, ids_of, method_of, play_on_a_cpu, random_clusters, random_maps
 
 VATTENTION = dict(sinks=1, window=4, topk=8, base=8, eps=0.9, delta=0.2)
 CLUSTERS = Saap(clusters=4, window=8, budget=4)
@@ -39,6 +39,7 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "one_list, channels": OneList(DoubleSparsity(8, channels=4)), "one_list, clusters": OneList(CLUSTERS),
     "saap, centroid": Saap(clusters=4, window=8, budget=6, router="centroid", tail="drop"),
     "saap, unread": Saap(clusters=4, window=8, unread=0.2),
+    "saap, paper": Saap.paper(random_clusters(), probes=1, window=8),  # 1,024 clusters and trained networks in the paper
     "sketch_walk, small": SketchWalk(block=8, density=0.3, dense_layers=0),
     "sketch_walk, fine": SketchWalk(block=16, density=0.3, index="fine16", dense_layers=0),
     "then, top-k": Then(TopK(8), Santa(samples=5)), "delta, base": Delta(gamma=4, tail=0, base=TopK(budget=4)),
@@ -49,7 +50,12 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
 def direct(name):
     "The method, with the layer whose networks it is to use outside of a model."
     method = EVERY[name]
-    return replace(method, layer=0) if hasattr(method, "maps") else method
+    return replace(method, layer=1) if hasattr(method, "maps") or of_a_file(method) else method
+
+
+def of_a_file(method):
+    "Does it need a partition that was trained beforehand?"
+    return getattr(method, "partition", "context") != "context"
 
 
 DECODES = [x for x, m in EVERY.items() if hasattr(m, "decode")]
@@ -244,6 +250,7 @@ def weights_of(method, kept, **more):
     q, k, v = problem(120, size=128)
     v = torch.eye(120, 128, dtype=v.dtype).expand_as(v).clone()
     if hasattr(method, "maps"): method = replace(method, maps=random_maps(128, 4))
+    if of_a_file(method): method = replace(method, partition=random_clusters(128))
     out, stats = answer(method, q, k, v, kept, START, return_stats=True)
     assert torch.equal(out, answer(method, q, k, v, kept, START))
     return out[..., :120], stats

@@ -25,6 +25,7 @@ TREE = dict(stages=((32, 96), (8, 48), (2, 12)), sinks=6, window=20, **SMALL)
 LEAKY = [VerticalSlash(**LINES), VerticalSlash(rounding="pool", **LINES), VerticalSlash(rounding="none", **LINES),
          FlexPrefill(0.6, 0.1, 32, **SMALL), FlexPrefill(0.6, 1.0, 32, **SMALL)]
 CAUSAL = [HiP(**TREE), HiP(shared="group", **TREE), HiP(shared="head", rounding="none", **TREE),
+          HiP(shared="group", rounding="none", **TREE),
           HiP(stages=((32, 64),), sinks=0, window=1, shared="head", query_block=64, key_block=32),
           OracleBlocks(0.3, **SMALL), RandomBlocks(0.3, **SMALL), XAttention(0.5, stride=8, **SMALL),
           XAttention(density=0.4, stride=4, query_block=64, key_block=32)]
