@@ -39,7 +39,7 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "one_list, channels": OneList(DoubleSparsity(8, channels=4)), "one_list, clusters": OneList(CLUSTERS),
     "saap, centroid": Saap(clusters=4, window=8, budget=6, router="centroid", tail="drop"),
     "saap, unread": Saap(clusters=4, window=8, unread=0.2),
-    "saap, paper": Saap.paper(random_clusters(), probes=1, window=8),  # 1,024 clusters and trained networks in the paper
+    "saap, paper": Saap.paper(random_clusters(), probes=1, window=8),  # random networks, few clusters
     "sketch_walk, small": SketchWalk(block=8, density=0.3, dense_layers=0),
     "sketch_walk, fine": SketchWalk(block=16, density=0.3, index="fine16", dense_layers=0),
     "then, top-k": Then(TopK(8), Santa(samples=5)), "delta, base": Delta(gamma=4, tail=0, base=TopK(budget=4)),

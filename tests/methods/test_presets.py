@@ -13,14 +13,16 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
-from sparse_nb.attention import Method, assert_close
+from sparse_nb import pocket
+from sparse_nb.attention import Method, assert_close, attention
 from sparse_nb.core.methods import read_method
 from sparse_nb.core.streams import fold_in, stream_seeds, tickets
 from sparse_nb.delta import Delta
-from sparse_nb.hf import sparsify
+from sparse_nb.hf import attention_override, capture, sparsify
 from sparse_nb.metrics import relative_error
 from sparse_nb.patterns import VerticalSlash
 from sparse_nb.sketch_walk import SketchWalk, signed_hadamard
+from sparse_nb.tasks import make
 from sparse_nb.vattention import VAttention, select_and_promise
 from models import build
 
@@ -271,6 +273,65 @@ def test_sketch_walk_wants_no_longer_sketch_than_heads():
         SketchWalk.paper().prefill(q, k, v, step={})
     assert isinstance(SketchWalk.paper().at_layer(2), SketchWalk)
     assert not isinstance(SketchWalk.paper().at_layer(1), SketchWalk)  # the paper leaves the first two layers dense
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    "The pocket model and three prompts of 1,024 tokens."
+    model, tokenizer = pocket.load()
+    texts = [make("kv", 1024, seed=seed, tokenizer=tokenizer).prompt for seed in range(3)]
+    return model, [torch.tensor([tokenizer(x)["input_ids"]]) for x in texts]
+
+
+@torch.no_grad()
+def test_sketch_walk_is_algorithm_2_on_captured_heads(prompts):
+    """Where it answers nonsense, and the walk does it.
+
+    The last layer's error is that of blocks drawn at random; with the same sketches and powers, and a walk that begins
+    at that layer, it is far smaller.
+    """
+    model, ids = prompts
+    own, H, errors = SketchWalk.paper(0.2), signed_hadamard(64, 64), {name: [] for name in ("walk", "alone", "random")}
+    for x in ids:
+        step, row = {}, None
+        for layer in capture(model, x)[2:]:
+            q, k, v = layer.q.double(), layer.k.double(), layer.v.double()
+            want, row = sketch_walk_token(q[0], spread(k, 3), spread(v, 3), H, 64, row, share=0.2)
+            exact, told = attention(q[:, :, -1:], k, v), {}
+            for name, walk in (("walk", step), ("alone", {}), ("random", None)):
+                method = own if name != "random" else SketchWalk(density=0.2, index="random")
+                state, more = method.new_state(), {} if walk is None else dict(step=walk)
+                state.append(k, v, **(dict(q=q) if "q" in state.hears else {}))
+                told[name] = method.decode(q[:, :, -1:], k, v, state=state, seed=layer.layer, **more)
+            assert_close(told["walk"][0, :, 0], want, 1e-12)
+        for name, out in told.items(): errors[name].append(float(relative_error(out, exact).mean()))
+    walk, alone, random = (sum(errors[name]) / 3 for name in errors)
+    assert walk > 0.9 * random > 1.5 * alone, errors
+
+
+@torch.no_grad()
+def test_sketch_walk_is_algorithm_2_in_a_trained_model(prompts):
+    "The logits of a token that follows a prompt which exact attention has read."
+    model, (ids, *_) = prompts
+    H, own = signed_hadamard(64, 64), SketchWalk.paper(0.2)
+    rows = {}
+    def attend(module, q, k, v, mask, scaling=None, **_):
+        if module.layer_idx < 2: return attention(q, k, v, causal=True).transpose(1, 2), None
+        if q.shape[2] > 1:
+            rows[module.layer_idx] = q.double()
+            return attention(q, k, v, causal=True).transpose(1, 2), None
+        q = torch.cat([rows[module.layer_idx], q.double()], 2)
+        out, rows["walk"] = sketch_walk_token(q[0], spread(k.double(), 3), spread(v.double(), 3), H, 64,
+                                              rows.get("walk"), share=0.2)
+        return out.to(k.dtype)[None, None], None
+    def last(): # the prompt but its last token by exact attention, and that by the method
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :-1], past_key_values=cache)
+        return model(ids[:, -1:], past_key_values=cache).logits[0, -1]
+    with attention_override(model, attend): want = last()
+    with sparsify(model, decode=own): got = last()
+    assert_close(got, want, 1e-4)
+    assert relative_error(got[None, None, None], model(ids).logits[:, -1:, None]).item() > 0.1
 
 
 # Delta Attention, Eq. 6
