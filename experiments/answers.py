@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 
 from sparse_nb import hf, pocket
 from sparse_nb.core.methods import Exact, TopK
-from sparse_nb.evaluate import accuracy
+from sparse_nb.evaluate import accuracy, compare
 from sparse_nb.grid import CELL, frame_of, read_results, run
+from sparse_nb.metrics import Interval, bootstrap_interval
 from benchmarks.recorder import read_record
 from sparse_nb.tasks import make
 
@@ -101,6 +103,33 @@ def read_answers(
     for row in record["rows"]: parts.setdefault(row.pop("part"), []).append(row)
     return record["meta"], {part: _spread(rows) for part, rows in parts.items()}
 
+
+def gap_of(
+    frame: pd.DataFrame, # as of `accuracy`
+    method: str,         # a name in its column method
+    other: str,          # another
+) -> Interval:
+    "By how much more often one method is right than another, on the same prompts. Raises as `compare`."
+    found = compare(frame, method, other)
+    return Interval(found.low, found.difference, found.high)
+
+def interval_of_means(
+    how,    # of the means, such as `numpy.divide`
+    *parts, # arrays whose rows are independent, of other units each [n, ..]
+) -> Interval:
+    """Interval of a function of means: `bootstrap_interval` of each part's pseudo-values (Tukey's jackknife).
+
+    The intervals of several parts are joined as those of independent numbers are. Raises as `bootstrap_interval`.
+    """
+    means, off = [x.mean(0) for x in parts], [0.0, 0.0]
+    value = float(how(*means))
+    for k, x in enumerate(parts):
+        left = [how(*means[:k], np.delete(x, i, 0).mean(0), *means[k + 1:]) for i in range(len(x))]
+        pseudo = len(x) * value - (len(x) - 1) * np.array(left)
+        if np.ptp(pseudo) == 0: continue
+        low, mean, high = bootstrap_interval(pseudo)
+        off = [a + b**2 for a, b in zip(off, (mean - low, high - mean))]
+    return Interval(value - off[0]**0.5, value, value + off[1]**0.5)
 
 def together(
     files: list, # of `grid.run`

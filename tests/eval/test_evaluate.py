@@ -4,6 +4,7 @@ import json
 import math
 import string
 
+import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
@@ -15,10 +16,11 @@ transformers = pytest.importorskip("transformers")
 from sparse_nb import hf, tasks
 from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform, attention_scores
 from sparse_nb.evaluate import accuracy, answers, compare, forced_decode, prefill_rows, summary
+from sparse_nb.metrics import bootstrap_interval
 from sparse_nb.pocket import byte_tokenizer
 from benchmarks.recorder import Recorder, run_record
 from experiments import vattention_pocket
-from experiments.answers import PocketModel, read_answers
+from experiments.answers import PocketModel, gap_of, interval_of_means, read_answers
 from experiments.santa_pocket import Reference
 from experiments.vattention_pocket import answer_steps, denominator_errors, pareto_methods, promise_counts
 from sparse_nb.saap import Saap
@@ -574,6 +576,27 @@ def test_a_record_says_whether_an_answer_is_that_of_exact_attention(tmp_path):
         and table.exact.dtype == bool
         and table.seed.tolist() == [0, 1, 0, 1]
     )
+
+def test_gap_of_is_compare():
+    frame = answered(a="1111000011", b="1000000011", c="1111000011")
+    want = compare(frame, "a", "b")
+    assert gap_of(frame, "a", "b") == (want.low, want.difference, want.high) and gap_of(frame, "a", "b").value == 0.3
+    assert not gap_of(frame, "a", "c").within(0.1)  # ten prompts that agree are too few
+
+def test_interval_of_means():
+    "Of one mean it is `bootstrap_interval`; of a function of means it covers the truth, also of few numbers."
+    rng = np.random.default_rng(0)
+    x = rng.exponential(size=12)
+    assert tuple(interval_of_means(lambda m: m, x)) == pytest.approx(tuple(bootstrap_interval(x)))
+    assert interval_of_means(np.divide, np.full(6, 3.0), np.full(6, 2.0)) == (1.5, 1.5, 1.5)
+    hits = sum(interval_of_means(np.divide, 1 + rng.exponential(size=8), 1 + 2 * rng.exponential(size=8)).covers(2 / 3)
+               for _ in range(100))
+    assert hits >= scipy.stats.binom.ppf(1e-6, 100, 0.94)
+    logs = np.log([1.0, 2.0, 4.0])
+    slope = lambda mean: np.polyfit(logs, np.log(mean), 1)[0]
+    rows = rng.exponential(size=(40, 1)) * [1, 0.5, 0.25] * np.exp(rng.normal(size=(40, 3)) / 5)
+    low, value, high = interval_of_means(slope, rows)
+    assert low < -1 < high and value == slope(rows.mean(0)) and high - low < 0.3
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_answers_with_the_kernel_and_with_the_reference():
