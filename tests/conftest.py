@@ -204,9 +204,9 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("changed"):
         files = changed.changed_files()
         apart = [name for name, broken in (("kernels", changed.kernels), ("site", changed.site)) if not broken(files)]
-        unasked = [item for item in items if any(map(item.get_closest_marker, apart))]
-        config.hook.pytest_deselected(items=unasked)
-        items[:] = [item for item in items if item not in {*unasked}]
+        unasked = {item for item in items if any(map(item.get_closest_marker, apart))}
+        config.hook.pytest_deselected(items=[*unasked])
+        items[:] = [item for item in items if item not in unasked]
     budget = lambda item: mark.args[0] if (mark := item.get_closest_marker("budget")) else 0
     items.sort(key=budget, reverse=True)  # longest first
     if (cases := config.getoption("cases")) != "all":
