@@ -22,10 +22,11 @@ from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
-from benchmarks.answers import LENGTH, PROMPTS, SHARE, SMALL, TASKS, loaded, shares_of_pairs
+from benchmarks.answers import LENGTH, SHARE, SMALL, loaded, shares_of_pairs
 from benchmarks.workers import filled_in
 
-AT_ONCE = 15 # prompts
+PROMPTS, AT_ONCE = 60, 15 # of each task; of a batch
+TASKS = "needle", "multikey", "kv", "multivalue:keys=1", "multiquery", "frequent_words:others=9", "qa"
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,11 @@ def quests() -> dict:
             "quest-late": late(Quest(SHARE)), "quest-8-late": late(Quest(SHARE, 8)),
             "quest-one_list": OneList(Quest(SHARE))}
 
-def prefills(all_of_them: bool = True) -> dict:
+def prefills() -> dict:
     "name -> method that reads prompts."
-    main = {"sketch_walk": SketchWalk(), "sketch_walk-max": SketchWalk(pool="max"),
-            "sketch_walk-max-refine": SketchWalk(pool="max", refine=2)}
-    if not all_of_them: return main
-    return main | {"sketch_walk-no_tail": SketchWalk(tail=0), "delta": Delta(), "flexprefill": FlexPrefill(),
-                   "vertical_slash": VerticalSlash(500, 1500)}
+    return {"sketch_walk": SketchWalk(), "sketch_walk-max": SketchWalk(pool="max"),
+            "sketch_walk-max-refine": SketchWalk(pool="max", refine=2), "sketch_walk-no_tail": SketchWalk(tail=0),
+            "delta": Delta(), "flexprefill": FlexPrefill(), "vertical_slash": VerticalSlash(500, 1500)}
 
 
 PARTS = "answers", "need_queries", "prompts", "quest", "read", "pairs"
@@ -142,7 +141,7 @@ def cells(quick: bool = False, gpu: bool = True) -> list:
     found += of("quest", tens[0], ("multiquery", "kv")) + of("pairs", range(1), TASKS[1:3])
     found += [x for seeds in batches[1:] for x in of("answers", seeds)]
     found += [x for a in (100, 104) for x in of("read", range(a, a + 4), TASKS[1:4])]
-    return found + [x for seeds in tens[1:] for x in of("prompts", seeds)]
+    return found + [x for seeds in tens[1:] for part in ("prompts", "need_queries") for x in of(part, seeds)]
 
 def evaluate(cell: Cell) -> list:
     "A row for each method: what it got right of the cell's prompts, one by one, and of the part \"read\" what it read."
@@ -157,7 +156,7 @@ def evaluate(cell: Cell) -> list:
     if cell.part == "prompts":
         read = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how, batch=few,
                                           chunk=cell.length, **given)
-        frames = [partial(read, *way) for way in prefills(cell.seeds[0] < 10).items()]
+        frames = [partial(read, *way) for way in prefills().items()]
     else:
         methods = {"need_queries": need_queries, "quest": quests}.get(cell.part, decoders)()
         if cell.part == "read": methods |= only_read() | need_queries()
