@@ -645,7 +645,7 @@ METHODS_OF = _option(list[str], help="Method for what its name says, as for `gen
 @app.command("eval")
 def evaluate_grid(
     model: MODEL = "pocket",
-    tasks: Annotated[str, typer.Option(help="Of sparse_nb.tasks.TASKS, and text; separated by commas.")] = "needle",
+    tasks: Annotated[str, typer.Option(help="Of sparse_nb.tasks.ALL_TASKS, and text; separated by commas.")] = "needle",
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "1024",
     decode: METHODS_OF = (),
     prefill: METHODS_OF = (),

@@ -303,6 +303,24 @@ VERSIONS = [Wrong(*x) for x in [
     ("k-blocks-pad", "kernels/blocks.py",
      "kernels/test_blocks.py::test_kernel_of_blocks_that_begin_with_padding",
      "full = some & (b_n >= first)", "full = some & (b_n + KB > first)"),
+    # RULER's tasks
+    ("ruler-places", "ruler.py", "eval/test_ruler.py::test_depths_are_spread",
+     "sorted(rng.sample(range(size), len(facts)))", "[*range(len(facts))]"),
+    ("ruler-order", "ruler.py", "eval/test_ruler.py::test_needles_stand_in_any_order",
+     "    rng.shuffle(facts)\n", ""),
+    ("ruler-singular", "ruler.py", "eval/test_ruler.py::test_more_needles_and_another_essay",
+     "one = queries * values == 1", "one = queries == 1"),
+    ("ruler-example", "ruler.py", "eval/test_ruler.py::test_ten_words_are_common",
+     "words[shot:shot + size]", "words[:size]"),
+    ("ruler-zeta", "ruler.py", "eval/test_ruler.py::test_coded_words_follow_zeta",
+     "(math.pi * k) ** 2", "(math.pi * (k + 1)) ** 2"),
+    ("ruler-article", "ruler.py", "eval/test_ruler.py::test_documents_are_there_once_in_any_order",
+     "not in titles)", "in titles)"),
+    ("ruler-case", "ruler.py", "eval/test_ruler.py::test_the_share_is_rulers",
+     "answer.lower() in written.lower()", "answer in written"),
+    ("ruler-reply", "tasks.py", "eval/test_ruler.py::test_a_prompt_is_filled_to_its_last_piece",
+     "return len(_encode(tokenizer, prompt, not chat)) + RULER[task].tokens",
+     "return len(_encode(tokenizer, prompt, not chat))"),
 ]]
 
 
