@@ -48,6 +48,8 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
                            "vAttention's answers on SmolLM2, and texts that it writes", True),
     "two_models": ("configs.two_models", "every method on the pocket model and on SmolLM2", True),
     "real_model": ("real_model", "every method on a model of 1.5 billion weights: answers, reads, ideas", False),
+    "santa_budgets": ("santa_budgets", "SANTA's draws against right answers of GSM8K and MMLU, on the same model",
+                      True),
     "delta": ("configs.delta", "corrections of a sparse prefill on both models: prose and answers", True),
     "delta_bases": ("configs.delta", "corrections of streaming, HiP and MInference: the pocket model's answers, prose",
                     False),

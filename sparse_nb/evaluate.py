@@ -10,6 +10,7 @@ __all__ = ['check_keeps_all', 'prefill_rows', 'Watch', 'answers', 'accuracy', 's
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 
 import pandas as pd
 import torch
@@ -24,7 +25,7 @@ from .core.streams import fold_in
 from .metrics import bootstrap_interval, clopper_pearson, paired_interval, relative_error
 from .models.cache import fork_cache
 from .models.override import as_cache
-from .tasks import Example, make, prompt_tokens, reply_tokens, score_reply
+from .tasks import Example, choice_tokens, make, prompt_tokens, reply_ends, reply_tokens, score_reply
 
 # %% ../nbs/72_evaluate.ipynb #cf25a249
 def _question_tokens(context, prompt):
@@ -33,13 +34,16 @@ def _question_tokens(context, prompt):
     return max(1, len(prompt) - next((j for j, (a, b) in pairs if a != b), min(len(prompt), len(context))))
 
 def _rows(tokenizer, examples, setup, chat=False):
-    "Left-padded prompts [B, N], first own token of each row [B], tokens at the end that the method reads [B]"
-    contexts, prompts = zip(*(prompt_tokens(e, tokenizer, chat) for e in examples))
+    """Left-padded prompts [B, N], first own token of each row [B], tokens at the end that the method reads [B], and
+    tokens to choose from [B, C] or None"""
+    asked = [(choice_tokens if e.choices else prompt_tokens)(e, tokenizer, chat) for e in examples]
+    contexts, prompts, *choices = zip(*asked)
     longest = max(map(len, prompts))
     ids = torch.tensor([[p[0]] * (longest - len(p)) + p for p in prompts])
-    asked = setup in ("B", "context")
-    taken = [_question_tokens(c, p) if asked else 1 for c, p in zip(contexts, prompts)]
-    return ids, torch.tensor([longest - len(p) for p in prompts]), torch.tensor(taken)
+    whole = setup in ("B", "context")
+    taken = [_question_tokens(c, p) if whole else 1 for c, p in zip(contexts, prompts)]
+    return (ids, torch.tensor([longest - len(p) for p in prompts]), torch.tensor(taken),
+            torch.tensor(choices[0]) if choices else None)
 
 # %% ../nbs/72_evaluate.ipynb #faf25476
 def check_keeps_all(
@@ -109,10 +113,11 @@ class Watch:
         "Means over queries, layers and heads: a dict for each row"
         return [dict(zip(self.NAMES[1:], row)) for row in (self.sums[:, 1:] / self.sums[:, :1]).tolist()]
 
-def _write_rows(model, cache, text, first, own, methods, new, seeds, watch, end=None):
+# %% ../nbs/72_evaluate.ipynb #c340d885
+def _write_rows(model, cache, text, first, own, methods, new, seeds, watch, end=None, choices=None):
     """Greedy tokens [B, new] after `text` [B, T], whose last `own` tokens are the method's; `cache` grows.
 
-    Once each row has written `end`, the rest is `end`.
+    Once each row has written `end`, the rest is `end`. With `choices` [B, C] in place of tokens their log-likelihoods.
     """
     padded, given = bool(first.any()), as_cache(model, cache)
     first = first.to(text.device)[:, None]
@@ -120,33 +125,35 @@ def _write_rows(model, cache, text, first, own, methods, new, seeds, watch, end=
     def forward(tokens):
         positions = torch.arange(cache.get_seq_length() + tokens.shape[1], device=text.device) - first
         mask, places = positions >= 0 if padded else None, positions[:, -tokens.shape[1]:].clamp(min=0)
-        logits = model(input_ids=tokens, **given, use_cache=True, logits_to_keep=1,
-                       attention_mask=mask, position_ids=places).logits
-        return logits[:, -1:].argmax(-1)
+        return model(input_ids=tokens, **given, use_cache=True, logits_to_keep=1,
+                     attention_mask=mask, position_ids=places).logits[:, -1]
 
     with hf.sparsify(model, **methods, setup="B", seed=seeds) as session:
         session.dispatch.observe = watch
         if text.shape[1] > own:
             with session.dispatch.reading(): forward(text[:, :-own])
         if own > 1: forward(text[:, -own:-1])
-        written = [forward(text[:, -1:])]
+        logits = forward(text[:, -1:])
+        if choices is not None: return logits.float().log_softmax(-1).gather(1, choices)
+        written = [logits.argmax(-1, keepdim=True)]
         over = written[0] == end
         while len(written) < new and (end is None or not over.all()):
-            written.append(forward(written[-1]))
+            written.append(forward(written[-1]).argmax(-1, keepdim=True))
             over |= written[-1] == end
     return F.pad(torch.cat(written, 1), (0, new - len(written)), value=end or 0)
 
 @torch.no_grad()
-def _write(model, cache, tail, start, taken, methods, new, seeds, watch=None, end=None):
-    "Greedy tokens [B, new] after the last tokens `tail` [B, T] of prompts, of which `taken` [B] are the method's"
-    written = tail.new_empty(len(tail), new)
+def _write(model, cache, tail, start, taken, methods, new, seeds, watch=None, end=None, choices=None):
+    """After the last tokens `tail` [B, T] of prompts, of which `taken` [B] are the method's, greedy tokens [B, new], or
+    log-likelihoods of `choices` [B, C]"""
+    written = tail.new_empty(len(tail), new) if choices is None else torch.empty_like(choices, dtype=torch.float32)
     for own in taken.unique().tolist():
         rows = (taken == own).nonzero().squeeze(1)
         fork = fork_cache(cache)
         if len(rows) < len(tail): fork.batch_select_indices(rows.to(tail.device))
         streams = [fold_in(seeds[i], 0) for i in rows]
         written[rows] = _write_rows(model, fork, tail[rows], start[rows], own, methods, new, streams,
-                                    watch and watch.take(rows), end)
+                                    watch and watch.take(rows), end, None if choices is None else choices[rows])
     return written
 
 # %% ../nbs/72_evaluate.ipynb #68df2357
@@ -164,6 +171,8 @@ def _check_examples(examples):
     if not examples: raise ValueError("examples must hold at least one, got none")
     if other := [x for x in examples if not isinstance(x, Example)]:
         raise TypeError(f"examples must be of type Example, got {type(other[0]).__name__}")
+    if len({len(x.choices) for x in examples}) > 1:
+        raise ValueError("examples must have the same number of choices, got tasks of two kinds")
 
 def _longest(model):
     "Tokens that the model holds"
@@ -183,20 +192,23 @@ def _read(model, ids, start, chunk, prefill, seeds, decode=None):
     with hf.sparsify(model, prefill=prefill, decode=decode, setup="B", seed=streams) as session:
         with session.dispatch.reading(): return prefill_rows(model, ids, start, chunk=chunk)
 
-def _reply(tokenizer, ids, chat):
-    "The text of what was written; in a dialogue, up to the end of the reply"
-    if chat and tokenizer.eos_token_id in ids: ids = ids[:ids.index(tokenizer.eos_token_id)]
-    return tokenizer.decode(ids, skip_special_tokens=True)
+def _reply(model, tokenizer, example, ids, chat):
+    "The text of what was written; in a dialogue, and of what may end early, up to the end of the reply"
+    stops, ends = reply_ends(example), {tokenizer.eos_token_id} if chat else {*()}
+    if stops: ends |= {*torch.tensor(model.generation_config.eos_token_id or []).reshape(-1).tolist()}
+    text = tokenizer.decode([*takewhile(lambda token: token not in ends, ids)], skip_special_tokens=True)
+    return min((text.split(stop)[0] for stop in stops), key=len, default=text)
 
 # %% ../nbs/72_evaluate.ipynb #3cb18e40
 def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, chat, watch):
     "The rows of `answers` for one batch"
-    ids, start, taken = _rows(tokenizer, examples, setup, chat)
+    ids, start, taken, choices = _rows(tokenizer, examples, setup, chat)
     sizes = [reply_tokens(e, tokenizer, chat) for e in examples]
     watched = [len(tokenizer(f" {e.answer}.", add_special_tokens=False)["input_ids"]) for e in examples]
     if (tokens := ids.shape[1] + max(sizes)) > _longest(model):
         raise ValueError(f"examples must have at most the {_longest(model)} tokens that the model holds, got {tokens}")
     ids, tail, seeds = ids.to(model.device), int(taken.max()), [e.seed for e in examples]
+    if choices is not None: choices = choices.to(model.device)
     heard, found = {}, {}
     for name, method in methods.items(): heard.setdefault(_heard(method), []).append(name)
     for index, names in heard.items():  # each is kept only while its methods write
@@ -206,10 +218,11 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
             seen = Watch(ids.shape[1] - start + torch.tensor(watched)) if watch else None
             both = dict(prefill=prefill, decode=methods[name])
             end = tokenizer.eos_token_id if chat and not watch else None  # what follows the end of a reply is not read
-            written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, seen, end)
+            written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, seen, end, choices)
             means = seen.means() if watch else [{}] * len(ids)
             for i, (e, x, size, more) in enumerate(zip(examples, written, sizes, means)):
-                text = _reply(tokenizer, x[:size].tolist(), chat)
+                if choices is None: text = _reply(model, tokenizer, e, x[:size].tolist(), chat)
+                else: text, more = e.choices[int(x.argmax())], more | dict(likelihoods=x.tolist())
                 found[i, name] = dict(method=name, task=e.task, length=e.length, seed=e.seed,
                                       **asdict(score_reply(e, text, chat)), answer=text, expected=e.answer, **more)
     return [found[i, name] for i in range(len(ids)) for name in methods]
@@ -227,7 +240,8 @@ def answers(
     prefill=None,       # method that reads the prompts, or dict or function as above; None: the model's own attention
     chat: bool = False, # through the tokenizer's chat template?
     watch: bool = False, # also density, error (relative), bytes and dense_bytes of the decoded queries, means
-) -> list: # a dict for each prompt and method: method, task, length, seed, exact, characters, answer, expected
+) -> list: # a dict for each prompt and method: method, task, length, seed, exact, characters, answer, expected; of a
+    # task with choices also their log-likelihoods
     """Greedy answers of several methods to the same prompts, from one reading of each prompt.
 
     A method draws with the seed of the example. Raises TypeError or ValueError for methods without `decode`, `prefill`

@@ -1,0 +1,89 @@
+"""How many draws does an answer take? SANTA's budgets on questions that people know, GSM8K and MMLU, beside exact
+attention and top-k, on a model of 1.5 billion weights"""
+from typing import NamedTuple
+
+import torch
+
+from sparse_nb.core.methods import TopK
+from sparse_nb.evaluate import accuracy
+from sparse_nb.exams import last_number
+from sparse_nb.santa import Santa
+from benchmarks.recorder import read_record
+from benchmarks.workers import evaluated
+from experiments.real_model import loaded, of_cell
+
+BUDGETS = 1, 4, 16, 64, 256, 1024
+LENGTHS = {"gsm8k": 2048, "mmlu": 4096}  # tokens of a prompt with its reply, at most
+QUESTIONS = {"gsm8k": 1319, "mmlu": 1531}
+AT_ONCE = 220 # questions of a cell
+BATCH = {"gsm8k": 220, "mmlu": 44} # prompts read together
+QUICK = { # in place of the data sets, which the quick form does without
+    "gsm8k": dict(examples=[["1 + 1?", "1 + 1 = 2. So the answer is 2."]],
+                  questions=[["2 + 2?", "2 + 2 = 4. So the answer is 4.", "4"],
+                             ["3 + 3?", "So the answer is 6.", "6"]]),
+    "mmlu": dict(examples=dict(sums=[["1 + 1?", ["1", "2", "3", "4"], 1]]),
+                 questions=[["sums", "2 + 2?", ["4", "5", "6", "7"], 0],
+                            ["sums", "3 + 3?", ["4", "5", "6", "7"], 2]])}
+PARTS = { # part -> which queries are the method's
+    "written": "from the prompt's last token on", "asked": "from the question on", "all": "all, the prompt's too"}
+
+
+class Cell(NamedTuple):
+    "Questions of one task, and what attends to them"
+    part: str    # one of `PARTS`
+    model: str
+    task: str    # in `LENGTHS`
+    length: int  # tokens
+    seeds: range # numbers of questions
+    method: str  # "exact", or a name of `methods`
+
+def methods() -> dict:
+    "name -> method: as many draws, or keys, as the number says."
+    made = dict(systematic=lambda s: Santa(s), iid=lambda s: Santa(s, "iid"), topk=TopK)
+    return {f"{name}-{size}": make(size) for name, make in made.items() for size in BUDGETS}
+
+def cells(quick: bool = False) -> list:
+    "Those of the record, a batch of questions of all methods before the next one."
+    if quick:
+        asked = [("written", "gsm8k"), *((part, "mmlu") for part in PARTS)]
+        return [Cell(part, "pocket", task, 1024, range(2), name) for part, task in asked
+                for name in ("exact", "systematic-4")]
+    names = ["exact", *methods()]
+    paper = [name for name in names if name.startswith("systematic")]
+    asked = ("written", "gsm8k", names), ("asked", "mmlu", names), ("all", "mmlu", paper), ("all", "gsm8k", paper)
+    return [Cell(part, "qwen", task, LENGTHS[task], range(first, min(first + AT_ONCE, QUESTIONS[task])), name)
+            for first in range(0, max(QUESTIONS.values()), AT_ONCE)
+            for part, task, some in asked if first < QUESTIONS[task] for name in some]
+
+def evaluate(cell: Cell) -> list:
+    "One row: what is right, question by question, what was found in the replies, and how long these are."
+    model, tokenizer = loaded(cell.model)
+    method = None if cell.method == "exact" else methods()[cell.method]
+    frame = accuracy(model, tokenizer, cell.task, cell.length, {cell.method: method}, prompts=len(cell.seeds),
+                     seed=cell.seeds[0], batch=BATCH[cell.task], chunk=512,
+                     task_settings=dict(data=QUICK[cell.task]) if cell.model == "pocket" else None,
+                     setup="context" if cell.part == "asked" else "prompt",
+                     prefill=method if cell.part == "all" else None)
+    row = cell._asdict() | dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], right=frame.exact.astype(int).tolist())
+    if cell.task == "mmlu": return [row | dict(answers="".join(frame.answer))]
+    tokens = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in frame.answer]
+    return [row | dict(stated=frame.characters.astype(int).tolist(), answers=[*map(last_number, frame.answer)],
+                       tokens=tokens)]
+
+
+def santa_budgets(recorder) -> dict:
+    "Evaluate every cell that the file lacks, and write it after each."
+    about = dict(methods={name: repr(method) for name, method in methods().items()}, parts=PARTS,
+                 prompts="plain text; gsm8k: 8 examples with their steps, up to 256 tokens written greedily; mmlu: "
+                         "validation part, 5 examples, the likeliest of four letters")
+    if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
+    known = {(*of_cell(row), row["method"]) for row in recorder.rows}
+    key = lambda x: (x.part, x.model, x.task, x.length, x.seeds[0], x.seeds[-1] + 1, x.method)
+    lacking = [cell for cell in cells(recorder.quick) if key(cell) not in known]
+    for cell, rows, seconds in evaluated(evaluate, lacking, torch.cuda.device_count()):
+        recorder.rows += [row | dict(seconds=round(seconds, 1)) for row in rows]
+        recorder.write(**about)
+        share = sum(rows[0]["right"]) / len(cell.seeds)
+        recorder.say(f"{recorder.seconds():.0f} s: {cell.part}, {cell.task}, {cell.method}, {cell.seeds}: {share:.3f} "
+                     f"right, {seconds:.0f} s")
+    return about
