@@ -8,9 +8,10 @@ from sparse_nb.core.methods import TopK
 from sparse_nb.evaluate import accuracy
 from sparse_nb.exams import last_number
 from sparse_nb.santa import Santa
+from benchmarks.answers import loaded
 from benchmarks.recorder import read_record
 from benchmarks.workers import evaluated
-from experiments.real_model import loaded, of_cell
+from experiments.real_model import of_cell
 
 BUDGETS = 1, 4, 16, 64, 256, 1024
 LENGTHS = {"gsm8k": 2048, "mmlu": 4096}  # tokens of a prompt with its reply, at most
