@@ -36,9 +36,12 @@ PIECE = 0.06  # of it, that `slowness` takes for a piece of work on the machine 
 USED = pytest.StashKey[dict]()
 
 
+ELSEWHERE = []  # seconds of the processes of `started`, which are no children of this one
+
+
 def processor_seconds():
-    "What this process and the children that it has waited for have used."
-    return sum(os.times()[:4])
+    "What this process, the children that it has waited for and the processes of `started` have used."
+    return sum(os.times()[:4]) + sum(ELSEWHERE)
 
 
 def slowness():
@@ -57,19 +60,16 @@ def slowness():
 def spent(item):
     "Processor time of a test and of what is made for it alone, and how much it may take."
     used, mark = item.stash[USED], item.get_closest_marker("budget")
-    return sum(used.get(kind, 0) for kind in ("fixtures", "call", "elsewhere")), mark.args[0] if mark else SECONDS
+    return sum(used.get(kind, 0) for kind in ("fixtures", "call")), mark.args[0] if mark else SECONDS
 
 
 def timed(item, kind):
     "Add the processor time of what follows to that of `item`."
     before = processor_seconds()
     try: return (yield)
-    finally: add_seconds(item, kind, processor_seconds() - before)
-
-
-def add_seconds(item, kind, seconds):
-    used = item.stash.setdefault(USED, {})
-    used[kind] = used.get(kind, 0) + seconds
+    finally:
+        used = item.stash.setdefault(USED, {})
+        used[kind] = used.get(kind, 0) + processor_seconds() - before
 
 
 @pytest.hookimpl(wrapper=True)
@@ -142,26 +142,34 @@ def run_pytest(environment, *arguments):
         return int(pytest.main([*map(str, arguments)])), said.getvalue()
 
 
-@pytest.fixture
-def forked(request):
-    """`forked(function, *arguments)`: what the function returns in a process that has run nothing before; its time is
-    the test's."""
-    def run(function, *arguments):
+@pytest.fixture(scope="session")
+def started():
+    """`started(function, *arguments)` begins a process that has run nothing before, and gives a function that waits for
+    what it returns; its time is that of the test or fixture that waits."""
+    def start(function, *arguments):
         mine, theirs = PROCESSES.Pipe(duplex=False)
         process = PROCESSES.Process(target=send_result, args=(theirs, function, arguments))
         process.start()
         theirs.close()
-        try: result, seconds = mine.recv()
-        except EOFError: result = None
-        process.join()
-        if process.exitcode:
+
+        def result():
+            try: returned, seconds = mine.recv()
+            except EOFError: returned, seconds = None, 0
+            process.join()
+            ELSEWHERE.append(seconds)
+            if not process.exitcode: return returned
             pytest.fail(f"the process of {function.__name__}{arguments} ended with {process.exitcode}", pytrace=False)
-        add_seconds(request.node, "elsewhere", seconds)
         return result
-    return run
+    return start
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def forked(started):
+    "`forked(function, *arguments)`: what the function returns in a process that has run nothing before."
+    return lambda function, *arguments: started(function, *arguments)()
+
+
+@pytest.fixture(scope="session")
 def forked_pytest(forked):
     "`forked_pytest(*arguments, **environment)`: exit code and output of pytest in a process of its own."
     return lambda *arguments, **environment: forked(run_pytest, environment, *arguments)

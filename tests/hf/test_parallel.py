@@ -2,10 +2,9 @@
 and over NCCL on two GPUs"""
 import json
 import os
-import subprocess
+import socket
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -88,11 +87,22 @@ def bench(folder, device):
         generate.bench_generate(**BENCH, device=device, out=path, say=said.append)
     return dict(record=json.loads(path.read_text()) if path.exists() else None, said=said, wrote=wrote)
 
+def write_together(rank, port, folder, device):
+    "A file of what one of two processes writes."
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="none")
+    if device == "cpu": os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    found = dict(bench=bench(folder, device))  # first, for it joins the processes as it needs them
+    found |= {name: write(folder, name, device) for name in HEADS}
+    torch.save(found, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+    return folder / f"{rank}.pt"
+
 TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
-def ranks(tmp_path_factory, request):
-    "What one process writes, then each of two"
+def ranks(tmp_path_factory, request, started):
+    "What one process writes, then each of two, which find each other as torchrun's do"
     device, folder = request.param, tmp_path_factory.mktemp("parallel")
     for name, kind in RANDOM.items():
         torch.manual_seed(0)
@@ -101,20 +111,10 @@ def ranks(tmp_path_factory, request):
         generate.random_networks(SMALL | dict(num_key_value_heads=HEADS[name][0]), folder / f"{name}.safetensors")
     twice = SMALL | dict(num_attention_heads=8, num_key_value_heads=4, hidden_size=128)  # for another model
     generate.random_networks(twice | dict(num_hidden_layers=6), folder / "twice.safetensors")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__,
-               str(folder), device]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""}
-        if device == "cpu" else {})
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          env=environment) as process:
-        try:
-            one = {name: write(folder, name, device) for name in HEADS} | dict(bench=bench(folder, device))
-            log, _ = process.communicate(timeout=240)
-        except BaseException:
-            process.terminate()
-            raise
-    assert process.returncode == 0, log[-6000:]
-    return [1e-5 if device == "cpu" else 1e-3, one, *(torch.load(folder / f"{rank}.pt") for rank in range(2))]
+    with socket.create_server(("127.0.0.1", 0)) as free: port = free.getsockname()[1]
+    two = [started(write_together, rank, port, folder, device) for rank in range(2)]
+    one = {name: write(folder, name, device) for name in HEADS} | dict(bench=bench(folder, device))
+    return [1e-5 if device == "cpu" else 1e-3, one, *(torch.load(rank()) for rank in two)]
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("method", METHODS)
@@ -196,10 +196,3 @@ def test_layers_on_two_gpus_write_what_one_gpu_writes(method, offload):
     both, two, others = write(device_map=places)
     assert (len(devices), len(both)) == (1, 2) and torch.equal(one, two) and torch.equal(logits, others.to(logits))
     assert torch.equal(write(device_map="auto")[1].to(one), one)
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    found = dict(bench=bench(folder, sys.argv[2]))  # first, for it joins the processes as it needs them
-    found |= {name: write(folder, name, sys.argv[2]) for name in HEADS}
-    torch.save(found, folder / f"{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
