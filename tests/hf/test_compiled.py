@@ -197,12 +197,9 @@ def test_every_method_that_decodes_was_asked_whether_it_waits():
     assert decoding - asked == {"Exact", "HashAttention"}  # other tests
 
 def test_what_no_graph_can_hold_is_refused_by_name(llama):
-    for method, why in ((TopP(), "TopP waits for the GPU in every step"),
-                        (Santa(samples=32, eps=0.5, delta=0.1), "Santa waits for the GPU in every step"),
-                        (Then(TopP(), Santa(samples=8)), "TopP waits for the GPU in every step")):
-        forget(llama)
-        with sparsify(llama, decode=method), pytest.raises(ValueError, match=f"graph can hold, got .*{why}"):
-            compiled(llama)
+    forget(llama)
+    with sparsify(llama, decode=Then(TopP(), Santa(samples=8))), pytest.raises(
+            ValueError, match="graph can hold, got .*TopP waits for the GPU in every step"): compiled(llama)
     forget(llama)
     with sparsify(llama, decode=TopK(), stats=True), pytest.raises(ValueError, match="stats and audit must be False"):
         compiled(llama)
@@ -235,7 +232,7 @@ class Walk(TopK):
         self.seen.append(step[0])
         return super().decode(*args, **settings)
 
-@pytest.mark.parametrize("dense", [(), (0,), (0, 3)], ids=str)
+@pytest.mark.parametrize("dense", fast([((),), ((0,),), ((0, 3),)], 2), ids=str)
 def test_a_walk_begins_anew_in_each_compiled_step(dense):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL_MODEL | dict(num_hidden_layers=4))).eval()
@@ -257,7 +254,10 @@ def test_a_row_may_hide_the_newest_key(llama):
             found.append([cache.layers[0].known(), cache.layers[0].state.rows])
     assert found[0][0] == found[1][0] == 41 and torch.equal(found[0][1], found[1][1])
 
-def test_a_second_turn_goes_on_with_the_cache(llama):
+@pytest.mark.parametrize("method", fast([Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
+                                         Saap(budget=8, **SMALL), H2O(budget=12, recent=4)], 2, 3),
+                         ids=lambda m: type(m).__name__)
+def test_a_second_turn_goes_on_with_the_cache(llama, method):
     forget(llama)
     settings = dict(return_dict_in_generate=True, do_sample=False, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
     def two_turns(cache, **kwargs):
@@ -266,12 +266,10 @@ def test_a_second_turn_goes_on_with_the_cache(llama):
             out = llama.generate(ids, past_key_values=cache, attention_mask=torch.ones_like(ids), **settings, **kwargs)
             ids = out.sequences if more is None else torch.cat([out.sequences, more], 1)
         return ids
-    for method in (Quest(budget=12, page=4), MagicPIG(bits=2, tables=8, sinks=2, window=4),
-                   Saap(budget=8, **SMALL), H2O(budget=12, recent=4)):
-        with sparsify(llama, decode=method, seed=3):
-            want = two_turns(transformers.DynamicCache(config=llama.config))
-            got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())
-        assert torch.equal(got, want)
+    with sparsify(llama, decode=method, seed=3):
+        want = two_turns(transformers.DynamicCache(config=llama.config))
+        got = two_turns(transformers.StaticCache(config=llama.config, max_cache_len=80), compile_config=compiling())
+    assert torch.equal(got, want)
 
 class Conversation:
     "The same tokens in a static cache, whose steps are compiled, and in one that grows."
@@ -320,7 +318,7 @@ def places(monkeypatch):
     return seen
 
 @pytest.mark.budget(20)
-@pytest.mark.parametrize("method", fast(INDEXED, 0, 2), ids=lambda m: repr(m)[:40])
+@pytest.mark.parametrize("method", fast(INDEXED, 2), ids=lambda m: repr(m)[:40])
 def test_graphs_tell_caches_apart(llama, method, places):
     "Two in turn, a third in the memory of one that is gone, one that is used anew, copies, and beams."
     forget(llama)

@@ -79,9 +79,9 @@ def test_exact_and_whole_methods_leave_every_family_as_it_is(family):
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "qwen2, window", "qwen3, key norm",
                                     "gpt-neox, partial, fused", "cohere2, layers without rope"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
-def test_a_row_of_a_padded_batch_is_its_own_single_run(family, method):
-    model = build(family)
+def test_a_row_of_a_padded_batch_is_its_own_single_run(family):
+    "Also of a prompt that is read by another method; tests/contract asks each method, in one family."
+    model, method = build(family), Santa(samples=5)
     with sparsify(model, decode=method): together = ids_of(model, PADDED, attention_mask=MASK)
     for b, p in enumerate(PAD):
         with sparsify(model, decode=method, seed=[fold_in(0, b)]):
@@ -107,7 +107,7 @@ def test_methods_that_read_prompts_work_in_every_family(family):
                 assert torch.equal(ids_of(model), want)
                 continue
             with pytest.raises(ValueError, match=f"which uses {REFUSED[family]}"): ids_of(model)
-    for method in READERS if family not in REFUSED else ():
+    for method in READERS if family == "llama" else READERS[4:] if family not in REFUSED else ():
         with sparsify(model, prefill=method):
             together = ids_of(model, PADDED, attention_mask=MASK)
             off = (forward(model) - exact).abs().max()
@@ -145,23 +145,19 @@ def test_chunks_of_whole_gammas_change_nothing(llama, correction):
     for size in (8, 20):
         with sparsify(llama, prefill=method): assert torch.equal(ids_of(llama, prefill_chunk_size=size), want)
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("method", [METHODS[0], METHODS[4]], ids=lambda m: type(m).__name__)
 def test_ways_to_generate_agree(llama, method):
+    "Beside those of tests/contract"
     with sparsify(llama, decode=method):
         want = ids_of(llama)
-        assert torch.equal(ids_of(llama, cache_implementation="static"), want)
         assert torch.equal(ids_of(llama, past_key_values=StaticCache(config=llama.config, max_cache_len=64)), want)
         assert torch.equal(ids_of(llama, prefill_chunk_size=16), want)
-        assert torch.equal(ids_of(llama, prompt_lookup_num_tokens=3), want)
         torch.manual_seed(0)
         sampled = ids_of(llama, do_sample=True)
         torch.manual_seed(0)
         assert torch.equal(ids_of(llama, do_sample=True), sampled)
         assert torch.equal(ids_of(llama, PADDED, attention_mask=MASK, cache_implementation="static"),
                            ids_of(llama, PADDED, attention_mask=MASK))
-    torch.manual_seed(1)
-    draft = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
-    with sparsify(llama, decode=method): assert torch.equal(ids_of(llama, assistant_model=draft), want)
 
 @pytest.mark.parametrize("method", [TopK(budget=0.25), Streaming(sinks=2, window=6)], ids=lambda m: type(m).__name__)
 def test_beam_search(llama, method):
