@@ -550,7 +550,7 @@ def along_an_axis(n, few, length, period=None):
     return values
 
 
-# as few keys as leave most heads something to draw: how often one meets what was made to be missed is a share of them
+# few keys, but of which most heads draw: how often a draw meets what was made to be missed is a share of them
 CANCELLED = {f"{share} by {few}": (along_an_axis(4096, few, 1 - share * 4096 / few), eps)
              for few, eps in ((23, 0.5), (62, 0.3)) for share in (0.9, 0.3)}
 RARE = {f"{share} of them turned, eps {eps}": (along_an_axis(n, int(n * share), -1.0), eps)

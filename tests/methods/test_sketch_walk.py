@@ -913,10 +913,12 @@ def test_losses_that_have_looked_ahead_are_let_through(llama, name, settings):
     assert name in token_bits.__doc__ and not getattr(method, "sees_ahead", False)
     assert len(token_bits(llama, TOKENS, read=100, prefill=method)[0][0]) == 99
 
-@pytest.mark.parametrize("method", [
+EACH = [name for name in FAMILIES if name not in REFUSED]  # the walk goes through all layers, others stay in one
+
+@pytest.mark.parametrize("family, method", fast([(family, method) for method in (
     SketchWalk(walk="softmax", **DENSE | dict(dense_layers=0)), SketchWalk(**DENSE | dict(dense_layers=0)),
-    SketchWalk(sketch=8, **DENSE | PAPER | dict(dense_layers=0))], ids=["walk", "default", "paper"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
+    SketchWalk(sketch=8, **DENSE | PAPER | dict(dense_layers=0))) for family in EACH],
+    *range(len(EACH)), len(EACH) + EACH.index("llama"), 2 * len(EACH) + EACH.index("gemma3, window")), ids=str)
 @pytest.mark.filterwarnings("ignore:every layer of .* has a sliding window:UserWarning")
 def test_every_family(family, method):
     model = build(family)
