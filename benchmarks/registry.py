@@ -56,6 +56,7 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "saap": ("configs.saap", "SAAP's partitions, ranks, tails and routers on both models", True),
     "sketch_walk": ("configs.sketch_walk", "ways to choose blocks on both models: answers and losses", True),
     "eviction": ("configs.eviction", "the pocket model's answers with H2O and SnapKV", False),
+    "presets": ("configs.presets", "methods as published and close to published: the pocket model's answers", False),
     "prose": ("prose", "bits per byte of long texts of five genres, read and decoded with less", False),
     "delta_parts": ("archive.delta_parts", "several tangents an anchor on both models' prose", False),
     "predictors": ("archive.predictors", "what predictors find in short and in long prompts of the pocket model",

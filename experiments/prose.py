@@ -13,7 +13,7 @@ LENGTHS = {"pocket": 2048, "smollm2": 1024}  # tokens of a window; the second ha
 METHODS = {"decode": {"exact": Exact(), "topk": TopK(DENSITY), "streaming": Streaming(4, DENSITY),
                       "quest-16": Quest(DENSITY, 16), "adamas": Adamas(DENSITY)},
            "prefill": {"exact": Exact(), "streaming": Delta(128, 4, 64, "none", tail=0),
-                       "Eq. 5": Delta(128, 4, 64, "recompute", tail=0), "Eq. 6": Delta(128, 4, 64, "delta", tail=0),
+                       "Eq. 5": Delta(128, 4, 64, "recompute", tail=0), "Eq. 6": Delta.paper(128, 64, tail=0),
                        "tangent": Delta(128, 4, 64, tail=0)}}
 STEPS = ("pocket", "prefill"), ("smollm2", "prefill"), ("pocket", "decode")
 

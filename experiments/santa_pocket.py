@@ -90,7 +90,7 @@ def santa_methods(budgets: tuple = SANTA_BUDGETS) -> dict:
     methods = {"exact": Exact()}
     for s in budgets:
         methods[f"topk-{s}"] = TopK(s)
-        for scheme in SCHEMES: methods[f"{scheme}-{s}"] = Reference(Santa(samples=s, scheme=scheme))
+        for scheme in SCHEMES: methods[f"{scheme}-{s}"] = Reference(Santa.paper(scheme, s))
     return methods
 
 def onehot_methods(layers: int) -> dict:

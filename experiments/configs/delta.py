@@ -13,7 +13,7 @@ from experiments.answers import ask
 from sparse_nb.text import documents, speeches, windows
 
 
-CORRECTIONS = "recompute", "delta", "tangent"  # Eq. 5, Eq. 6, ours
+CORRECTIONS = "recompute", "delta", "tangent"  # Eq. 5, Eq. 6 as published, ours
 
 def arms(sizes, gammas, tails=(0,)) -> dict:
     "Sinks and window, with and without what anchors teach."
@@ -24,7 +24,8 @@ def arms(sizes, gammas, tails=(0,)) -> dict:
             found[f"w{size} streaming{end}"] = own
             for gamma in gammas:
                 found[f"w{size} g{gamma} aligned{end}"] = replace(own, gamma=gamma, aligned=True)
-                found |= {f"w{size} g{gamma} {x}{end}": replace(own, gamma=gamma, correction=x) for x in CORRECTIONS}
+                found |= {f"w{size} g{gamma} {x}{end}": Delta.paper(size, gamma, tail=tail) if x == "delta" else
+                          replace(own, gamma=gamma, correction=x) for x in CORRECTIONS}
     return found
 
 def based(length: int) -> dict:
@@ -32,7 +33,7 @@ def based(length: int) -> dict:
     bases = {"vertical-slash": VerticalSlash(length // 16, length // 8, rounding="pool"),
              "flexprefill": FlexPrefill(0.9, min_keys=length // 16, query_block=64, key_block=64),
              "hip": HiP(((64, length // 2), (8, length // 4), (2, length // 8)), sinks=128, window=256)}
-    return bases | {f"{name} {x}": Delta(base=base, correction=x, tail=0)
+    return bases | {f"{name} {x}": Delta.paper(base=base, tail=0) if x == "delta" else Delta(base=base, tail=0)
                     for name, base in bases.items() for x in ("delta", "tangent")}
 
 
@@ -40,8 +41,9 @@ def lent(tail: int = 0) -> dict:
     "Streaming, HiP and MInference's lines with a few keys a row: uncorrected, with Eq. 6, and with the tangent."
     hip = HiP(((64, 256), (8, 16), (1, 2)), sinks=4, window=1, rounding="none", query_block=32)
     lines = VerticalSlash(6, 6, sinks=4, window=4, rounding="none")
-    bases = {"streaming": Delta(8), "HiP": Delta(base=hip), "MInference": Delta(base=lines)}
-    return {f"{name} {x}": replace(own, gamma=16, correction=x, tail=tail)
+    bases = {"streaming": Delta.paper(8, 16, tail=tail), "HiP": Delta.paper(gamma=16, base=hip, tail=tail),
+             "MInference": Delta.paper(gamma=16, base=lines, tail=tail)}
+    return {f"{name} {x}": own if x == "delta" else replace(own, correction=x, aligned=None)
             for name, own in bases.items() for x in ("none", "delta", "tangent")}
 
 

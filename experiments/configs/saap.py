@@ -56,6 +56,7 @@ def arms(model: str, kind: str, length: int, density: float, every: bool) -> dic
     s = Saap(rows - SINKS - rows // 4, sinks=SINKS, window=rows // 4, before_rope=False)
     offline, pages = replace(s, partition=partition_path(model, other), **FREE), -(-length // PAGE) + 1
     found = {"offline": offline, "offline drop": replace(offline, tail="drop"),
+             # close to published: a budget of keys in place of whole clusters, small networks, an estimate's rank
              "paper": replace(offline, router="mlp", rank="mass", tail="drop"),
              "context": s, "context drop": replace(s, tail="drop"),
              "pages": Pages(s.budget, sinks=SINKS, window=s.window, clusters=pages, before_rope=False),
