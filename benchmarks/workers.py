@@ -10,7 +10,8 @@ import torch.multiprocessing as processes
 
 from benchmarks.recorder import read_record
 
-PER_GPU, TRIES = 4, 3 # processes on a GPU, which share its memory; of a cell
+PER_GPU = int(os.environ.get("PER_GPU", 3)) # processes on a GPU, which share its memory
+TRIES = 3                                   # of a cell
 
 def _serve(gpu, work, todo, done):
     "A process that does what it is given, on one GPU"
