@@ -114,10 +114,11 @@ class Watch:
         return [dict(zip(self.NAMES[1:], row)) for row in (self.sums[:, 1:] / self.sums[:, :1]).tolist()]
 
 # %% ../nbs/72_evaluate.ipynb #c340d885
-def _write_rows(model, cache, text, first, own, methods, new, seeds, watch, end=None, choices=None):
+def _write_rows(model, cache, text, first, own, methods, new, seeds, watch, watched=0, ends=(), choices=None):
     """Greedy tokens [B, new] after `text` [B, T], whose last `own` tokens are the method's; `cache` grows.
 
-    Once each row has written `end`, the rest is `end`. With `choices` [B, C] in place of tokens their log-likelihoods.
+    `watch` hears of the first `watched` tokens. Once each row has written one of `ends`, the rest is the first of them.
+    With `choices` [B, C] in place of tokens their log-likelihoods.
     """
     padded, given = bool(first.any()), as_cache(model, cache)
     first = first.to(text.device)[:, None]
@@ -136,14 +137,16 @@ def _write_rows(model, cache, text, first, own, methods, new, seeds, watch, end=
         logits = forward(text[:, -1:])
         if choices is not None: return logits.float().log_softmax(-1).gather(1, choices)
         written = [logits.argmax(-1, keepdim=True)]
-        over = written[0] == end
-        while len(written) < new and (end is None or not over.all()):
+        last = torch.tensor(sorted(ends), dtype=text.dtype, device=text.device)
+        over = torch.isin(written[0], last)
+        while len(written) < max(watched, new if not over.all() else 0):
+            if len(written) == watched: session.dispatch.observe = None
             written.append(forward(written[-1]).argmax(-1, keepdim=True))
-            over |= written[-1] == end
-    return F.pad(torch.cat(written, 1), (0, new - len(written)), value=end or 0)
+            over |= torch.isin(written[-1], last)
+    return F.pad(torch.cat(written, 1), (0, new - len(written)), value=min(ends, default=0))
 
 @torch.no_grad()
-def _write(model, cache, tail, start, taken, methods, new, seeds, watch=None, end=None, choices=None):
+def _write(model, cache, tail, start, taken, methods, new, seeds, watch=None, watched=0, ends=(), choices=None):
     """After the last tokens `tail` [B, T] of prompts, of which `taken` [B] are the method's, greedy tokens [B, new], or
     log-likelihoods of `choices` [B, C]"""
     written = tail.new_empty(len(tail), new) if choices is None else torch.empty_like(choices, dtype=torch.float32)
@@ -153,7 +156,8 @@ def _write(model, cache, tail, start, taken, methods, new, seeds, watch=None, en
         if len(rows) < len(tail): fork.batch_select_indices(rows.to(tail.device))
         streams = [fold_in(seeds[i], 0) for i in rows]
         written[rows] = _write_rows(model, fork, tail[rows], start[rows], own, methods, new, streams,
-                                    watch and watch.take(rows), end, None if choices is None else choices[rows])
+                                    watch and watch.take(rows), watched, ends,
+                                    None if choices is None else choices[rows])
     return written
 
 # %% ../nbs/72_evaluate.ipynb #68df2357
@@ -192,10 +196,15 @@ def _read(model, ids, start, chunk, prefill, seeds, decode=None):
     with hf.sparsify(model, prefill=prefill, decode=decode, setup="B", seed=streams) as session:
         with session.dispatch.reading(): return prefill_rows(model, ids, start, chunk=chunk)
 
-def _reply(model, tokenizer, example, ids, chat):
-    "The text of what was written; in a dialogue, and of what may end early, up to the end of the reply"
-    stops, ends = reply_ends(example), {tokenizer.eos_token_id} if chat else {*()}
-    if stops: ends |= {*torch.tensor(model.generation_config.eos_token_id or []).reshape(-1).tolist()}
+def _ends(model, tokenizer, example, chat):
+    "The tokens that end a reply: in a dialogue, and of what may end early"
+    if not (chat or reply_ends(example)): return {*()}
+    own = torch.tensor(model.generation_config.eos_token_id or [], dtype=torch.int64).reshape(-1).tolist()
+    return {*own, tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+
+def _reply(tokenizer, example, ids, ends):
+    "The text of what was written, up to the end of the reply"
+    stops = reply_ends(example)
     text = tokenizer.decode([*takewhile(lambda token: token not in ends, ids)], skip_special_tokens=True)
     return min((text.split(stop)[0] for stop in stops), key=len, default=text)
 
@@ -209,7 +218,7 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
         raise ValueError(f"examples must have at most the {_longest(model)} tokens that the model holds, got {tokens}")
     ids, tail, seeds = ids.to(model.device), int(taken.max()), [e.seed for e in examples]
     if choices is not None: choices = choices.to(model.device)
-    heard, found = {}, {}
+    ends, heard, found = _ends(model, tokenizer, examples[0], chat), {}, {}
     for name, method in methods.items(): heard.setdefault(_heard(method), []).append(name)
     for index, names in heard.items():  # each is kept only while its methods write
         listens = None if index is None else methods[names[0]]
@@ -217,11 +226,11 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
         for name in names:
             seen = Watch(ids.shape[1] - start + torch.tensor(watched)) if watch else None
             both = dict(prefill=prefill, decode=methods[name])
-            end = tokenizer.eos_token_id if chat and not watch else None  # what follows the end of a reply is not read
-            written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, seen, end, choices)
+            written = _write(model, cache, ids[:, -tail:], start, taken, both, max(sizes), seeds, seen,
+                             min(max(watched), max(sizes)) if watch else 0, ends, choices)
             means = seen.means() if watch else [{}] * len(ids)
             for i, (e, x, size, more) in enumerate(zip(examples, written, sizes, means)):
-                if choices is None: text = _reply(model, tokenizer, e, x[:size].tolist(), chat)
+                if choices is None: text = _reply(tokenizer, e, x[:size].tolist(), ends)
                 else: text, more = e.choices[int(x.argmax())], more | dict(likelihoods=x.tolist())
                 found[i, name] = dict(method=name, task=e.task, length=e.length, seed=e.seed,
                                       **asdict(score_reply(e, text, chat)), answer=text, expected=e.answer, **more)

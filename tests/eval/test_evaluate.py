@@ -100,7 +100,11 @@ def test_a_batch_stops_when_all_of_its_replies_have_ended(talking, monkeypatch):
     tokenizer.eos_token = mark
     cut, fewer = run()
     assert cut == [text[:text.index(mark)] for text in whole] and len({*map(len, cut)}) > 2 and fewer < most - 20
-    assert run(watch=True) == (cut, most)  # what is measured does not depend on how long others write
+    # what is measured is measured to the end of a right answer, however short a reply is
+    again, some = run(watch=True)
+    assert again == cut and fewer <= some < most
+    tokenizer.eos_token = whole[0][0]
+    assert run(watch=True)[1] >= 2 * max(len(tokenizer(f" {e.answer}.")["input_ids"]) for e in asked)
 
 def test_several_answers_count_in_any_order_in_a_dialogue_alone(talking, monkeypatch):
     model, tokenizer = talking
