@@ -217,6 +217,12 @@ def test_coded_words_follow_zeta(length):
         assert "1" not in text and len(ranked) < (length - 50) // 50
 
 
+def test_there_are_as_many_coded_words_as_ruler_draws():
+    for length, ranks in ((350, 6), (1024, 19)):
+        text = RULER["ruler_fwe"].ask(Random(0), 5000, length).context
+        assert len({*text.rpartition("coded words. ")[2].split()}) == ranks
+
+
 def test_documents_are_there_once_in_any_order():
     places = []
     for seed in range(100):
