@@ -258,6 +258,10 @@ def test_hotpotqa_is_read_as_its_authors_wrote_it(tmp_path, monkeypatch):
         assert all(f":\n{text}\n\n" in e.context + "\n\n" for text in own)
         assert e.answer == (f"Ann {number[1]}" if number else "yes")
     assert len({e.question for e in found}) == 6
+    for seed in range(10):  # both of its paragraphs come first
+        two = RULER["ruler_qa_2"].ask(Random(seed), 2, 0)
+        assert (number := re.search(r"Who is (\d)|$", two.asked)[1]) is None or f"B{number}\n" in two.context
+        assert two.context.count("Document ") == 2 and f"A{number or 0}\n" in two.context
 
 
 # scores
