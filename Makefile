@@ -8,7 +8,7 @@
 # PIP_FLAGS    options of pip for all other packages
 # ARGS         options of the demo, of pytest or of the bench: make ARGS="--task kv --context 4096" demo
 # WORKERS      processes that the tests run in: make WORKERS=auto test (one for each core)
-# FLAGS        test flags whose cells `make notebooks` runs too: slow, cuda, smollm2, qwen, data
+# FLAGS        test flags whose cells `make notebooks` runs too: slow, cuda, smollm2, qwen, data, harness
 PYTHON = python3
 TORCH_FLAGS ?=
 PIP_FLAGS =

@@ -306,7 +306,7 @@ def _of_exam(task, length, seed, tokenizer, chat, *, shots=None, data=None):
     if shots is None: shots = exam.shots
     if not 0 <= shots <= exam.shots: raise ValueError(f"shots must lie in 0 to {exam.shots}, got {shots}")
     for count in range(shots, -1, -1):
-        context, question, (answer, *others) = exam.ask(held, exam.number(held, seed), count)
+        context, question, (answer, *others) = exam.ask(held, exam.number(held, seed, length), count)
         example = Example(task, context, question, answer, seed, length, tuple(others), choices=exam.choices)
         prompt = prompt_texts(example, tokenizer if chat else None)[1]
         used = len(_encode(tokenizer, prompt, not chat)) + exam.tokens

@@ -15,6 +15,8 @@ SUMS = dict(examples=[[f"{i} + 1?", f"{i} + 1 = {i + 1}. So the answer is {i + 1
                        for i in range(600, 700)])
 LAW = dict(examples={"civil_law": [[f" Who {i}? ", ["a", "b", "c", "d"], i % 4] for i in range(5)]},
            questions=[["civil_law", f"What {i}?", [f"{i}", f"not {i}", "both", "none"], i % 4] for i in range(40)])
+PAPERS = dict(paragraphs=[[f"Title {i}", f"Text {i}. " * (60 * i + 10)] for i in range(8)],
+              questions=[[i // 2, f"Is it {i}?", ["Yes" if i % 3 else "No"]] for i in range(16)])
 DATA = dict(gsm8k=SUMS, mmlu=LAW)
 
 
@@ -36,6 +38,28 @@ def test_the_words_of_mmlu():
                                       "Who 0?\nA. a\nB. b\nC. c\nD. d\nAnswer: A\n\nWho 1?\n")
     assert example.question == f"What {number}?\nA. {number}\nB. not {number}\nC. both\nD. none\nAnswer:"
     assert example.answer == "ABCD"[number % 4] and example.choices == tuple("ABCD") and reply_tokens(example) == 1
+
+
+def test_the_words_of_qasper():
+    example = make("qasper", 20_000, seed=1, data=PAPERS)
+    number = EXAMS["qasper"].number(PAPERS, 1, 20_000)
+    title, text = PAPERS["paragraphs"][number // 2]
+    assert example.context == f"Article: {title}\n\n{text}\n\n"
+    assert example.question == f"Question: Is it {number}?\nAnswer with Yes or No.\nAnswer:"
+    assert [example.answer] == PAPERS["questions"][number][2] and example.choices == ("Yes", "No")
+
+
+def test_papers_that_fit_and_as_many_of_each_answer():
+    counts = []
+    for length in (40, 500, 1000, 3000):
+        found = EXAMS["qasper"].order(PAPERS, length)
+        answers = [PAPERS["questions"][i][2][0] for i in found]
+        assert answers == ["Yes", "No"] * (len(found) // 2) and len({*found}) == len(found)
+        assert all(len(PAPERS["paragraphs"][PAPERS["questions"][i][0]][1]) <= 3 * length for i in found)
+        counts.append(len(found))
+    assert counts == sorted(counts) and counts[0] == 2 and counts[-1] == 12
+    with pytest.raises(ValueError, match="length must be enough for some question of this task, got 16 tokens"):
+        make("qasper", 16, data=PAPERS)
 
 
 def test_each_seed_is_another_question():
@@ -66,9 +90,11 @@ class Marks:
 @pytest.mark.parametrize("task, shots, end", [
     ("gsm8k", 8, "So the answer is 8.\n\nQuestion: 600 + 600?</user><assistant>"),
     ("gsm8k", 0, "<user>Question: 600 + 600?</user><assistant>"),
-    ("mmlu", 5, "C. both\nD. none</user><assistant>Answer:")])
+    ("mmlu", 5, "C. both\nD. none</user><assistant>Answer:"),
+    ("qasper", 0, "?\nAnswer with Yes or No.</user><assistant>Answer:")])
 def test_in_a_dialogue_the_user_asks(task, shots, end):
-    context, prompt = prompt_texts(make(task, 4096, data=DATA[task], shots=shots), Marks())
+    held = dict(DATA, qasper=PAPERS)[task]
+    context, prompt = prompt_texts(make(task, 20_000, data=held, shots=shots), Marks())
     assert prompt.endswith(end) and prompt.startswith(context) and context.startswith("<user>")
 
 
