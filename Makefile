@@ -1,7 +1,8 @@
 # make demo: creates .venv, installs what the demo needs of the tested set of packages, and runs it.
 # make test: installs the rest and runs the tests; nothing else is needed before either. BASE=COMMIT also runs the
 #            notebooks, pages and checks of kernels that what was committed since can break.
-# make fetch MODEL=qwen: brings a published model, once; `make test` then runs the tests that ask it, too.
+# make fetch MODEL=qwen: brings a published model, once, or MODEL=data: questions of four data sets; `make test` then runs
+#            the tests that ask it, too.
 # PYTHON       the interpreter that a new .venv gets: make PYTHON=python3.12 test
 # TORCH_FLAGS  options of pip by which torch is installed first, such as its CPU packages on a machine without a GPU:
 #              make TORCH_FLAGS="--index-url https://download.pytorch.org/whl/cpu" demo
