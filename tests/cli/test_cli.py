@@ -26,6 +26,7 @@ from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
 from commands import one_line, run
+from inputs import fast
 from models import save_llama
 
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
@@ -524,7 +525,7 @@ def test_drawn_tokens_follow_the_seed(pocket, needle, files):
     assert draw(5) == draw(5) == want != draw(6)
 
 
-@pytest.mark.parametrize("prefill", ["exact", "Streaming(window=0.5)"])
+@pytest.mark.parametrize("prefill", fast(["exact", "Streaming(window=0.5)"], 1))
 def test_a_question_is_decoded(pocket, needle, files, prefill, tmp_path):
     cut = len(pocket[1](needle.context)["input_ids"])
     want, stats = by_hand(pocket, needle.prompt, cut, prefill=method_from("", prefill), decode=Santa(8), seed=2)

@@ -470,6 +470,7 @@ def test_promises_in_a_record(pocket_model, tmp_path):
     kept = promise.kept.map(dict(usual=256, few=4 + 16 + 1 + 32))  # and with few of them the base sample too
     assert promise.density.between(kept / 1280, 1).all()
 
+@pytest.mark.slow  # `make quick` makes the whole record
 def test_answers_of_both_set_ups_in_a_record(pocket_model, tmp_path, monkeypatch):
     whole = vattention_pocket.setup_methods
     few = lambda *x: {name: m for name, m in whole(*x).items() if name in ("exact", "magicpig-8-75", "streaming-10")}
@@ -497,6 +498,7 @@ def check_pareto(pocket_model, path, size):
     topk, quest, uniform = (pareto.error.xs(f"{name}-10", level="method") for name in ("topk", "quest", "uniform"))
     assert (topk < quest).all() and (quest < uniform).all()
 
+@pytest.mark.slow  # as above
 def test_errors_and_densities_in_a_record(pocket_model, tmp_path):
     check_pareto(pocket_model, tmp_path / "x.json", LITTLE)
 

@@ -51,10 +51,6 @@ def test_names_are_written_out_for_tools_and_no_name_hides_a_module():
     assert not modules & {*names}
 
 
-def test_all_names_can_be_had_at_once():
-    assert fresh("from sparse_nb import *; print(Santa.__name__, sparsify.__module__)") == "Santa sparse_nb.hf\n"
-
-
 @pytest.mark.parametrize("name", fast(["pocket", "hf", "tasks", "attention", "core.methods"], 4))
 def test_modules_are_found_as_before(name):
     folder, _, module = f"sparse_nb.{name}".rpartition(".")
