@@ -25,15 +25,21 @@ NBTEST = .venv/bin/nbdev_test $(if $(filter auto,$(WORKERS)),,--n_workers $(WORK
 
 setup: .venv/installed
 
+define environment
+test -x .venv/bin/python || $(PYTHON) -m venv .venv
+$(if $(TORCH_FLAGS),$(PIP) $(TORCH_FLAGS) --no-deps torch)
+endef
+
 .venv/demo: pyproject.toml constraints.txt
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	$(if $(TORCH_FLAGS),$(PIP) $(TORCH_FLAGS) --no-deps torch)
+	$(environment)
 	$(PIP) $(PIP_FLAGS) -e '.[cli]'
 	touch $@
 
-.venv/installed: .venv/demo
+# at once, also what the demo needs
+.venv/installed: pyproject.toml constraints.txt
+	$(environment)
 	$(PIP) $(PIP_FLAGS) -e '.[dev]'
-	touch $@
+	touch .venv/demo $@
 
 demo: .venv/demo
 	.venv/bin/sparse-nb demo $(ARGS)
