@@ -225,3 +225,9 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for same in functions.values() for item in same if (item in chosen) == (cases == "covering")]
     first, step = map(int, config.getoption("shard").split("/"))
     items[:] = items[first::step]
+
+
+def pytest_collection_finish():
+    "Of what is imported and collected, nothing is garbage: it is not searched each time that a test collects some."
+    gc.collect()
+    gc.freeze()
