@@ -374,7 +374,7 @@ def test_a_cache_that_is_used_anew_keeps_its_places(llama, method, places):
             talk.ids, talk.grows = None, transformers.DynamicCache(config=llama.config)
     assert len(places) == llama.config.num_hidden_layers
 
-@pytest.mark.parametrize("method", [TopK(budget=0.3), Santa(samples=32)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("method", fast([TopK(budget=0.3), Santa(samples=32)], 1), ids=lambda m: type(m).__name__)
 def test_a_method_by_its_name_in_a_compiled_step(llama, method):
     forget(llama)
     with sparsify(llama, decode=method, seed=3): want = ids_of(llama)

@@ -102,7 +102,7 @@ def test_graphs_write_the_same(monkeypatch, method, padded):
 WAYS = {"beams": dict(num_beams=3), "assisted": dict(prompt_lookup_num_tokens=3), "sampled": dict(do_sample=True),
         "chunks": dict(prefill_chunk_size=16), "static": dict(cache_implementation="static")}
 
-@some
+@pytest.mark.parametrize("method", fast(FEW, 0, 2), ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_generate(llama, played, method, way):
     "What moves the keys is not recorded, or anew; nobody notices."

@@ -143,7 +143,7 @@ def test_each_scheme_is_the_papers(scheme, name):
         method = Santa.paper(scheme, samples)
         out, drawn = method.decode(q, k, v, seed=seed), method.select(q, k, seed=seed)
         streams = stream_seeds(q, seed)
-        for h in range(0, 6, 1 if samples < 100 else 5):
+        for h in range(0, 6, 1 if samples == 7 else 5):
             own = h * k.shape[1] // 6
             want, count = as_printed(scheme, q[0, h, 0], k[0, own], v[0, own], samples,
                                      uniforms(streams[0, h, 0], samples))
