@@ -805,13 +805,6 @@ def test_the_state_of_the_method():
         method.decode(q, k[:, :, :33], v[:, :, :33], seed=3, state=state)
 
 
-def test_santa_needs_no_scipy():
-    code = """import sys; sys.modules["scipy"] = None
-import torch; from sparse_nb.santa import santa_decode; x = torch.ones(1, 1, 9, 8)
-for bound in ("clt", "bernstein"): santa_decode(x, x, x, eps=0.3, delta=0.1, bound=bound, scheme="iid")"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_unknown_settings_are_refused():
     with pytest.raises(ValueError, match="Santa has no setting 'sample'"):
         Method.from_json('{"method": "Santa", "sample": 3}')

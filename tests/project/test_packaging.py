@@ -134,7 +134,8 @@ def test_core_needs_torch_and_triton_on_linux_only(wheel):
 
 ALONE = """
 import sys
-sys.modules.update(dict.fromkeys(["numpy", "scipy", "pandas", "safetensors", "transformers", "triton"]))  # not there
+sys.modules.update(dict.fromkeys(["numpy", "scipy", "pandas", "matplotlib", "seaborn", "safetensors", "transformers",
+                                  "triton", "nbdev", "fastcore"]))  # not there
 import torch
 from sparse_nb.attention import METHODS, TopK
 from sparse_nb.core.methods import method_class
@@ -146,7 +147,8 @@ for row in METHODS.values():
     method = method_class(row.path.partition(":")[2])()
     if type(method).__name__ == "HashAttention": continue  # its networks lie in a file of safetensors
     made.append(method.prefill(q, k, v) if hasattr(method, "prefill") else method.decode(q[:, :, -1:], k, v))
-assert len(made) == len(METHODS) + 1 and all(x.isfinite().all() for x in made)
+for bound in ("clt", "bernstein"): made.append(santa_decode(q[:, :, -1:], k, v, eps=0.3, delta=0.1, bound=bound))
+assert len(made) == len(METHODS) + 3 and all(x.isfinite().all() for x in made)
 print(*sys.modules)
 """
 
