@@ -124,7 +124,7 @@ def pytest_terminal_summary(terminalreporter):
 PROCESSES = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 if sys.platform == "linux":
     PROCESSES.set_forkserver_preload(["torch.distributed.tensor", "transformers.models.llama.modeling_llama",
-                                      "transformers.models.auto", "scipy.stats", "seaborn", "nbdev.test"])
+                                      "transformers.models.auto", "scipy.stats", "seaborn"])
 
 
 def send_result(pipe, function, arguments):
@@ -215,8 +215,11 @@ def pytest_collection_modifyitems(config, items):
         unasked = {item for item in items if any(map(item.get_closest_marker, apart))}
         config.hook.pytest_deselected(items=[*unasked])
         items[:] = [item for item in items if item not in unasked]
+    forks = {item for item in items if "started" in getattr(item, "fixturenames", ())
+             and not item.get_closest_marker("kernels")}
+    for item in forks: item.add_marker(pytest.mark.xdist_group("forked"))  # of one process that has imported all
     budget = lambda item: mark.args[0] if (mark := item.get_closest_marker("budget")) else 0
-    items.sort(key=budget, reverse=True)  # longest first
+    items.sort(key=lambda item: (item in forks, budget(item)), reverse=True)  # longest first
     if (cases := config.getoption("cases")) != "all":
         functions, parameters = {}, lambda item: item.callspec.params if hasattr(item, "callspec") else {}
         for item in items:

@@ -116,7 +116,6 @@ def ranks(tmp_path_factory, request, started):
     one = {name: write(folder, name, device) for name in HEADS} | dict(bench=bench(folder, device))
     return [1e-5 if device == "cpu" else 1e-3, one, *(torch.load(rank()) for rank in two)]
 
-@pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", HEADS)
 def test_two_processes_write_what_one_writes(ranks, name, method):
@@ -130,7 +129,6 @@ def test_two_processes_write_what_one_writes(ranks, name, method):
         error = (one[method]["logits"] - one["own"]["logits"])[1].norm() / one["own"]["logits"][1].norm()
         assert error > 1e-3
 
-@pytest.mark.xdist_group("two processes")
 def test_two_processes_measure_and_the_first_writes(ranks):
     one, first, second = (rank["bench"] for rank in ranks[1:])
     ways = {generate.EXACT, "santa", "uneven", "hashed"}
