@@ -269,7 +269,7 @@ def advice():
     own = {"SAAP": "saap", "Sketch&Walk": "sketch_walk", "Adamas": "adamas", "Quest": "quest"}
     found = real_model.losses(rows("real_model"), {name: ("answers", x) for name, x in own.items()})
     best = found.lost.idxmin()
-    prompts = {"FlexPrefill": "flexprefill", "Delta": "delta", "Sketch&Walk": "sketch_walk"}
+    prompts = {"FlexPrefill": "flexprefill", "Delta": "delta", "Sketch&Walk": "sketch_walk-max-refine"}
     read = real_model.losses(rows("real_model"), {name: ("prompts", x) for name, x in prompts.items()})
     say = lambda table, name: said_of(table.loc[name, ["low", "lost", "high"]])
     return (f"Start with {best}: with 10 % of the keys it loses {say(found, best)} on the largest model, "
