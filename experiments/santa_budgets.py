@@ -1,12 +1,15 @@
 """How many draws does an answer take? SANTA's budgets on questions that people know, GSM8K and MMLU, beside exact
 attention and top-k, on a model of 1.5 billion weights"""
+import math
 from typing import NamedTuple
 
+import pandas as pd
 import torch
 
 from sparse_nb.core.methods import TopK
 from sparse_nb.evaluate import accuracy
 from sparse_nb.exams import last_number
+from sparse_nb.metrics import clopper_pearson, paired_interval
 from sparse_nb.santa import Santa
 from benchmarks.answers import loaded
 from benchmarks.recorder import read_record
@@ -70,6 +73,26 @@ def evaluate(cell: Cell) -> list:
     tokens = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in frame.answer]
     return [row | dict(stated=frame.characters.astype(int).tolist(), answers=[*map(last_number, frame.answer)],
                        tokens=tokens)]
+
+def table_of(rows: list) -> pd.DataFrame:
+    """Of each task, part and method of a record: questions, share of right answers, points lost against exact attention
+    on the same questions, both with intervals, and tokens of a reply."""
+    right, tokens = {}, {}
+    for row in rows:
+        key = row["task"], row["part"], row["method"]
+        right.setdefault(key, {}).update(zip(range(*row["seeds"]), row["right"]))
+        tokens.setdefault(key, []).extend(row.get("tokens", []))
+    exact, found = {}, {}
+    for (task, _, method), own in right.items():
+        if method == "exact": exact.setdefault(task, {}).update(own)
+    for (task, part, method), own in right.items():
+        low, share, high = clopper_pearson(sum(own.values()), len(own))
+        both = [exact[task][seed] - x for seed, x in own.items() if seed in exact.get(task, {})]
+        less, lost, more = (100 * x for x in paired_interval(both)) if both else [math.nan] * 3
+        mean = sum(tokens[task, part, method]) / max(1, len(tokens[task, part, method])) or math.nan
+        found[task, part, method] = dict(questions=len(own), right=share, low=low, high=high, lost=lost, lost_low=less,
+                                         lost_high=more, tokens=mean)
+    return pd.DataFrame(found).T.rename_axis(["task", "part", "method"])
 
 
 def santa_budgets(recorder) -> dict:

@@ -323,7 +323,7 @@ VERSIONS = [Wrong(*x) for x in [
     ("exams-logits", "evaluate.py", "eval/test_exams.py::test_log_likelihoods_are_those_of_the_model_itself",
      "logits.float().log_softmax(-1).gather", "logits.float().gather"),
     ("exams-end", "evaluate.py", "eval/test_exams.py::test_a_chain_of_thought_ends_early",
-     "if stops: ends |= {", "if chat: ends |= {"),
+     "if not (chat or reply_ends(example)):", "if not chat:"),
     # RULER's tasks
     ("ruler-places", "ruler.py", "eval/test_ruler.py::test_depths_are_spread",
      "sorted(rng.sample(range(size), len(facts)))", "[*range(len(facts))]"),

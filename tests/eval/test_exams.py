@@ -1,14 +1,16 @@
 "Questions with examples: what a model reads, which number counts, which letter it chooses, and what is refused"
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sparse_nb.core.methods import Exact, Streaming, TopK
-from sparse_nb.evaluate import _reply, _rows, accuracy, answers
+from sparse_nb.evaluate import _ends, _reply, _rows, accuracy, answers
 from sparse_nb.exams import EXAMS, last_number, same_number, stated_number
 from sparse_nb.tasks import (Score, choice_tokens, make, prompt_texts, prompt_tokens, reply_ends, reply_tokens,
                              score_reply)
+from experiments import santa_budgets
 
 SUMS = dict(examples=[[f"{i} + 1?", f"{i} + 1 = {i + 1}. So the answer is {i + 1}."] for i in range(8)],
             questions=[[f"{i} + {i}?", f"{i} + {i} = {2 * i:,}. So the answer is {2 * i:,}.", f"{2 * i:,}"]
@@ -188,7 +190,7 @@ def test_one_kind_at_a_time(pocket):
 
 class Letters:
     "Tokens are letters; 0 ends a reply"
-    eos_token_id = 0
+    eos_token_id = pad_token_id = 0
     def decode(self, ids, skip_special_tokens): return "".join(map(chr, ids))
 
 
@@ -197,9 +199,40 @@ class Letters:
     (" 4</s> Question: 5", True, " 4"), ("\0", False, "")])
 def test_a_chain_of_thought_ends_early(written, chat, reply):
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[0, 1]))
-    assert _reply(model, Letters(), make("gsm8k", 4096, data=SUMS), [*map(ord, written)], chat) == reply
+    sums = make("gsm8k", 4096, data=SUMS)
+    assert _reply(Letters(), sums, [*map(ord, written)], _ends(model, Letters(), sums, chat)) == reply
 
 
 def test_another_task_goes_on():
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
-    assert _reply(model, Letters(), make("kv", 300), [*map(ord, "1\0Question: 2")], False) == "1\0Question: 2"
+    pairs = make("kv", 300)
+    assert _reply(Letters(), pairs, [*b"1\0Question: 2"], _ends(model, Letters(), pairs, False)) == "1\0Question: 2"
+
+
+# the experiment on SANTA's budgets
+
+def test_cells_hold_each_question_once():
+    asked = Counter((x.part, x.task, x.method, seed) for x in santa_budgets.cells() for seed in x.seeds)
+    assert {*asked.values()} == {1}
+    kinds = Counter(key[:3] for key in asked)
+    assert all(count == dict(gsm8k=1319, mmlu=1531)[task] for (_, task, _), count in kinds.items())
+    assert {key[2] for key in kinds} == {"exact", *santa_budgets.methods()} and len(kinds) == 2 * 19 + 2 * 6
+
+
+def test_a_cell_is_one_row_that_says_what_is_right():
+    for task, method in (("mmlu", "exact"), ("mmlu", "systematic-4")):
+        [row] = santa_budgets.evaluate(santa_budgets.Cell("all", "pocket", task, 1024, range(1, 2), method))
+        assert (row["seeds"], row["method"]) == ([1, 2], method)
+        assert row["right"] == [int(row["answers"] == "AC"[EXAMS[task].number(santa_budgets.QUICK[task], 1)])]
+
+
+def test_the_table_pairs_questions_with_exact_attention():
+    row = dict(model="qwen", task="gsm8k", length=2048)
+    rows = [row | dict(part="written", method="exact", seeds=[0, 3], right=[1, 1, 0], tokens=[9, 9, 9]),
+            row | dict(part="written", method="exact", seeds=[3, 5], right=[1, 1], tokens=[9, 9]),
+            row | dict(part="all", method="systematic-4", seeds=[2, 5], right=[0, 1, 0], tokens=[1, 2, 6])]
+    exact, own = (santa_budgets.table_of(rows).loc["gsm8k", part, method]
+                  for part, method in (("written", "exact"), ("all", "systematic-4")))
+    assert (exact.questions, exact.right, exact.lost, exact.tokens) == (5, 0.8, 0, 9)
+    assert (own.questions, own.right, own.tokens) == (3, 1 / 3, 3) and own.lost == pytest.approx(100 / 3)
+    assert own.lost_low < own.lost < own.lost_high and own.low < own.right < own.high
