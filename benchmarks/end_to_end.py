@@ -176,7 +176,8 @@ def reading_ways(window: int = 2048, gamma: int = 64, tail: int = 128, densities
     def delta(correction): return Delta(window=window, gamma=gamma, tail=tail, correction=correction)
     return {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
             "streaming": Streaming(sinks=4, window=window), "Eq. 6": delta("delta"), "tangent": delta("tangent"),
-            **{f"Sketch&Walk {x:.0%}": SketchWalk(density=x, tail=0) for x in densities}, "no attention": Nothing()}
+            **{f"Sketch&Walk {x:.0%}": SketchWalk(density=x, pool="mean", refine=1, tail=0) for x in densities},
+            "no attention": Nothing()}
 
 @torch.no_grad()
 def time_first_token(

@@ -63,7 +63,7 @@ def chosen(
     p: Prompt,
     method: str, # one of `SKETCHES`
 ) -> tuple:      # numbers of blocks [1, G, M, S] and how many [1, G, M]
-    "The lists that Sketch&Walk makes with its usual index."
+    "The lists that Sketch&Walk makes with its usual index, by mean shares without exact scores."
     return choose_blocks(p.q, p.k, block=BLOCK, density=SKETCHES[method], index="fine4", heads="group", pool="mean")
 
 def listed(

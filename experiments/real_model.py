@@ -87,7 +87,8 @@ def vattention(predictor, delta: float = 0.05) -> VAttention:
 def decoders() -> dict:
     "name -> method, of about a tenth of the keys."
     return {"exact": Exact(), "adamas": Adamas(SHARE), "product": Product(SHARE), "quest": Quest(SHARE),
-            "magicpig-6x42": MagicPIG(6, 42), "sketch_walk": SketchWalk(density=SHARE), "saap": Saap(budget=SHARE),
+            "magicpig-6x42": MagicPIG(6, 42),
+            "sketch_walk": SketchWalk(density=SHARE, pool="mean", refine=1), "saap": Saap(budget=SHARE),
             "vattention+adamas": vattention(Adamas(SHARE)), "vattention+product": vattention(Product(SHARE))}
 
 def only_read() -> dict:
@@ -113,8 +114,10 @@ def quests() -> dict:
 
 def prefills() -> dict:
     "name -> method that reads prompts."
-    return {"sketch_walk": SketchWalk(), "sketch_walk-max": SketchWalk(pool="max"),
-            "sketch_walk-max-refine": SketchWalk(pool="max", refine=2), "sketch_walk-no_tail": SketchWalk(tail=0),
+    means = dict(pool="mean", refine=1)
+    return {"sketch_walk": SketchWalk(**means), "sketch_walk-max": SketchWalk(pool="max", refine=1),
+            "sketch_walk-max-refine": SketchWalk(pool="max", refine=2),
+            "sketch_walk-no_tail": SketchWalk(tail=0, **means),
             "delta": Delta(), "flexprefill": FlexPrefill(), "vertical_slash": VerticalSlash(500, 1500)}
 
 

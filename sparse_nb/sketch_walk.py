@@ -143,19 +143,21 @@ WALKS = "softmax", "renormalised", "literal", "unmasked"
 PIECES = 4, 8, 16  # keys of blocks for single queries alone
 HEADS, POOLS, POWERS = ("group", "each", "all", "averaged"), ("mean", "max"), ("element", "matrix")
 SEEDS = 0, 2**63 - 1
-ENDS = dict(sketch=(1,), degree=(1, 32), dense_layers=(0,), seed=SEEDS, refine=(1, 1024), least=(2, 2**20), tail=(0,))
+ENDS = dict(sketch=(1,), degree=(1, 32), dense_layers=(0,), seed=SEEDS, least=(2, 2**20), tail=(0,))
 
 def check_settings(s):
     "Raise TypeError or ValueError for settings of a `SketchWalk` that can never work."
     check_block("block", s.block, PIECES)
     check_number("density", s.density)
     if not 0 < s.density <= 1: raise ValueError(f"density must lie in (0, 1], got {s.density}")
-    choices = dict(index=INDEXES, heads=HEADS, pool=POOLS, power=POWERS)
+    choices = dict(index=INDEXES, heads=HEADS, power=POWERS)
     for name, allowed in choices.items(): check_choice(name, getattr(s, name), allowed)
+    if s.pool is not None: check_choice("pool", s.pool, POOLS)
     if s.block < FINE.get(s.index, 1):
         raise ValueError(f"block must be at least {FINE[s.index]} for sub-blocks of as many keys, got {s.block}")
     for name, ends in ENDS.items(): check_count(name, getattr(s, name), *ends)
-    if s.refine > 1 and (s.walk is not None or s.index == "oracle"):
+    if s.refine is not None: check_count("refine", s.refine, 1, 1024)
+    if s.prompt_refine > 1 and (s.walk is not None or s.index == "oracle"):
         raise ValueError(f"refine must be 1 with a walk or an oracle, got {s.refine}")
     if s.walk is None: return
     check_choice("walk", s.walk, WALKS)
@@ -178,11 +180,12 @@ def over_heads(
     s,               # a `SketchWalk`
     x: torch.Tensor, # [B, H, R, M]
     groups: int,     # G
+    pool: str,       # one of `POOLS`
 ) -> torch.Tensor:   # [B, P, R, M]: P is G, H or 1
     "One row for the heads that share a list."
     if s.heads in ("averaged", "each"): return x
     x = x.unflatten(1, (groups if s.heads == "group" else 1, -1))
-    return x.amax(2) if s.pool == "max" else x.mean(2)
+    return x.amax(2) if pool == "max" else x.mean(2)
 
 def averaged(s, x):
     "Queries or rows of the index of one head, the mean of all, where heads are averaged first."
@@ -280,7 +283,7 @@ def row_means(
     prompt: Prompt,
 ) -> tuple:          # means of the rows of a block [B, H, R, r, D], and whether a row has a query [B, 1, R, r, 1]
     "The mean query of a block, or with `pool=\"max\"` those of its sub-blocks."
-    fine = s.block if s.pool == "mean" else FINE.get(s.index, s.block)
+    fine = s.block if s.prompt_pool == "mean" else FINE.get(s.index, s.block)
     real = prompt.real.unflatten(3, (-1, fine))
     x = in_blocks(promote(q), prompt.real.shape[2], s.block).unflatten(3, (-1, fine)).masked_fill(~real, 0)
     count = real.sum(4)
@@ -304,7 +307,8 @@ def guessed_shares(
         seen = seen if s.walk != "unmasked" else torch.ones_like(seen)
         z = block_scores(s.summary, x.flatten(2, 3), index, scale).unflatten(2, x.shape[2:4])
         share = shares(s, z.masked_fill(~seen, -math.inf)).masked_fill(~there[:, :, a:a + step], 0)
-        found.append(over_heads(s, share.amax(3) if s.pool == "max" else share[:, :, :, 0], k.shape[1]))
+        share = share.amax(3) if s.prompt_pool == "max" else share[:, :, :, 0]
+        found.append(over_heads(s, share, k.shape[1], s.prompt_pool))
     return torch.cat(found, 2), index
 
 def true_shares(s, q, k, prompt, start, scale, near=None):
@@ -323,8 +327,8 @@ def true_shares(s, q, k, prompt, start, scale, near=None):
         if near is not None: z = z.masked_fill(~listed[:, :, m, None].repeat_interleave(size, -1)[..., :end], -math.inf)
         p = in_blocks(z.softmax(-1).nan_to_num(0).mT, prompt.shown.shape[2], size).sum(3).mT  # [B, H, r, M]
         rows = (place >= start[:, None]).sum(-1).clamp(min=1).view(-1, 1, 1)
-        found.append(p.amax(2) if s.pool == "max" else p.sum(2) / rows)
-    a = over_heads(s, averaged(s, torch.stack(found, 2)), k.shape[1])
+        found.append(p.amax(2) if s.prompt_pool == "max" else p.sum(2) / rows)
+    a = over_heads(s, averaged(s, torch.stack(found, 2)), k.shape[1], s.prompt_pool)
     return a if near is None else a.masked_fill(~near, -1)
 
 def drawn_shares(s, q, groups, own, blocks, seed):
@@ -438,7 +442,7 @@ def shares_of_blocks(
     "The shares that the mean query of each block gives to the blocks before it and its own, or to all if unmasked."
     i, z = torch.arange(asked.shape[2], device=asked.device), block_scores(s.summary, averaged(s, asked), index, scale)
     if s.walk != "unmasked": z = z.masked_fill(i > i[:, None], -math.inf)
-    return over_heads(s, shares(s, z), groups)
+    return over_heads(s, shares(s, z), groups, "mean")
 
 def earlier_shares(s, q, k, a, index, state, part, scale):
     "The shares of all blocks of a prompt [B, P, M, M]: of its own rows `a`, or with earlier keys from the `state`."
@@ -463,8 +467,8 @@ def prompt_lists(s, q, k, start, scale, seed, step=None, state=None, part=slice(
         if s.walk is not None:
             rows = earlier_shares(s, q, k, a, index, state, part, scale)
             a = next_step(s, step, number, a, prompt.own, rows)
-        if s.refine > 1:
-            near = heaviest_blocks(a, prompt.visible, prompt.forced, s.density, s.least, s.refine)
+        if s.prompt_refine > 1:
+            near = heaviest_blocks(a, prompt.visible, prompt.forced, s.density, s.least, s.prompt_refine)
             a = true_shares(s, q, k, prompt, start, scale, near)
     return heaviest_blocks(a, prompt.visible, prompt.forced, s.density, s.least)
 
@@ -500,14 +504,14 @@ def query_shares(s, q, k, state, place, first, end, scale):
     at = place.own[:, None, :, None].expand(-1, z.shape[1], -1, 1)
     z = z.scatter(-1, at, newest[..., None]).masked_fill(~place.visible, -math.inf)
     at = place.own[:, None, -1:, None, None].expand(-1, index.shape[1], -1, *index.shape[3:])
-    return over_heads(s, shares(s, z), k.shape[1]), index.scatter(2, at, own[:, :, -1:].to(index.dtype))
+    return over_heads(s, shares(s, z), k.shape[1], s.step_pool), index.scatter(2, at, own[:, :, -1:].to(index.dtype))
 
 def true_query_shares(s, q, k, place, first, end, scale):
     "The shares that heads give to blocks [B, P, Q, M]; every score is computed."
     p = masked_scores(q, k, 0, first, end, scale).softmax(-1)
     block = (torch.arange(k.shape[2], device=q.device) - place.begin[:, None]).clamp(min=0) // s.block
     member = (block[..., None] == torch.arange(place.visible.shape[-1], device=q.device)).to(p)  # [B, N, M]
-    with no_autocast(q): return over_heads(s, averaged(s, p @ member[:, None]), k.shape[1])
+    with no_autocast(q): return over_heads(s, averaged(s, p @ member[:, None]), k.shape[1], s.step_pool)
 
 # %% ../nbs/50_sketch_walk.ipynb #2158bc91
 def query_lists(s, q, k, state, step, masks, scale, seed):
@@ -678,26 +682,28 @@ class ByKernels(Method):
 class SketchWalk(ByKernels):
     """Blocks of keys that look heavy, for prompts and for single queries; with `walk`, by way of the layers below.
 
+    None stands for `pool="mean"` in a step, which has kernels, and for `pool="max", refine=2` in a prompt, which keep
+    more answers and take more time; with a walk for `pool="mean", refine=1`, and with an oracle for `refine=1`.
     Raises TypeError or ValueError for settings that can never work.
     """
-    block: int = 64         # keys of a block, queries of a prompt with one list: 32, 64 or 128; decoding also 4, 8, 16
-    density: float = 0.2    # share of the visible blocks to read, in (0, 1]; the first and the own are among them
-    index: str = "fine4"    # what is kept of a block: one of `INDEXES`
-    sketch: int = 64        # numbers of a sketch, for `index="sketch"`
-    walk: str | None = None # one of `WALKS`; None: a layer chooses by its own scores
-    power: str = "element"  # of the shares in a walk: each "element" to the degree, or the "matrix"
-    degree: int = 8         # s, at most 32: higher powers of shares are soon too small for float64
-    heads: str = "group"    # who shares a list: a "group", nobody ("each"), "all", or all as one, "averaged" first
-    pool: str = "mean"      # heads of a list, and queries of a block: their "mean", or the "max" of their shares
-    dense_layers: int = 2   # so many of the first layers of a model attend exactly
-    seed: int = 0           # of the rotation
-    refine: int = 1         # of a prompt: exact scores choose among so many times the blocks that are read; 1: none do
-    least: int = 2          # blocks of a list at least, where so many are visible
-    tail: int = 128         # last queries of a prompt, or of a part of one, that attend exactly; 0: as in the paper
+    block: int = 64           # keys of a block, a prompt's queries with one list: 32, 64 or 128; decoding also 4, 8, 16
+    density: float = 0.2      # share of the visible blocks to read, in (0, 1]; the first and the own are among them
+    index: str = "fine4"      # what is kept of a block: one of `INDEXES`
+    sketch: int = 64          # numbers of a sketch, for `index="sketch"`
+    walk: str | None = None   # one of `WALKS`; None: a layer chooses by its own scores
+    power: str = "element"    # of the shares in a walk: each "element" to the degree, or the "matrix"
+    degree: int = 8           # s, at most 32: higher powers of shares are soon too small for float64
+    heads: str = "group"      # who shares a list: a "group", nobody ("each"), "all", or all as one, "averaged" first
+    pool: str | None = None   # heads of a list, queries of a block: "mean" or "max" of shares; None: see above
+    dense_layers: int = 2     # so many of the first layers of a model attend exactly
+    seed: int = 0             # of the rotation
+    refine: int | None = None # of a prompt: exact scores choose among so many times the blocks read; 1: none do
+    least: int = 2            # blocks of a list at least, where so many are visible
+    tail: int = 128           # last queries of a prompt, or of a part of one, that attend exactly; 0: as in the paper
 
     random = property(lambda self: self.index == "random", doc="Does it draw?")
     scores_all = property(lambda self: self.index == "oracle", doc="Is it an oracle?")
-    sees_ahead = property(lambda self: self.index != "random" or self.refine > 1, doc="Do later queries choose?")
+    sees_ahead = property(lambda self: self.index != "random" or self.prompt_refine > 1, doc="Do later queries choose?")
     reads_state = property(lambda self: self.walk is not None, doc="Does a prompt in parts need the index?")
     def __post_init__(self): check_settings(self)
 
@@ -721,6 +727,23 @@ class SketchWalk(ByKernels):
         """
         return cls(block=64, density=density, index="sketch", sketch=sketch, walk="unmasked", power="element",
                    degree=degree, heads="averaged", pool="mean", dense_layers=2, refine=1, least=2, tail=0)
+
+    @property
+    def step_pool(self) -> str:
+        "`pool` of a single query: by default the mean, which has kernels."
+        return "mean" if self.pool is None else self.pool
+
+    @property
+    def prompt_pool(self) -> str:
+        "`pool` of a prompt: by default the maximum; the mean with a walk, whose rows are shares."
+        if self.pool is not None: return self.pool
+        return "max" if self.walk is None else "mean"
+
+    @property
+    def prompt_refine(self) -> int:
+        "`refine` of a prompt: by default 2; 1 with a walk or an oracle, which take no other."
+        if self.refine is not None: return self.refine
+        return 2 if self.walk is None and self.index != "oracle" else 1
 
     @property
     def summary(self) -> Summary:
@@ -778,7 +801,8 @@ def pattern_of(s, q, k, start, scale, backend, seed=None, step=None, number=0, *
     sizes = dict(queries=q.shape[2], keys=k.shape[2], query_block=s.block, key_block=s.block)
     if by_kernel(s, q, k, backend, start):
         from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
-        same = dict(index=s.index, heads=s.heads, pool=s.pool, rotation=s.seed, refine=s.refine, least=s.least)
+        same = dict(index=s.index, heads=s.heads, pool=s.prompt_pool, rotation=s.seed, refine=s.prompt_refine,
+                    least=s.least)
         if s.walk is not None:
             own = torch.arange(-(-q.shape[2] // s.block), device=q.device)[None]
             same["walk"] = lambda a: next_step(s, step, number, a, own, a)
@@ -868,7 +892,8 @@ def without_kernel(s):
     "Why no kernel answers single queries with the settings of `s`, whatever they are; None if one may."
     only = dict(walk=[None], index=[*FINE, "mean"], heads=["group", "each"], pool=["mean"], least=[2])
     for name, allowed in only.items():
-        if (got := getattr(s, name)) not in allowed and not (name == "pool" and s.heads == "each"):
+        got = s.step_pool if name == "pool" else getattr(s, name)
+        if got not in allowed and not (name == "pool" and s.heads == "each"):
             wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {', '.join(allowed)}"
             return ValueError(f"{name} must be {wanted} for backend='triton', got {got!r}")
 
@@ -930,9 +955,9 @@ def sketch_walk_prefill(
     power: str = "element",               # of the shares in a walk: "element" or "matrix"
     degree: int = 8,                      # s, the exponent, 1 to 32
     heads: str = "group",                 # who shares a list: "group", "each", "all" or "averaged"
-    pool: str = "mean",                   # heads of a list, and queries of a block: "mean" or "max" of their shares
+    pool: str | None = None,              # heads and queries of a list: "mean" or "max" of shares; None: see below
     rotation: int = 0,                    # seed of the rotation
-    refine: int = 1,                      # exact scores choose among so many times the blocks read; 1: none do
+    refine: int | None = None,            # exact scores choose among so many times the blocks read; 1: none do
     least: int = 2,                       # blocks of a list at least, where so many are visible
     tail: int = 128,                      # last queries of the call that attend exactly; 0: as in the paper
     step: dict | None = None,             # of the walk: {} in the first layer, and the same dict in those above it
@@ -946,6 +971,8 @@ def sketch_walk_prefill(
 
     The last `tail` queries attend exactly; this is ours, Algorithm 1 has no such tail. A question stands at the end of
     a prompt, and the mean of a block's queries hides what one of them looks for. A prompt in parts has a tail in each.
+    None stands for `pool="max", refine=2`, and with a walk for `pool="mean", refine=1`; an oracle needs `refine=1` too.
+    Together they take over twice the time of `pool="mean", refine=1`, and keep more answers.
 
     A block's choice knows all its queries, so a row may see what up to `block` - 1 later tokens have chosen. Raises as
     `check_inputs`, and TypeError or ValueError for settings that can never work and a walk that lacks queries.
@@ -969,7 +996,7 @@ def sketch_walk_decode(
     power: str = "element",               # of the shares in a walk: "element" or "matrix"
     degree: int = 8,                      # s, the exponent, 1 to 32
     heads: str = "group",                 # who shares a list: "group", "each", "all" or "averaged"
-    pool: str = "mean",                   # heads of a list: "mean" or "max" of their shares
+    pool: str | None = None,              # heads of a list: "mean" or "max" of their shares; None: the mean
     rotation: int = 0,                    # seed of the rotation
     step: dict | None = None,             # of the walk: {} in the first layer, and the same dict in those above it
     causal: bool = False,                 # queries are the last Q positions and see no later key

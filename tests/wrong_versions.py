@@ -141,6 +141,9 @@ VERSIONS = [Wrong(*x) for x in [
     ("sw-tail-pad", "sketch_walk.py", "methods/test_sketch_walk.py::test_each_part_of_a_prompt_has_its_tail",
      "with_exact_tail(s, found, q_, k_, v_, scale, backend)",
      "with_exact_tail(s, found, q_, k[part], v[part], scale, backend)"),
+    ("sw-prompt-means", "sketch_walk.py",
+     "methods/test_sketch_walk.py::test_prompts_take_refined_largest_shares_and_steps_means",
+     'return "max" if self.walk is None else "mean"', 'return "mean"'),
     # eviction, patterns, predictors
     ("evict-share-pad", "eviction.py", "methods/test_eviction.py::test_definition",
      "budget_counts(self.budget, begun - first, begun)", "budget_counts(self.budget, begun - 0 * first, begun)"),

@@ -174,14 +174,15 @@ def rule_losses(
     return rows
 
 
-EACH, MORE = dict(pool="max", heads="each"), dict(density=0.17, least=3)
+EACH, MORE = dict(pool="max", heads="each", refine=1), dict(density=0.17, least=3)
 PROMPT_RULES = { # name -> settings of `SketchWalk`
-    "fine4": {}, "fine16 max each": dict(index="fine16", **EACH), "oracle max each": dict(index="oracle", **EACH),
-    "fine16 max each refined": dict(index="fine16", refine=2, **EACH)}
+    "fine4": dict(pool="mean", refine=1), "fine16 max each": dict(index="fine16", **EACH),
+    "oracle max each": dict(index="oracle", **EACH),
+    "fine16 max each refined": EACH | dict(index="fine16", refine=2)}
 PROMPT_RULES |= {f"{name}, 3 at least": x | MORE for name, x in PROMPT_RULES.items()}
 PROMPT_RULES |= {
     "fine16 max refined, 3 at least": dict(index="fine16", refine=2, pool="max", **MORE),
-    "oracle max, 3 at least": dict(index="oracle", pool="max", **MORE)}
+    "oracle max, 3 at least": dict(index="oracle", pool="max", refine=1, **MORE)}
 MIXED = { # name -> queries averaged, index of the scores, of what they are divided by; None: every key
     "4 rows averaged": (4, None, None), "16 rows averaged": (16, None, None), "keys of fine4": (1, "fine4", "fine4"),
     "keys of fine16": (1, "fine16", "fine16"), "fine16 divided by exact": (1, "fine16", None)}

@@ -16,11 +16,11 @@ PROMISE = dict(eps=0.1, delta=0.1, topk=0.025, base=0.025)     # of vAttention, 
 PROBES, CLUSTERS = 6, 128                                      # of SAAP, whose clusters are those of "pocket"
 
 def walks() -> dict:
-    "Sketch&Walk as published, under a mask, without the walk, and the default."
-    paper = SketchWalk.paper(DENSITY)
+    "Sketch&Walk as published, under a mask, without the walk, and by mean shares, the default of steps."
+    paper, means = SketchWalk.paper(DENSITY), dict(pool="mean", refine=1, tail=0)
     return {"as published": paper, "close to published": replace(paper, walk="literal"),
-            "no walk": replace(paper, walk=None), "default": SketchWalk(density=DENSITY, tail=0),
-            "random": SketchWalk(density=DENSITY, index="random", tail=0)}
+            "no walk": replace(paper, walk=None), "default": SketchWalk(density=DENSITY, **means),
+            "random": SketchWalk(density=DENSITY, index="random", **means)}
 
 def samplers() -> dict:
     "vAttention as published, and with bounds and a base sample that is kept, over two predictors."

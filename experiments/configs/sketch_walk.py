@@ -25,7 +25,7 @@ PIECED = ("fine4", 32), ("fine4", 16), ("fine4", 8), ("fine4", 4), ("oracle", 16
 def blocks_by(density: float) -> dict:
     """Ways to choose blocks, for prompts, without an exact tail, and for single queries; those whose indexes are one
     stand together."""
-    new = lambda **settings: SketchWalk(density=density, tail=0, **settings)
+    new = lambda pool="mean", **settings: SketchWalk(density=density, pool=pool, refine=1, tail=0, **settings)
     found = {index: new(index=index) for index in ("fine4", "fine16", "mean", "oracle", "random")}
     found |= {f"{index} max": new(index=index, pool="max") for index in ("fine4", "fine16", "mean", "oracle")}
     return found | {"averaged": new(index="mean", heads="averaged"),
@@ -37,9 +37,10 @@ def blocks_by(density: float) -> dict:
 
 def deciders(density: float, length: int) -> dict:
     "Smaller blocks and lists of heads, and rivals, that choose keys for single queries; SAAP's near keys are counted."
-    near, found = 4 + 64, {f"{index} of {size}": SketchWalk(size, density, index) for index, size in PIECED}
+    near, means = 4 + 64, dict(pool="mean", refine=1)
+    found = {f"{index} of {size}": SketchWalk(size, density, index, **means) for index, size in PIECED}
     found |= {f"{name} each": replace(found[name], heads="each") for name in ("fine4 of 16", "fine4 of 4")}
-    found["fine4 each"] = SketchWalk(density=density, heads="each")
+    found["fine4 each"] = SketchWalk(density=density, heads="each", **means)
     return found | {"quest-16": Quest(density, 16), "quest-64": Quest(density, 64), "topk": TopK(density),
             "saap": Saap(max(1, round(density * length) - near), sinks=4, window=64)}
 

@@ -80,14 +80,14 @@ def compare(q, k, starts=None, scale=None, engine=None, **settings):
     a, _ = guessed_shares(s, q, k, prompt, scale)
     blocks, lists_of = a.shape[3], lambda a, times: heaviest_blocks(a, prompt.visible, prompt.forced, s.density,
                                                                     s.least, times)
-    same = dict(block=s.block, density=s.density, index=s.index, heads=s.heads, pool=s.pool, rotation=s.seed,
-                scale=scale, kv_start=starts, refine=s.refine, least=s.least)
+    same = dict(block=s.block, density=s.density, index=s.index, heads=s.heads, pool=s.prompt_pool, rotation=s.seed,
+                scale=scale, kv_start=starts, refine=s.prompt_refine, least=s.least)
     lists, near = nominated(lambda: poisoned(lambda: (
         choose_blocks(q, k, **same) if engine is None else launch_choice(q, k, **same, engine=engine))))
     gap = GAP
-    if s.refine > 1:
+    if s.prompt_refine > 1:
         near = chosen(*near, blocks)
-        agree(near, lists_of(a, s.refine), a, prompt, GAP)
+        agree(near, lists_of(a, s.prompt_refine), a, prompt, GAP)
         a, gap = true_shares(s, q, k, prompt, begin, scale, near), EXACT
     want = lists_of(a, 1)
     assert lists[0].shape[3] >= want.sum(-1).max()
@@ -130,7 +130,7 @@ def test_whole_calls():
     for R, D, index, starts, more in ((3, 24, "fine4", None, {}), (2, 16, "fine16", [0, 41], {}),
                                       (2, 16, "fine16", [0, 41], exact), (3, 24, "fine4", [0, 95], ended)):
         x, starts = problem(2, 1, R, 100, 130, D, FP32, starts=starts)
-        keep = dict(block=32, density=0.5, index=index, kv_start=starts, tail=0) | more
+        keep = dict(block=32, density=0.5, index=index, kv_start=starts, pool="mean", refine=1, tail=0) | more
         got = sketch_walk_prefill(*x, **keep, backend="triton")
         want = sketch_walk_prefill(*(y.double() for y in x), **keep)
         assert_close(got, want, rtol=TOLERANCE[FP32], name=index)
@@ -138,9 +138,24 @@ def test_whole_calls():
 
 
 @kernel
+def test_prompts_take_refined_largest_shares():
+    "By default: a group of several heads, with padding, a part of a prompt, a tail."
+    told = torch.zeros(2)
+    for R, index, starts, tail in ((2, "fine16", [0, 41], 0), (3, "mean", None, 45), (1, "mean", [0, 95], 45)):
+        x, starts = problem(2, 2, R, 150, 310, 16, FP32, starts=starts)
+        keep = dict(block=32, density=0.4, index=index, kv_start=starts, tail=tail)
+        got, want, means, index_alone = (sketch_walk_prefill(*x, **keep, **more, backend="triton") for more in (
+            {}, dict(pool="max", refine=2), dict(pool="mean", refine=2), dict(pool="max", refine=1)))
+        assert torch.equal(got, want)
+        told += torch.tensor([not torch.equal(got, means), not torch.equal(got, index_alone)])
+        assert_close(got, sketch_walk_prefill(*(y.double() for y in x), **keep), rtol=TOLERANCE[FP32], name=index)
+    assert (told > 1).all(), told
+
+
+@kernel
 def test_the_pattern_of_a_method_is_the_reference_s():
     (q, k, v), _ = problem(1, 2, 2, 100, 100, 16, FP32)
-    s = SketchWalk(block=32, density=0.5)
+    s = SketchWalk(block=32, density=0.5, pool="mean", refine=1)
     want = s.pattern(q.double(), k.double())
     if not GPU: assert s.pattern(q, k).index.shape == want.index.shape  # without a GPU nothing but "triton" uses them
     from sparse_nb.kernels.sketch_walk_prefill import choose_blocks
@@ -148,7 +163,8 @@ def test_the_pattern_of_a_method_is_the_reference_s():
     pattern = BlockPattern(*lists, queries=100, keys=100, query_block=32, key_block=32)
     assert torch.equal(pattern.mask(), want.mask())
     out = block_attention(q, k, v, pattern)
-    assert_close(out, sketch_walk_prefill(q, k, v, block=32, density=0.5, tail=0, backend="torch"), rtol=1e-5)
+    assert_close(out, sketch_walk_prefill(q, k, v, block=32, density=0.5, pool="mean", refine=1, tail=0,
+                                          backend="torch"), rtol=1e-5)
 
 
 @kernel
@@ -271,7 +287,7 @@ def test_sub_blocks_of_padding_have_no_share():
 def test_the_rotation_has_the_reference_s_signs(seed):
     (q, k, _), _ = problem(1, 1, 2, 100, 200, 24, FP32, seed=seed)
     k[..., 0] *= 30                                       # 4 bits without a rotation, or with another, see nothing else
-    got, want = compare(q, k, block=32, density=0.5, index="fine16", seed=seed)
+    got, want = compare(q, k, block=32, density=0.5, index="fine16", pool="mean", refine=1, seed=seed)
     assert torch.equal(got, want)
 
 

@@ -17,22 +17,25 @@ from sparse_nb.sketch_walk import (
 
 SMALL = dict(block=32, density=0.4, sketch=16, tail=0)
 PAPER = dict(index="sketch", walk="literal", heads="averaged")
-GUESSING = [SketchWalk(index=x, **SMALL) for x in ("fine4", "fine16", "mean", "sketch")]
+MEANS, LARGEST = dict(pool="mean", refine=1), dict(pool="max", refine=1)
+GUESSING = [SketchWalk(index=x, **MEANS, **SMALL) for x in ("fine4", "fine16", "mean", "sketch")]
 PIECES = [SketchWalk(block=16, density=0.3), SketchWalk(block=4, density=0.3, heads="each")]
-GUESSING += [SketchWalk(heads="all", **SMALL), SketchWalk(heads="averaged", index="mean", **SMALL),
-             SketchWalk(pool="max", **SMALL), SketchWalk(pool="max", index="mean", heads="all", **SMALL),
-             SketchWalk(heads="each", **SMALL), SketchWalk(heads="each", pool="max", **SMALL)]
+GUESSING += [SketchWalk(heads="all", **MEANS, **SMALL), SketchWalk(heads="averaged", index="mean", **MEANS, **SMALL),
+             SketchWalk(**LARGEST, **SMALL), SketchWalk(index="mean", heads="all", **LARGEST, **SMALL),
+             SketchWalk(heads="each", **MEANS, **SMALL), SketchWalk(heads="each", **LARGEST, **SMALL),
+             SketchWalk(**SMALL), SketchWalk(index="sketch", heads="averaged", **SMALL)]
 REFINED = SketchWalk(index="fine16", pool="max", heads="each", refine=2, least=4, **SMALL)
-GUESSING += [REFINED, SketchWalk(index="mean", refine=2, **SMALL)]
-PLAIN = [*GUESSING, SketchWalk(index="oracle", **SMALL), SketchWalk(index="random", **SMALL),
-         SketchWalk(index="oracle", heads="each", **SMALL), SketchWalk(index="random", heads="each", **SMALL),
+GUESSING += [REFINED, SketchWalk(index="mean", pool="mean", refine=2, **SMALL)]
+PLAIN = [*GUESSING, SketchWalk(index="oracle", **SMALL), SketchWalk(index="random", **MEANS, **SMALL),
+         SketchWalk(index="oracle", heads="each", **MEANS, **SMALL),
+         SketchWalk(index="random", heads="each", **MEANS, **SMALL),
          SketchWalk(index="random", refine=2, **SMALL)]
 WALKING = [SketchWalk(walk=x, **SMALL) for x in ("softmax", "renormalised", "literal")]
 WALKING += [SketchWalk(walk="softmax", power="matrix", degree=3, index="mean", **SMALL),
             SketchWalk(**SMALL | PAPER), SketchWalk(**SMALL | PAPER, power="matrix", degree=2)]
-TAILED = [SketchWalk(pool="mean", refine=1, **SMALL | dict(tail=40)), replace(REFINED, tail=64),
+TAILED = [SketchWalk(**MEANS, **SMALL | dict(tail=40)), replace(REFINED, tail=64),
           replace(WALKING[0], tail=33), replace(WALKING[-1], tail=32),
-          SketchWalk(index="random", **SMALL | dict(tail=1))]
+          SketchWalk(index="random", **MEANS, **SMALL | dict(tail=1)), SketchWalk(**SMALL | dict(tail=40))]
 
 def problem(B=2, G=2, R=2, Q=150, N=230, D=16, seed=0, dtype=torch.float64):
     g = torch.Generator().manual_seed(seed)
@@ -90,7 +93,7 @@ def test_sequences_that_begin_inside_a_block(method):
 def test_random_lists_are_drawn_from_the_streams_of_first_heads(heads, lists_of):
     "Lists that heads share are those of the first of them, where each has its own."
     q, k, v = problem(Q=230)
-    shared, own = (SketchWalk(**SMALL, index="random", heads=x) for x in (heads, "each"))
+    shared, own = (SketchWalk(**SMALL, index="random", refine=1, heads=x) for x in (heads, "each"))
     assert torch.equal(lists(shared, q, k, seed=4), lists(own, q, k, seed=4)[:, lists_of])
     read = [s.select(q[:, :, -2:], k, causal=True, seed=4, state=heard(s, q, k)).dense(230) for s in (shared, own)]
     assert torch.equal(read[0][:, lists_of], read[1][:, lists_of]) and not torch.equal(*read)
@@ -148,7 +151,7 @@ def test_a_block_does_not_know_later_blocks_but_its_own_queries(method):
         assert torch.equal(got[:, :, :whole], want[:, :, :whole])
         leaks.append(bool((got - want)[:, :, whole:border].any()))
     # of a matrix power of shares little but the order of the blocks is left
-    blind = method.index == "random" and method.refine == 1
+    blind = method.index == "random" and method.prompt_refine == 1
     assert any(leaks) == (not blind and method.power == "element" or method in WALKING[5:])
     assert method.sees_ahead == (not blind)
     assert not leaks[0]
@@ -302,7 +305,7 @@ def scores_by_hand(method, q, k, size=32):
 @pytest.mark.parametrize("index", ["fine4", "fine16", "mean", "sketch"])
 @pytest.mark.parametrize("pool", ["mean", "max"])
 def test_lists_of_a_group_by_hand(index, pool):
-    method = SketchWalk(index=index, pool=pool, **SMALL)
+    method = SketchWalk(index=index, pool=pool, refine=1, **SMALL)
     q, k, _ = problem(B=1, Q=230)
     mask, fine = lists(method, q, k)[0], FINE.get(index, 32) if pool == "max" else 32
     read = method.select(q[:, :, -1:], k).dense(230)[0, :, 0]
@@ -325,7 +328,7 @@ def test_lists_of_a_group_by_hand(index, pool):
 @pytest.mark.parametrize("pool", ["mean", "max"])
 def test_exact_scores_of_all_blocks_choose_what_the_oracle_does(heads, pool):
     q, k, _ = problem(Q=230)
-    method = SketchWalk(index="mean", heads=heads, pool=pool, **SMALL)
+    method = SketchWalk(index="mean", heads=heads, pool=pool, refine=1, **SMALL)
     oracle = lists(replace(method, index="oracle"), q, k)
     assert torch.equal(lists(replace(method, refine=9), q, k), oracle)
     assert not torch.equal(lists(method, q, k), oracle)
@@ -658,14 +661,46 @@ def test_another_basis_of_one_group_changes_no_list(heads):
     same = torch.equal(lists(method, q, k), lists(method, *there))
     assert same == (heads != "averaged")
 
+@pytest.mark.parametrize("more", [{}, dict(heads="each"), dict(heads="all", tail=40), dict(index="sketch"),
+                                  dict(index="mean", heads="averaged"), dict(index="random")], ids=str)
+def test_prompts_take_refined_largest_shares_and_steps_means(more):
+    "Of a group of three heads a key, with padding, in one part or several; None is neither of the other readings."
+    more, (q, k, v) = SMALL | dict(density=0.3) | more, problem(R=3, Q=230)
+    method, start = SketchWalk(**more), torch.tensor([0, 41])
+    own = lambda **kw: SketchWalk(**more | kw)
+    def prompts(m):
+        parts = [m.prefill(q[:, :, a:a + 96], k[:, :, :a + 96], v[:, :, :a + 96], seed=3) for a in range(0, 230, 96)]
+        return [m.pattern(q, k, seed=3).mask(), m.prefill(q, k, v, seed=3, kv_start=start), torch.cat(parts, 2)]
+    got, want = prompts(method), prompts(own(pool="max", refine=2))
+    for x, y in zip(got, want): assert torch.equal(x, y)
+    for wrong in (dict(pool="mean"), dict(refine=1), MEANS):
+        assert not all(map(torch.equal, got, prompts(own(**dict(pool="max", refine=2) | wrong)))), wrong
+    one = dict(state=heard(method, q, k), kv_start=start, seed=seeds(q), return_stats=True)
+    (out, stats), (means, read), (largest, _) = (own(**x).decode(q[:, :, -1:], k, v, **one)
+                                                 for x in ({}, dict(pool="mean"), dict(pool="max")))
+    assert torch.equal(out, means) and torch.equal(stats.values_read, read.values_read)
+    assert torch.equal(out, largest) == (more.get("heads") in ("each", "averaged") or more.get("index") == "random")
+
+@pytest.mark.parametrize("method", [*WALKING, SketchWalk(index="oracle", **SMALL),
+                                    SketchWalk(index="oracle", walk="softmax", **SMALL)], ids=repr)
+def test_what_refuses_refined_lists_has_none_by_default(method):
+    q, k, v = problem(Q=230)
+    pool = "max" if method.walk is None else "mean"
+    assert method == replace(method, pool=None, refine=None)
+    out, want = (m.prefill(q, k, v, **{"step": {}} if m.walk else {})
+                 for m in (method, replace(method, pool=pool, refine=1)))
+    assert torch.equal(out, want)
+
 def test_functions_are_the_method():
     q, k, v = problem(Q=230)
     settings = dict(block=32, density=0.3, index="mean", heads="all", pool="max")
     method = SketchWalk(**settings)
     assert torch.equal(sketch_walk_prefill(q, k, v, **settings), method.prefill(q, k, v))
     assert torch.equal(sketch_walk_decode(q[:, :, -1:], k, v, **settings), method.decode(q[:, :, -1:], k, v))
-    more = dict(settings, refine=2, least=4, tail=50)
-    assert torch.equal(sketch_walk_prefill(q, k, v, **more), SketchWalk(**more).prefill(q, k, v))
+    for more in (dict(settings, refine=2, least=4, tail=50), dict(settings, refine=1, tail=0), dict(block=32)):
+        assert torch.equal(sketch_walk_prefill(q, k, v, **more), SketchWalk(**more).prefill(q, k, v))
+    assert torch.equal(sketch_walk_decode(q[:, :, -1:], k, v, block=32),
+                       SketchWalk(32).decode(q[:, :, -1:], k, v))
     for method in PLAIN + WALKING + TAILED: assert Method.from_json(method.to_json()) == method
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -697,7 +732,7 @@ def test_head_sizes_that_are_no_powers_of_two(size):
     (dict(degree=33), "degree must be at least 1 and at most 32, got 33"),
     (dict(degree=10**400, power="matrix", walk="softmax"), "degree must be at least 1 and at most 32, got 1000"),
     (dict(tail=-1), "tail must be at least 0, got -1"),
-    (dict(refine=0), "refine must be at least 1"), (dict(least=1), "least must be at least 2"),
+    (dict(refine=0), "refine must be at least 1 and at most 1024, got 0"), (dict(least=1), "least must be at least 2"),
     (dict(refine=10**30), "refine must be at least 1 and at most 1024, got 10000"),
     (dict(least=2**63), f"least must be at least 2 and at most 1048576, got {2**63}"),
     (dict(seed=2**63), f"seed must be at least 0 and at most {2**63 - 1}, got {2**63}"),
@@ -711,7 +746,8 @@ def test_settings_that_cannot_work(settings, message):
     with pytest.raises(ValueError, match=message): SketchWalk(**settings)
 
 def test_kinds_that_cannot_work():
-    for settings in (dict(density="all"), dict(block=64.0), dict(walk=3), dict(degree=2.0), dict(dense_layers=True)):
+    for settings in (dict(density="all"), dict(block=64.0), dict(walk=3), dict(degree=2.0), dict(dense_layers=True),
+                     dict(refine=2.0), dict(refine=True), dict(pool=3)):
         with pytest.raises(TypeError, match=f"{next(iter(settings))} must be"): SketchWalk(**settings)
     for tail in (True, 128.0, "all", None, torch.tensor(3)):
         for call in (SketchWalk, lambda tail: sketch_walk_prefill(*problem(Q=100), tail=tail)):
@@ -896,10 +932,10 @@ def test_a_perplexity_that_would_leak_is_refused(llama):
     from sparse_nb.text import token_bits
     method = SketchWalk(**DENSE)
     for given in (method, Delta(base=method), {2: method}, replace(method, walk="softmax", index="oracle"),
-                  replace(method, index="random", refine=2)):
+                  replace(method, index="random")):
         with pytest.raises(ValueError, match="prefill must choose without a look at later tokens .* got SketchWalk in"):
             token_bits(llama, TOKENS, read=100, prefill=given)
-    assert len(token_bits(llama, TOKENS, read=100, prefill=replace(method, index="random"))[0][0]) == 99
+    assert len(token_bits(llama, TOKENS, read=100, prefill=replace(method, index="random", refine=1))[0][0]) == 99
     assert len(token_bits(llama, TOKENS, read=100, prefill=method, decode=method)[0][0]) == 99
 
 @pytest.mark.parametrize("name, settings", [
@@ -976,7 +1012,7 @@ def test_signs_of_one_group_leave_a_model_and_our_lists_alone(llama):
         layer.self_attn.k_proj.weight.data[D:] *= -1
     assert torch.equal(forward(llama, TOKENS), forward(other, TOKENS))
     for heads in ("group", "each", "all", "averaged"):
-        method = SketchWalk(index="mean", heads=heads, **DENSE)
+        method = SketchWalk(index="mean", heads=heads, refine=1, **DENSE)
         with sparsify(llama, prefill=method): want = forward(llama, TOKENS)
         with sparsify(other, prefill=method): got = forward(other, TOKENS)
         assert torch.equal(want, got) == (heads != "averaged")
