@@ -112,7 +112,7 @@ def test_answers_of_the_largest_model_are_differences_on_the_same_prompts():
     tasks = {task for task in tasks if sum(of("exact", task)) >= len(of("exact", task)) / 2}
     lost = {name: statistics.mean(x - right[name][at] for at, x in right["exact"].items() if at[0] in tasks)
             for name in right}
-    assert len(tasks) == 6 and cells("answers")["Quest, 10 %"][3].startswith(f"{100 * lost['quest']:.1f} [")
+    assert len(tasks) == 7 and cells("answers")["Quest, 10 %"][3].startswith(f"{100 * lost['quest']:.1f} [")
     assert f"with 10 % of the keys it loses {100 * lost['saap']:.1f} [".replace("-", "−") in TEXT
 
 
