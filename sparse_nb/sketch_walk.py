@@ -972,7 +972,7 @@ def sketch_walk_prefill(
     The last `tail` queries attend exactly; this is ours, Algorithm 1 has no such tail. A question stands at the end of
     a prompt, and the mean of a block's queries hides what one of them looks for. A prompt in parts has a tail in each.
     None stands for `pool="max", refine=2`, and with a walk for `pool="mean", refine=1`; an oracle needs `refine=1` too.
-    Together they take over twice the time of `pool="mean", refine=1`, and keep more answers.
+    Either alone takes over twice the time of `pool="mean", refine=1`; both keep more answers, and were not timed.
 
     A block's choice knows all its queries, so a row may see what up to `block` - 1 later tokens have chosen. Raises as
     `check_inputs`, and TypeError or ValueError for settings that can never work and a walk that lacks queries.
