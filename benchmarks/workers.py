@@ -15,24 +15,30 @@ TRIES = 3                                   # of a cell
 
 def _serve(gpu, work, todo, done):
     "A process that does what it is given, on one GPU"
-    if gpu is not None: os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     while parent_process().is_alive() and (cell := todo.get()) is not None:
         began = time.monotonic()
         try: done.put((cell, work(cell), time.monotonic() - began, None))
         except Exception as error: done.put((cell, [], 0, f"{type(error).__name__}: {error}"))
         gc.collect()
-        if gpu is not None: torch.cuda.empty_cache()  # another process has the same GPU
+        torch.cuda.empty_cache()  # another process has the same GPU
 
 def evaluated(
     work: Callable, # a cell -> its rows; a function of a module, for processes import it
     every: list,    # cells, which can be pickled
-    gpus: int,      # of this machine; 0: one process without one
+    gpus: int,      # of this machine; 0: all is done in this process
 ): # yields (cell, rows, seconds) as they come
-    "Do all cells, `PER_GPU` processes on each GPU. RuntimeError for one that failed `TRIES` times: memory is shared."
+    """Do all cells, `PER_GPU` processes on each GPU. RuntimeError for one that failed `TRIES` times there, where memory
+    is shared; without a GPU, what `work` raises."""
+    if not gpus:
+        for cell in every:
+            began = time.monotonic()
+            yield cell, work(cell), time.monotonic() - began
+        return
     context = processes.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
     for cell in every: todo.put(cell)
-    on = [gpu for _ in range(PER_GPU) for gpu in range(gpus)] or [None]
+    on = [gpu for _ in range(PER_GPU) for gpu in range(gpus)]
     seats = [context.Process(target=_serve, args=(gpu, work, todo, done), daemon=True) for gpu in on[:len(every)]]
     for seat in seats: seat.start()
     left, failed = len(every), []

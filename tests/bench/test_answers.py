@@ -70,8 +70,18 @@ def test_what_was_stopped_goes_on(tmp_path):
     workers.filled_in(last, _double, every, answers.of_cell, {})
     assert len(said) == 4 and sorted(map(answers.of_cell, last.rows)) == sorted(
         (*c[:4], c.seeds[0], c.seeds[-1] + 1) for c in every)
-    with pytest.raises(RuntimeError, match="bad.*ValueError: no"):
+    with pytest.raises(ValueError, match="^no$"):
         workers.filled_in(recorder(), _double, [Cell("decode", "m", "bad", 64, range(2))], answers.of_cell, {})
+
+
+@pytest.mark.slow
+def test_several_processes_give_every_cell_once(monkeypatch):
+    monkeypatch.setattr(workers, "PER_GPU", 2)
+    every = [Cell("decode", "m", "x", 64, range(a, a + 2)) for a in range(4)]
+    found = {cell: rows for cell, rows, _ in workers.evaluated(_double, every, 1)}  # of a GPU that they do not ask
+    assert found == {cell: _double(cell) for cell in every}
+    with pytest.raises(RuntimeError, match="bad.*ValueError: no"):
+        list(workers.evaluated(_double, [Cell("decode", "m", "bad", 64, range(2))], 1))
 
 
 def test_a_model_goes_with_answers_alone(capsys, tmp_path, monkeypatch):
