@@ -165,7 +165,7 @@ def columns(
     return pd.DataFrame(found).T.astype(dict(prompts=int, exact=int, right=int))
 
 def hours(every: list, processes: int) -> float:
-    "How long cells will take at most: as long for each prompt as the first of each role takes alone."
+    "How long cells will take, if each prompt takes as long as the first one of its role takes alone."
     took = {}
     for role in dict.fromkeys(cell.role for cell in every):
         first = next(cell for cell in every if cell.role == role)
@@ -180,7 +180,7 @@ def answers(recorder):
     every = cells(models, recorder.quick)
     about = dict(methods={role: {name: repr(x) for name, x in methods_of(role).items()} for role in ROLES})
     if recorder.model and not recorder.quick:
-        recorder.say(f"at most {hours(every, max(1, torch.cuda.device_count())):.1f} hours; what is stopped goes on")
+        recorder.say(f"about {hours(every, max(1, torch.cuda.device_count())):.1f} hours; what is stopped goes on")
     filled_in(recorder, evaluate, every, of_cell, about)
     for model in dict.fromkeys(cell.model for cell in every):
         recorder.say(f"{model}\n{columns(recorder.rows, model).round(3).to_string()}")

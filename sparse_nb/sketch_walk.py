@@ -741,9 +741,9 @@ class SketchWalk(ByKernels):
 
     @property
     def prompt_refine(self) -> int:
-        "`refine` of a prompt: by default 2; 1 with a walk or an oracle, which take no other."
+        "`refine` of a prompt: by default 2; 1 with a walk or an oracle, which take no other, and with random blocks."
         if self.refine is not None: return self.refine
-        return 2 if self.walk is None and self.index != "oracle" else 1
+        return 2 if self.walk is None and self.index not in ("oracle", "random") else 1
 
     @property
     def summary(self) -> Summary:

@@ -84,6 +84,17 @@ def test_several_processes_give_every_cell_once(monkeypatch):
         list(workers.evaluated(_double, [Cell("decode", "m", "bad", 64, range(2))], 1))
 
 
+def test_hours_are_said_beforehand(monkeypatch):
+    clock, each = [0.0], dict(decode=2.0, prompt=3.0, listen=5.0)
+    monkeypatch.setattr(answers.time, "monotonic", lambda: clock[0])
+    def evaluate(cell):
+        assert cell.seeds == range(1)
+        clock[0] += each[cell.role]
+    monkeypatch.setattr(answers, "evaluate", evaluate)
+    every = [Cell(role, "m", "x", 64, range(a, a + n)) for role, n in (("decode", 10), ("listen", 4)) for a in (0, n)]
+    assert answers.hours(every, 2) == pytest.approx((20 * 2 + 8 * 5) / 2 / 3600) and clock == [7.0]
+
+
 def test_a_model_goes_with_answers_alone(capsys, tmp_path, monkeypatch):
     one_line(capsys, run.main, ["exact", "--quick", "--model", "pocket"], "--model goes with answers alone, got exact")
     monkeypatch.setattr(run, "run_record", lambda name, out, **given: (_ for _ in ()).throw(ValueError(given["model"])))

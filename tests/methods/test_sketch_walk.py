@@ -662,7 +662,7 @@ def test_another_basis_of_one_group_changes_no_list(heads):
     assert same == (heads != "averaged")
 
 @pytest.mark.parametrize("more", [{}, dict(heads="each"), dict(heads="all", tail=40), dict(index="sketch"),
-                                  dict(index="mean", heads="averaged"), dict(index="random")], ids=str)
+                                  dict(index="mean", heads="averaged")], ids=str)
 def test_prompts_take_refined_largest_shares_and_steps_means(more):
     "Of a group of three heads a key, with padding, in one part or several; None is neither of the other readings."
     more, (q, k, v) = SMALL | dict(density=0.3) | more, problem(R=3, Q=230)
@@ -679,7 +679,14 @@ def test_prompts_take_refined_largest_shares_and_steps_means(more):
     (out, stats), (means, read), (largest, _) = (own(**x).decode(q[:, :, -1:], k, v, **one)
                                                  for x in ({}, dict(pool="mean"), dict(pool="max")))
     assert torch.equal(out, means) and torch.equal(stats.values_read, read.values_read)
-    assert torch.equal(out, largest) == (more.get("heads") in ("each", "averaged") or more.get("index") == "random")
+    assert torch.equal(out, largest) == (more.get("heads") in ("each", "averaged"))
+
+def test_blocks_drawn_at_random_are_not_refined_by_default():
+    q, k, v = problem(R=3, Q=230)
+    ways = {}, dict(refine=1), dict(refine=2)
+    dice, plain, refined = (SketchWalk(index="random", **more, **SMALL) for more in ways)
+    out, want, other = (method.prefill(q, k, v, seed=3) for method in (dice, plain, refined))
+    assert torch.equal(out, want) and not torch.equal(out, other) and not dice.sees_ahead
 
 @pytest.mark.parametrize("method", [*WALKING, SketchWalk(index="oracle", **SMALL),
                                     SketchWalk(index="oracle", walk="softmax", **SMALL)], ids=repr)
@@ -932,10 +939,10 @@ def test_a_perplexity_that_would_leak_is_refused(llama):
     from sparse_nb.text import token_bits
     method = SketchWalk(**DENSE)
     for given in (method, Delta(base=method), {2: method}, replace(method, walk="softmax", index="oracle"),
-                  replace(method, index="random")):
+                  replace(method, index="random", refine=2)):
         with pytest.raises(ValueError, match="prefill must choose without a look at later tokens .* got SketchWalk in"):
             token_bits(llama, TOKENS, read=100, prefill=given)
-    assert len(token_bits(llama, TOKENS, read=100, prefill=replace(method, index="random", refine=1))[0][0]) == 99
+    assert len(token_bits(llama, TOKENS, read=100, prefill=replace(method, index="random"))[0][0]) == 99
     assert len(token_bits(llama, TOKENS, read=100, prefill=method, decode=method)[0][0]) == 99
 
 @pytest.mark.parametrize("name, settings", [
