@@ -50,6 +50,7 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "real_model": ("real_model", "every method on a model of 1.5 billion weights: answers, reads, ideas", False),
     "santa_budgets": ("santa_budgets", "SANTA's draws against right answers of GSM8K and MMLU, on the same model",
                       True),
+    "paper_tables": ("paper_tables", "the papers' tables of answers, and LongPPL, on the same model", True),
     "delta": ("configs.delta", "corrections of a sparse prefill on both models: prose and answers", True),
     "delta_bases": ("configs.delta", "corrections of streaming, HiP and MInference: the pocket model's answers, prose",
                     False),

@@ -65,6 +65,6 @@ def filled_in(
     known = {of_cell(row) for row in recorder.rows}
     lacking = [cell for cell in every if (*cell[:-1], cell[-1][0], cell[-1][-1] + 1) not in known]
     for cell, rows, seconds in evaluated(work, lacking, torch.cuda.device_count()):
-        recorder.rows += rows
+        recorder.rows += [row | dict(seconds=round(seconds, 1)) for row in rows]
         recorder.write(**about)
         recorder.say(f"{recorder.seconds():.0f} s: {', '.join(map(str, cell))}: {seconds:.0f} s")

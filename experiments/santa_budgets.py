@@ -4,7 +4,6 @@ import math
 from typing import NamedTuple
 
 import pandas as pd
-import torch
 
 from sparse_nb.core.methods import TopK
 from sparse_nb.evaluate import accuracy
@@ -12,9 +11,7 @@ from sparse_nb.exams import last_number
 from sparse_nb.metrics import clopper_pearson, paired_interval
 from sparse_nb.santa import Santa
 from benchmarks.answers import loaded
-from benchmarks.recorder import read_record
-from benchmarks.workers import evaluated
-from experiments.real_model import of_cell
+from benchmarks.workers import filled_in
 
 BUDGETS = 1, 4, 16, 64, 256, 1024
 LENGTHS = {"gsm8k": 2048, "mmlu": 4096}  # tokens of a prompt with its reply, at most
@@ -28,18 +25,17 @@ QUICK = { # in place of the data sets, which the quick form does without
     "mmlu": dict(examples=dict(sums=[["1 + 1?", ["1", "2", "3", "4"], 1]]),
                  questions=[["sums", "2 + 2?", ["4", "5", "6", "7"], 0],
                             ["sums", "3 + 3?", ["4", "5", "6", "7"], 2]])}
-PARTS = { # part -> which queries are the method's
-    "written": "from the prompt's last token on", "asked": "from the question on", "all": "all, the prompt's too"}
+PARTS = {"written": "from the prompt's last token on", "all": "all, the prompt's too"} # which queries are the method's
 
 
 class Cell(NamedTuple):
     "Questions of one task, and what attends to them"
     part: str    # one of `PARTS`
+    method: str  # "exact", or a name of `methods`
     model: str
     task: str    # in `LENGTHS`
     length: int  # tokens
     seeds: range # numbers of questions
-    method: str  # "exact", or a name of `methods`
 
 def methods() -> dict:
     "name -> method: as many draws, or keys, as the number says."
@@ -50,14 +46,18 @@ def cells(quick: bool = False) -> list:
     "Those of the record, a batch of questions of all methods before the next one."
     if quick:
         asked = [("written", "gsm8k"), *((part, "mmlu") for part in PARTS)]
-        return [Cell(part, "pocket", task, 1024, range(2), name) for part, task in asked
+        return [Cell(part, name, "pocket", task, 1024, range(2)) for part, task in asked
                 for name in ("exact", "systematic-4")]
     names = ["exact", *methods()]
     paper = [name for name in names if name.startswith("systematic")]
-    asked = ("written", "gsm8k", names), ("asked", "mmlu", names), ("all", "mmlu", paper), ("all", "gsm8k", paper)
-    return [Cell(part, "qwen", task, LENGTHS[task], range(first, min(first + AT_ONCE, QUESTIONS[task])), name)
+    asked = ("written", "gsm8k", names), ("written", "mmlu", names), ("all", "mmlu", paper), ("all", "gsm8k", paper)
+    return [Cell(part, name, "qwen", task, LENGTHS[task], range(first, min(first + AT_ONCE, QUESTIONS[task])))
             for first in range(0, max(QUESTIONS.values()), AT_ONCE)
             for part, task, some in asked if first < QUESTIONS[task] for name in some]
+
+def of_cell(row: dict) -> tuple:
+    "What tells a row's cell from others."
+    return row["part"], row["method"], row["model"], row["task"], row["length"], *row["seeds"]
 
 def evaluate(cell: Cell) -> list:
     "One row: what is right, question by question, what was found in the replies, and how long these are."
@@ -66,7 +66,6 @@ def evaluate(cell: Cell) -> list:
     frame = accuracy(model, tokenizer, cell.task, cell.length, {cell.method: method}, prompts=len(cell.seeds),
                      seed=cell.seeds[0], batch=BATCH[cell.task], chunk=512,
                      task_settings=dict(data=QUICK[cell.task]) if cell.model == "pocket" else None,
-                     setup="context" if cell.part == "asked" else "prompt",
                      prefill=method if cell.part == "all" else None)
     row = cell._asdict() | dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], right=frame.exact.astype(int).tolist())
     if cell.task == "mmlu": return [row | dict(answers="".join(frame.answer))]
@@ -100,14 +99,5 @@ def santa_budgets(recorder) -> dict:
     about = dict(methods={name: repr(method) for name, method in methods().items()}, parts=PARTS,
                  prompts="plain text; gsm8k: 8 examples with their steps, up to 256 tokens written greedily; mmlu: "
                          "validation part, 5 examples, the likeliest of four letters")
-    if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
-    known = {(*of_cell(row), row["method"]) for row in recorder.rows}
-    key = lambda x: (x.part, x.model, x.task, x.length, x.seeds[0], x.seeds[-1] + 1, x.method)
-    lacking = [cell for cell in cells(recorder.quick) if key(cell) not in known]
-    for cell, rows, seconds in evaluated(evaluate, lacking, torch.cuda.device_count()):
-        recorder.rows += [row | dict(seconds=round(seconds, 1)) for row in rows]
-        recorder.write(**about)
-        share = sum(rows[0]["right"]) / len(cell.seeds)
-        recorder.say(f"{recorder.seconds():.0f} s: {cell.part}, {cell.task}, {cell.method}, {cell.seeds}: {share:.3f} "
-                     f"right, {seconds:.0f} s")
+    filled_in(recorder, evaluate, cells(recorder.quick), of_cell, about)
     return about

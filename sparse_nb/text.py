@@ -166,7 +166,8 @@ def _read_all(model, ids, read, every):
         first = max(read, begin)
         given = dict(input_ids=ids[:, part], **as_cache(model, cache), use_cache=True)
         if first >= part.stop: model.base_model(**given)
-        else: bits.append(bits_of(model(**given).logits[:, first - begin:], ids[:, first + 1:part.stop + 1]))
+        else: bits.append(bits_of(model(**given, logits_to_keep=part.stop - first).logits,
+                                  ids[:, first + 1:part.stop + 1]))
     return torch.cat(bits, 1)
 
 # %% ../nbs/84_text.ipynb #c14fcbf8

