@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparse_nb.bench import quartiles
 from sparse_nb.core.methods import Method, Streaming
 from sparse_nb.delta import Delta
+from sparse_nb.patterns import FlexPrefill, VerticalSlash
 from sparse_nb.sketch_walk import SketchWalk
 from benchmarks.machine import machine
 from benchmarks.recorder import Recorder
@@ -177,7 +178,8 @@ def reading_ways(window: int = 2048, gamma: int = 64, tail: int = 128, densities
     return {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
             "streaming": Streaming(sinks=4, window=window), "Eq. 6": delta("delta"), "tangent": delta("tangent"),
             **{f"Sketch&Walk {x:.0%}": SketchWalk(density=x, pool="mean", refine=1, tail=0) for x in densities},
-            "no attention": Nothing()}
+            **{f"Sketch&Walk {x:.0%}, refined": SketchWalk(density=x, tail=tail) for x in densities},
+            "FlexPrefill": FlexPrefill(), "vertical-slash": VerticalSlash(500, 1500), "no attention": Nothing()}
 
 @torch.no_grad()
 def time_first_token(
@@ -212,9 +214,14 @@ def bench_first_token(recorder: Recorder, *, lengths=LENGTHS, shape: Mapping = L
         ids = torch.randint(1, shape["vocab_size"], (1, n), generator=torch.Generator().manual_seed(0))
         ids, times = ids.to(model.device), {name: [] for name in ways}
         warm = ["no attention"] if recorder.rows else ways  # kernels are compiled once; memory is taken anew
-        for name in warm: time_first_token(model, ids, ways[name])
-        for _ in range(runs):
-            for name, way in ways.items(): times[name].append(time_first_token(model, ids, way)[0])
+        for run in range(-1, runs):
+            for name in [*times] if run >= 0 else warm:
+                try: took = time_first_token(model, ids, ways[name])[0]
+                except torch.OutOfMemoryError:
+                    say(f"n={n}, {name}: not measured, out of memory")
+                    del times[name]
+                    continue
+                if run >= 0: times[name].append(took)
         for name, found in times.items():
             recorder.rows.append(dict(way=name, n=n, runs=runs) | quartiles(found)._asdict())
             say(f"n={n}, {name}: {recorder.rows[-1]['median_us'] / 1e6:.2f} s, {recorder.seconds():.0f} s")

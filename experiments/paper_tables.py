@@ -25,7 +25,7 @@ from experiments.real_model import Cell, of_cell, row_of
 
 LENGTH, SCORED, SHORT = 32768, 8192, 4096 # tokens of a prompt or text, of its end that is scored, of a short context
 WINDOWS, LONG = 30, 200_000               # texts, and characters that one has at least
-AT_ONCE, WATCHED = 5, 2                   # prompts read together, and those whose reads are counted
+AT_ONCE, BY_METHOD, WATCHED = 5, 2, 2     # prompts read together, by a method, and those whose reads are counted
 RULER = {name: f"ruler_{name}" for name in ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
                                             "niah_multivalue", "vt", "fwe", "qa_1")}
 HARD = (*RULER.values(),)[2:] # RULER32K-HARD but for qa_2
@@ -110,9 +110,9 @@ def _frame(cell, seeds, asked, **more):
     "The table of `accuracy`"
     model, tokenizer = loaded(cell.model)
     task, settings = task_of(cell.task)
-    return accuracy(model, tokenizer, task, cell.length, asked, prompts=len(seeds), seed=seeds[0], batch=AT_ONCE,
-                    task_settings=settings, chat=bool(tokenizer.chat_template),
-                    **(dict(chunk=cell.length) if more.get("prefill") else {}), **more)
+    more |= dict(chunk=cell.length, batch=BY_METHOD) if more.get("prefill") else dict(batch=AT_ONCE)
+    return accuracy(model, tokenizer, task, cell.length, asked, prompts=len(seeds), seed=seeds[0],
+                    task_settings=settings, chat=bool(tokenizer.chat_template), **more)
 
 def _asked(cell, asked, **more): return _rows(cell, _frame(cell, cell.seeds, asked, **more))
 
