@@ -28,8 +28,8 @@ def evaluated(
     every: list,    # cells, which can be pickled
     gpus: int,      # of this machine; 0: all is done in this process
 ): # yields (cell, rows, seconds) as they come
-    """Do all cells, `PER_GPU` processes on each GPU. RuntimeError for one that failed `TRIES` times there, where memory
-    is shared; without a GPU, what `work` raises."""
+    """Do all cells, `PER_GPU` processes on each GPU. RuntimeError, when all others are done, for those that failed
+    `TRIES` times there, where memory is shared; without a GPU, what `work` raises."""
     if not gpus:
         for cell in every:
             began = time.monotonic()
@@ -41,17 +41,20 @@ def evaluated(
     on = [gpu for _ in range(PER_GPU) for gpu in range(gpus)]
     seats = [context.Process(target=_serve, args=(gpu, work, todo, done), daemon=True) for gpu in on[:len(every)]]
     for seat in seats: seat.start()
-    left, failed = len(every), []
+    left, failed, given_up = len(every), [], []
     while left:
         cell, rows, seconds, why = done.get()
         if why is None:
             left -= 1
             yield cell, rows, seconds
-        elif failed.count(cell) + 1 == TRIES: raise RuntimeError(f"{cell}: {why}")
+        elif failed.count(cell) + 1 == TRIES:
+            left -= 1
+            given_up.append(f"{cell}: {why}")
         else:
             failed.append(cell)
             todo.put(cell)
     for _ in seats: todo.put(None)
+    if given_up: raise RuntimeError("; ".join(given_up))
 
 def filled_in(
     recorder,         # of the measurement

