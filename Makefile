@@ -107,8 +107,9 @@ wheel: setup
 	.venv/bin/twine check --strict dist/*.whl
 	.venv/bin/check-wheel-contents dist/*.whl
 
-# README's tables, figure and shown output, made again from benchmarks/results
+# the one table, made again from benchmarks/results, and of it README's tables and figure
 readme: setup
+	.venv/bin/python -m benchmarks.run table
 	.venv/bin/python tools/front.py
 
 # nbs/contents.yml, the list of pages, into the sidebar of _quarto.yml

@@ -40,6 +40,7 @@ _SPEED = {  # name -> module of benchmarks, what it holds
     "generate": ("generate", "a whole model, token by token"),
     "first_token": ("end_to_end", "a whole model's first token"),
     "answers": ("answers", "right answers that every method costs a model, what it reads and its error", False),
+    "table": ("table", "every method at one configuration: speed and answers, composed from the other files", False),
 }
 _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "santa_pocket": ("santa_pocket", "the pocket model's answers with SANTA", True),
@@ -86,7 +87,8 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "saap_partition": ("train.saap_partition", "the partition of the pocket model's keys, its router and its factors",
                        False),
 }
-_FILES = {"vattention_launches": "{gpu}_vattention.json", "pocket_model": "runs/pocket",  # those that are not of a name
+_FILES = {"table": "table.json",  # those that are not of a name
+          "vattention_launches": "{gpu}_vattention.json", "pocket_model": "runs/pocket",
           "vattention_smollm2": "{gpu}_vattention_witness.json",  # made when SmolLM2 was called witness, as those below
           "saap_heads_smollm2": "{gpu}_saap_heads_witness.json",
           "santa_schedule_smollm2": "{gpu}_santa_schedule_witness.json",
