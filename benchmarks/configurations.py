@@ -16,12 +16,13 @@ class Decode(NamedTuple):
     of: str = ""        # a second configuration of this method; "": the first
 
 class Prompt(NamedTuple):
-    "A method that reads prompts, at the settings that are timed or, where none are, evaluated"
+    "A method that reads prompts, at the settings that are evaluated"
     label: str
     settings: dict
-    asked: tuple = ()
-    kernel: str = ""  # its name in the record `prefill`
-    first: str = ""   # its name in the record `first_token`
+    asked: tuple = ()  # as of `Decode`
+    kernel: str = ""   # its name in the record `prefill`
+    first: tuple = ()  # its name in the record `first_token`, and one for as long as that is not there
+    other: dict = {}   # settings of `kernel` and of the latter, if they are others
 
 
 def _choice(kind): return "choose", dict(method=kind, launch="attend")
@@ -70,15 +71,17 @@ DECODE = {
 _DELTA = dict(method="Delta", window=2048, gamma=64, correction="tangent", tail=128, base=None)
 PROMPT = {
     "delta": Prompt("Delta, window 2,048", _DELTA, (_DELTA | dict(window=128, gamma=16), _DELTA | dict(
-        window=32, gamma=16, tail=0)), "tangent", "tangent"),
-    "sketch_walk": Prompt("Sketch&Walk, 10 % of blocks", _WALK | dict(density=0.1, pool="mean", refine=1, tail=0), (
-        _WALK | dict(density=0.2, pool="max", refine=2, tail=128), _WALK | dict(
-            density=0.2, pool="mean", refine=1, tail=128)), "sketch_walk_10", "Sketch&Walk 10%"),
+        window=32, gamma=16, tail=0)), "tangent", ("tangent",)),
+    "sketch_walk": Prompt("Sketch&Walk, 20 % of blocks", _WALK | dict(density=0.2, pool="max", refine=2, tail=128), (
+        _WALK | dict(density=0.2, pool="max", refine=1, tail=0), _WALK | dict(
+            density=0.2, pool="mean", refine=1, tail=0)), "sketch_walk_10", ("Sketch&Walk 20%, refined",
+        "Sketch&Walk 10%"), dict(method="SketchWalk", density=0.1, pool="mean", refine=1, tail=0)),
     "streaming": Prompt("window of 2,048", dict(method="Streaming", sinks=4, window=2048), (), "streaming",
-                        "streaming"),
-    "vertical_slash": Prompt("vertical-slash, 500 and 1,500", dict(method="VerticalSlash", vertical=500, slash=1500)),
+                        ("streaming",)),
+    "vertical_slash": Prompt("vertical-slash, 500 and 1,500", dict(method="VerticalSlash", vertical=500, slash=1500),
+                             first=("vertical-slash",)),
     "flex_prefill": Prompt("FlexPrefill, 95 % of the mass", dict(method="FlexPrefill", gamma=0.95, min_keys=1024),
-                           (dict(method="FlexPrefill", gamma=0.9, min_keys=64),)),
+                           (dict(method="FlexPrefill", gamma=0.9, min_keys=64),), first=("FlexPrefill",)),
     "xattention": Prompt("XAttention, 20 %", dict(method="XAttention", density=0.2, stride=16)),
     "hip": Prompt("HiP", dict(method="HiP", sinks=1024, window=1024)),
     "oracle_blocks": Prompt("oracle blocks, 10 %", dict(method="OracleBlocks", density=0.1)),

@@ -54,7 +54,8 @@ def test_speed_and_answers_are_of_one_setting_unless_the_cell_says_so():
     assert seen >= {(name, "qwen") for name in ("santa", "sketch_walk", "quest", "adamas", "double_sparsity", "snapkv")}
     told = ROWS["saap"]["lost_qwen"]["settings"], ROWS["magicpig"]["lost_qwen"]["settings"]
     assert told == ("Saap(budget=0.1)", "MagicPIG(bits=6, tables=42)")
-    assert "settings" in ROWS["vattention"]["lost_qwen"] and "settings" in ROWS["sketch_walk"]["read_qwen"]
+    assert "settings" in ROWS["vattention"]["lost_qwen"] and "settings" in ROWS["sketch_walk"]["prompt_131k"]
+    assert "settings" not in ROWS["sketch_walk"]["read_qwen"]
 
 
 def test_answers_lost_are_counted_prompt_by_prompt():
