@@ -551,12 +551,13 @@ def _gap(cell, exact):
 def table(
     frame: pd.DataFrame, # of `frame_of`
     pool: bool = False,  # all tasks and lengths together, but texts apart?
-) -> pd.DataFrame: # indexed by CELL: prompts, right, same, gain, density, error, bytes; of texts bits, perplexity, gap
+) -> pd.DataFrame: # indexed by CELL: prompts, right, characters, same, gain, density, error, bytes; of texts bits, gap
     """What a grid found: means, and paired differences to exact attention in both roles.
 
     right, same, gain and gap have an interval of 95 % beside them (right_low, right_high, ...); bytes are a share of
-    those that exact attention reads. Density, error and bytes are of decoding, where a grid has a method for it;
-    long_perplexity is that of the tokens that need a long context (LongPPL).
+    those that exact attention reads. characters: the mean share of an answer that is right, of tasks with several
+    answers the share that was found, which is RULER's score. Density, error and bytes are of decoding, where a grid
+    has a method for it; long_perplexity is that of the tokens that need a long context (LongPPL).
     """
     rows, index = [], ["kind", "prefill", "decode"] if pool else CELL
     frame = frame.assign(kind=frame.task.where(frame.task == "text", "tasks"))
@@ -572,6 +573,7 @@ def table(
             for what in "right", "same":
                 low, share, high = clopper_pearson(int(cell[what].sum()), len(cell))
                 row |= {what: share, f"{what}_low": low, f"{what}_high": high}
+            if "characters" in cell: row["characters"] = cell.characters.mean()
         name, difference = ("gap", _gap) if names[0] == "text" else ("gain", _gain)
         low, mean, high = difference(cell, plain)
         row |= {name: mean, f"{name}_low": low, f"{name}_high": high}

@@ -231,6 +231,8 @@ VERSIONS = [Wrong(*x) for x in [
      ' and lacking(x["job"])', ""),
     ("grid-bytes-ratio", "grid.py", "eval/test_grid.py::test_a_pooled_table_pairs_prompts_of_the_same_task_and_length",
      "(cell.bytes / cell.dense_bytes)", "(cell.bytes / cell.dense_bytes.max())"),
+    ("grid-characters", "grid.py", "eval/test_grid.py::test_the_table_is_that_of_the_rows",
+     "cell.characters.mean()", "cell.right.mean()"),
     ("eval-compare-sign", "evaluate.py", "eval/test_evaluate.py::test_compare_pairs_prompts",
      "gain = sides[0].mean() - sides[1].mean()", "gain = sides[1].mean() - sides[0].mean()"),
     ("eval-watch-count", "evaluate.py",

@@ -328,7 +328,9 @@ def test_the_table_is_that_of_the_rows(tiny, tmp_path):
         assert cell.gain_low <= cell.gain <= cell.gain_high
         text = rows.pivot(index="seed", columns="decode", values="answer")
         assert cell.same == (text.topk == text.exact).mean()
+        assert cell.characters == rows[rows.decode == "topk"].characters.mean()
         assert 0.03 < cell.density < 0.08 and found.loc[(task, length, "exact", "exact")].error < 1e-5
+    assert (table(frame.assign(characters=0.25)).characters == 0.25).all()
 
 
 def test_answers_that_no_exact_row_stands_beside_are_not_the_same(tiny, tmp_path):
