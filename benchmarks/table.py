@@ -8,7 +8,8 @@ The method that README tells its readers to start with is `default`: **the faste
 1. need no oracle, and keep the whole cache: what is evicted for one question is lost to the next, which no record asks;
 2. are faster there than our exact attention in a whole model, in the same run;
 3. were evaluated on the largest model **with the settings of that time**;
-4. lose fewer than `MARGIN` points of right answers: the upper end of the paired 95 % interval lies below it.
+4. lose fewer than `MARGIN` points of right answers: the upper end of the paired 95 % interval lies below it; and in no
+   other record of the same settings does the lower end lie above it.
 
 Few prompts give a wide interval, whose upper end is high: nothing wins by not having been measured. The fourth point
 is a test of non-inferiority with a margin, at a one-sided level of 2.5 %, where "not significantly worse than the best"
@@ -181,11 +182,14 @@ def settings_of(line: Decode | Prompt) -> Iterable:
     return *own, *((x, dict(settings=said(x))) for x in line.asked)
 
 def answers(line: Decode | Prompt, role: str, model: str) -> dict | None:
-    "The cell of a line: of its own settings if any record has them, and of those that have, of the most prompts."
+    """The cell of a line: of its own settings if any record has them, and of those that have, of the most prompts; what
+    the others say stands beside it."""
     for settings, about in settings_of(line):
         found = [cell for x in every() if (x.model, x.role) == (model, role) and has(settings, x.settings)
                  and (cell := lost(x))]
-        if found: return max(found, key=lambda cell: cell["prompts"]) | about
+        if not found: continue
+        best = max(found, key=lambda cell: cell["prompts"])
+        return best | about | dict(also=[cell for cell in found if cell is not best])
     return None
 
 def reads(line: Decode | Prompt, role: str) -> dict:
@@ -320,6 +324,7 @@ def refusals(
     if gap is None: found.append("not evaluated on the largest model")
     elif "settings" in gap: found.append("evaluated on the largest model with other settings")
     elif gap["high"] >= margin: found.append(f"may lose {gap['high']:.1f} points, by {gap['prompts']} prompts")
+    elif any(x["low"] > margin for x in gap["also"]): found.append("loses more in another record")
     return found
 
 def default(

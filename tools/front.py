@@ -150,7 +150,7 @@ def title(path):
 CHAPTERS = {  # page -> what one learns there
     "nbs/01_why_a_token_is_slow.ipynb": "bytes",
     "nbs/04_exact.ipynb": "softmax in pieces",
-    "nbs/06_selection.ipynb": "a few weighted keys for all",
+    "nbs/06_selection.ipynb": "a few weighted keys",
     "nbs/02_pocket.ipynb": "for experiments",
     "nbs/04_santa.ipynb": "drawn values",
     "nbs/08_bounds.ipynb": "error bounds",
@@ -158,13 +158,13 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/60_baselines.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",
     "nbs/08_saap.ipynb": "clusters of keys",
     "nbs/64_eviction.ipynb": "H2O, SnapKV",
-    "nbs/30_delta.ipynb": "prompts that correct themselves",
+    "nbs/30_delta.ipynb": "corrected prompts",
     "nbs/50_sketch_walk.ipynb": "blocks of keys",
     "nbs/62_patterns.ipynb": "MInference, FlexPrefill, HiP",
     "kernels/santa.ipynb": "Triton",
     "nbs/80_bench.ipynb": "honest comparisons",
     "nbs/70_hf.ipynb": "transformers",
-    "nbs/86_two_models.ipynb": "the verdict so far",
+    "nbs/86_two_models.ipynb": "a verdict",
 }
 
 
