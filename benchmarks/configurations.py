@@ -83,7 +83,7 @@ PROMPT = {
     "flex_prefill": Prompt("FlexPrefill, 95 % of the mass", dict(method="FlexPrefill", gamma=0.95, min_keys=1024),
                            (dict(method="FlexPrefill", gamma=0.9, min_keys=64),), first=("FlexPrefill",)),
     "xattention": Prompt("XAttention, 20 %", dict(method="XAttention", density=0.2, stride=16)),
-    "hip": Prompt("HiP", dict(method="HiP", sinks=1024, window=1024)),
+    "hip": Prompt("HiP", dict(method="HiP", sinks=1024, window=1024), (dict(method="HiP", sinks=128, window=256),)),
     "oracle_blocks": Prompt("oracle blocks, 10 %", dict(method="OracleBlocks", density=0.1)),
     "random_blocks": Prompt("random blocks, 10 %", dict(method="RandomBlocks", density=0.1)),
 }

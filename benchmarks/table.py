@@ -241,7 +241,7 @@ def prompt(line: Prompt, n: int) -> dict | None:
     at = {row["method"]: row["median_us"] for row in rows_of("prefill") if row.get("method") and (row["n"], row["H"])
           == (n, 32)}
     dense = [at[x] for x in ("sdpa_flash", "sdpa_cudnn", "fa4") if x in at]
-    if line.kernel not in at: return None
+    if line.kernel not in at or not dense: return None
     about = dict(settings=said(line.other)) if line.other else {}
     return dict(value=round(min(dense) / at[line.kernel], 5), us=at[line.kernel]) | about | source("prefill")
 
@@ -249,10 +249,10 @@ def first_token(line: Prompt, n: int) -> dict | None:
     "The speedup of the first token of a whole model."
     at = {row["way"]: row["median_us"] for row in rows_of("first_token") if row["n"] == n}
     name = next((x for x in line.first if x in at), None)
-    if name is None: return None
-    dense = min(at["cuDNN"], at["FlashAttention-2"])
+    dense = [at[x] for x in ("cuDNN", "FlashAttention-2") if x in at]
+    if name is None or not dense: return None
     about = dict(settings=said(line.other)) if name != line.first[0] else {}
-    return dict(value=round(dense / at[name], 5), ms=round(at[name] / 1000, 2)) | about | source("first_token")
+    return dict(value=round(min(dense) / at[name], 5), ms=round(at[name] / 1000, 2)) | about | source("first_token")
 
 
 # The table

@@ -137,6 +137,18 @@ def test_a_new_row_of_a_whole_model_is_taken_up_and_the_newest_of_two_stands(mon
     assert table.whole_model(DECODE["quest"], 32768, 1) is None
 
 
+def test_a_first_token_is_of_the_evaluated_settings_where_they_were_timed(monkeypatch):
+    at = {"cuDNN": 8.0, "FlashAttention-2": 9.0, "Sketch&Walk 10%": 4.0}
+    monkeypatch.setattr(table, "rows_of", lambda name: [dict(way=way, n=64, median_us=x) for way, x in at.items()])
+    cell = table.first_token(PROMPT["sketch_walk"], 64)
+    assert cell["value"] == 2 and "density=0.1" in cell["settings"]
+    at["Sketch&Walk 20%, refined"] = 5.0
+    cell = table.first_token(PROMPT["sketch_walk"], 64)
+    assert cell["value"] == 1.6 and "settings" not in cell and table.first_token(PROMPT["hip"], 64) is None
+    at.pop("FlashAttention-2"), at.pop("cuDNN")
+    assert table.first_token(PROMPT["sketch_walk"], 64) is None
+
+
 # The rule of the default
 
 def invented(name, speed, lost, high, prompts=400, **more):
