@@ -30,6 +30,7 @@ def _choice(kind): return "choose", dict(method=kind, launch="attend")
 _LAUNCHED = dict(launch="merge", memory="device")
 _VATTENTION = dict(method="VAttention", topk=0.05, base=0.025)
 SANTA = dict(method="Santa", samples=128, scheme="systematic", eps=None, keys="exact")
+_SAAP = dict(method="Saap", clusters=128, tail="first_order")
 _QUEST = dict(method="Quest", budget=0.1, page=16)
 _WALK = dict(method="SketchWalk", block=64, index="fine4", heads="group", walk=None)
 _DECODED = dict(method="VAttention", eps=0.1, delta=0.05, topk=0.05, base=0.01, predictor=dict(
@@ -42,8 +43,9 @@ DECODE = {
     "vattention": Decode("vAttention, 10 % of keys", _VATTENTION, (_DECODED,), ("vattention", dict(
         density=0.1, **_LAUNCHED)), {32768: dict(eps=0.3), 131072: dict(eps=0.15), 524288: dict(eps=0.1)}),
     "vattention_eps": Decode("vAttention, eps 0.1", _VATTENTION | dict(eps=0.1), of="vattention"),
-    "saap": Decode("SAAP, 5 % of keys", dict(method="Saap", budget=0.05, clusters=128, tail="first_order"),
-                   (dict(method="Saap", budget=0.1),), ("saap_launches", dict(H=32, **_LAUNCHED))),
+    "saap": Decode("SAAP, 5 % of keys", _SAAP | dict(budget=0.05),
+                   (_SAAP | dict(budget=0.1),), ("saap_launches", dict(H=32, **_LAUNCHED))),
+    "saap_10": Decode("SAAP, 10 % of keys", _SAAP | dict(budget=0.1), of="saap"),
     "sketch_walk": Decode("Sketch&Walk, 10 % of blocks", _WALK | dict(density=0.1, pool="mean"), (), (
         "sketch_walk_launches", dict(H=32, index="fine4", block=64, heads="group", asked=0.1, **_LAUNCHED))),
     "streaming": Decode("window, 10 %", dict(method="Streaming", sinks=128, window=0.1),

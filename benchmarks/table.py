@@ -30,11 +30,9 @@ from benchmarks.recorder import read_record, results, write_record
 MARGIN = 5.0  # points of right answers that README's default may lose
 PAPERS = "santa", "vattention", "saap", "sketch_walk", "delta"
 HEAD = 128  # numbers in a key of the models that are timed, and of the largest that is evaluated
-
-
 _ASK = "python -m benchmarks.run answers"
 _TIME = "python -m benchmarks.parts generate --static --tuned --append --decode METHOD --lengths {} --batch {}"
-COLUMNS = {  # name -> what it is; (where, ) a command that measures it
+COLUMNS = {  # name -> what it is, the command that measures it
     "keys": ("share of the keys whose values a token reads, in the answers below", _ASK),
     "bytes": ("share of the bytes of keys and values that a token reads, index included, in the answers below", _ASK),
     "error": ("relative error of the outputs of a layer, in the answers below", _ASK),
