@@ -15,7 +15,7 @@ from sparse_nb.delta import Delta
 from sparse_nb.patterns import FlexPrefill, VerticalSlash
 from sparse_nb.sketch_walk import SketchWalk
 from benchmarks.machine import machine
-from benchmarks.recorder import Recorder
+from benchmarks.recorder import Recorder, read_record
 
 
 LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -200,20 +200,22 @@ LENGTHS = (32768, 3), (131072, 1)  # tokens of the prompt, runs of each way, by 
 
 @torch.no_grad()
 def bench_first_token(recorder: Recorder, *, lengths=LENGTHS, shape: Mapping = LLAMA, ways: Mapping | None = None,
-                      limit_s: float = 150) -> dict: # what meta says
-    "Measure every way at every length; the result is written after each length."
+                      limit_s: float = 400) -> dict: # what meta says
+    "Measure every way at every length; after each the result is written, with what the file held of other lengths."
     ways, say, model = reading_ways() if ways is None else ways, recorder.say, random_model(shape, recorder.device)
     about = machine(recorder.device) | dict(
         shape=dict(shape), dtype="bfloat16", seed=0, weights_bytes=bytes_here(*model.parameters()),
         methods={name: m.to_json() for name, m in ways.items() if isinstance(m, Method)})
     say(f"{about['weights_bytes'] / 1e9:.1f} GB of weights after {recorder.seconds():.0f} s")
+    old = read_record(recorder.out) if recorder.out.exists() else dict(meta={}, rows=[])
+    known, own = [dict(date=old["meta"]["date"]) | row for row in old["rows"]], []
     for n, runs in lengths:
         if recorder.seconds() > limit_s:
             say(f"n={n}: not measured, the time is over")
             continue
         ids = torch.randint(1, shape["vocab_size"], (1, n), generator=torch.Generator().manual_seed(0))
         ids, times = ids.to(model.device), {name: [] for name in ways}
-        warm = ["no attention"] if recorder.rows else ways  # kernels are compiled once; memory is taken anew
+        warm = ["no attention"] if own else ways  # kernels are compiled once; memory is taken anew
         for run in range(-1, runs):
             for name in [*times] if run >= 0 else warm:
                 try: took = time_first_token(model, ids, ways[name])[0]
@@ -223,8 +225,9 @@ def bench_first_token(recorder: Recorder, *, lengths=LENGTHS, shape: Mapping = L
                     continue
                 if run >= 0: times[name].append(took)
         for name, found in times.items():
-            recorder.rows.append(dict(way=name, n=n, runs=runs) | quartiles(found)._asdict())
-            say(f"n={n}, {name}: {recorder.rows[-1]['median_us'] / 1e6:.2f} s, {recorder.seconds():.0f} s")
+            own.append(dict(way=name, n=n, runs=runs, date=about["date"]) | quartiles(found)._asdict())
+            say(f"n={n}, {name}: {own[-1]['median_us'] / 1e6:.2f} s, {recorder.seconds():.0f} s")
+        recorder.rows = [row for row in known if row["n"] not in {x["n"] for x in own}] + own
         recorder.write(**about)
     return about
 

@@ -26,13 +26,12 @@ from experiments.real_model import Cell, of_cell, row_of
 
 LENGTH, SCORED, SHORT = 32768, 8192, 4096 # tokens of a prompt or text, of its end that is scored, of a short context
 WINDOWS = 30                              # texts
-AT_ONCE, BY_METHOD, WATCHED = 5, 2, 2     # prompts read together, by a method, and those whose reads are counted
+AT_ONCE, BY_METHOD, WATCHED = 5, 2, 2     # prompts of a cell, those that a method reads together, and of "reads"
 RULER = {name: f"ruler_{name}" for name in ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
                                             "niah_multivalue", "vt", "fwe", "qa_1")}
 HARD = (*RULER.values(),)[2:] # RULER32K-HARD but for qa_2
-TASKS = {"density": HARD, "saap": (*map(RULER.get, ("niah_single_2", "niah_multikey_1", "niah_multikey_3", "vt",
-                                                    "qa_1")),),
-         "sketch_walk": ("qasper", *map(RULER.get, ("qa_1", "niah_multikey_1", "vt"))), "delta": HARD}
+TASKS = {"saap": (*map(RULER.get, ("niah_single_2", "niah_multikey_1", "niah_multikey_3", "vt", "qa_1")),),
+         "sketch_walk": ("qasper", *map(RULER.get, ("qa_1", "niah_multikey_1", "vt"))), "delta": HARD, "density": HARD}
 LENGTHS = {"sketch_walk": 16384}
 
 
@@ -74,30 +73,28 @@ def methods() -> dict:
 
 
 def cells(quick: bool = False) -> list:
-    "Ten prompts of each task and part, and the texts; then the next ten; bases, which have no kernel, at the end."
+    """Five prompts of each task, quick parts first, and the texts; then the next five; bases, which have no kernel, at
+    the end."""
     small = lambda part: "text" if part == "long_ppl" else "kv"
-    if quick: return [Cell(part, "pocket", small(part), 1024, range(2)) for part in methods()]
+    if quick: return [Cell(part, "pocket", small(part), 1024, range(2)) for part in ("reads", *methods())]
     of = lambda part, seeds: [Cell(part, "qwen", task, LENGTHS.get(part, LENGTH), seeds) for task in TASKS[part]]
-    tens = [range(a, a + 10) for a in range(0, 30, 10)]
+    fives = [range(a, a + AT_ONCE) for a in range(0, 30, AT_ONCE)]
     texts_of = [Cell("long_ppl", "qwen", "text", LENGTH, range(a, a + 2)) for a in range(0, WINDOWS, 2)]
-    found = of("density", tens[0]) + of("saap", tens[0]) + of("sketch_walk", tens[0]) + texts_of
-    found += of("delta", tens[0]) + [x for part in TASKS for x in of(part, tens[1])]
-    found += [cell._replace(part="bases", seeds=range(2)) for cell in of("delta", tens[0])]
-    return found + [x for part in TASKS for x in of(part, tens[2])]
+    reads = [cell._replace(part="reads", seeds=range(WATCHED)) for cell in of("density", fives[0])]
+    found = [x for part in TASKS for x in of(part, fives[0])] + texts_of
+    for seeds in fives[1:]: found += [x for part in TASKS for x in of(part, seeds)] + reads * (seeds == fives[1])
+    return found + [cell._replace(part="bases", seeds=range(2)) for cell in of("delta", fives[0])]
 
 def evaluate(cell: Cell) -> list:
-    "A row for each method: what it got right, and of the first prompts what it read; of texts the bits."
+    "A row for each method: what it got right; of the part \"reads\" what it read; of texts the bits."
     if cell.part == "long_ppl": return _bits(cell)
+    if cell.part == "reads": return _asked(cell, densities() | budgets(), watch=True)
     own = methods()[cell.part]
     if cell.part == "sketch_walk": return _prompts_and_steps(cell, own)
     if cell.part in ("delta", "bases"):
         return [row for name, method in own.items() for row in _asked(cell, {name: None}, prefill=method)] + (
             _asked(cell, {"exact": None}))
-    watched = range(cell.seeds[0], cell.seeds[0] + min(WATCHED, len(cell.seeds))) if 0 in cell.seeds else range(0)
-    others = [seed for seed in cell.seeds if seed not in watched]
-    parts = [part for part in (watched, range(others[0], others[-1] + 1) if others else range(0)) if part]
-    frames = [_frame(cell, part, {"exact": None} | own, watch=part is watched) for part in parts]
-    return _rows(cell, pd.concat(frames))
+    return _asked(cell, {"exact": None} | own)
 
 def _prompts_and_steps(cell, own):
     "Rows of methods that read prompts, decode, or do both"
@@ -107,23 +104,18 @@ def _prompts_and_steps(cell, own):
         rows += _asked(cell, ways, prefill=own[f"prompt-{share}"])
     return rows
 
-def _frame(cell, seeds, asked, **more):
-    "The table of `accuracy`"
+def _asked(cell, asked, **more):
+    "A row for each method of a table of `accuracy`"
     model, tokenizer = loaded(cell.model)
     task, settings = task_of(cell.task)
     more |= dict(chunk=cell.length, batch=BY_METHOD) if more.get("prefill") else dict(batch=AT_ONCE)
-    return accuracy(model, tokenizer, task, cell.length, asked, prompts=len(seeds), seed=seeds[0],
-                    task_settings=settings, chat=bool(tokenizer.chat_template), **more)
-
-def _asked(cell, asked, **more): return _rows(cell, _frame(cell, cell.seeds, asked, **more))
-
-def _rows(cell, frame):
-    "A row for each method of a table"
+    frame = accuracy(model, tokenizer, task, cell.length, asked, prompts=len(cell.seeds), seed=cell.seeds[0],
+                     task_settings=settings, chat=bool(tokenizer.chat_template), **more)
     found = []
     for name, own in frame.groupby("method", sort=False):
         score = own.characters.round(4) if cell.task.startswith("ruler_") else own.exact.astype(int)
         row = row_of(cell, name, right=score.tolist(), answers=own.answer.tolist())
-        if "density" in own and name != "exact":
+        if "density" in own:
             row |= {x: round(own[x].mean(), 5) for x in ("density", "error")}
         found.append(row)
     return found
@@ -165,7 +157,7 @@ def _bits(cell):
 def table_of(rows: list, part: str, least: float = 0.5) -> pd.DataFrame:
     """Of each method of a part: prompts, right answers of exact attention and its own, points lost with a paired 95 %
     interval, over the tasks on which exact attention has at least the share `least` of the points, and the share of
-    keys read with the error, where counted."""
+    keys read with the error, of the part "reads"."""
     flat = pd.DataFrame([(row["method"], row["task"], row["seeds"][0] + i, x) for row in rows if row["part"] == part
                          for i, x in enumerate(row["right"])], columns=["method", "task", "seed", "own"])
     exact = flat[flat.method == "exact"].drop(columns="method").rename(columns=dict(own="exact"))
@@ -173,8 +165,7 @@ def table_of(rows: list, part: str, least: float = 0.5) -> pd.DataFrame:
     found = {}
     for method, own in flat[flat.method != "exact"].merge(can, on=["task", "seed"]).groupby("method", sort=False):
         low, lost, high = (100 * x for x in paired_interval((own.exact - own.own).astype(float)))
-        counted = pd.DataFrame([row for row in rows if (row["part"], row["method"]) == (part, method)
-                                and row["task"] in set(own.task) and "density" in row])
+        counted = pd.DataFrame([row for row in rows if (row["part"], row["method"]) == ("reads", method)])
         counted = counted.reindex(columns=["density", "error"]).mean()
         found[method] = dict(prompts=len(own), exact=own.exact.sum(), right=own.own.sum(), lost=lost, low=low,
                              high=high, **counted)

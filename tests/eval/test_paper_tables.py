@@ -1,0 +1,53 @@
+"""The papers' tables of answers: every prompt once, rows that say what is right, tables that pair prompts"""
+from collections import Counter
+
+import pytest
+
+from experiments import paper_tables as room
+from experiments.paper_tables import Cell
+
+
+def test_cells_hold_each_prompt_once():
+    found = Counter((x.part, x.task, seed) for x in room.cells() for seed in x.seeds)
+    assert {*found.values()} == {1}
+    count = Counter(key[:2] for key in found)
+    assert all(count[part, task] == 30 for part, tasks in room.TASKS.items() for task in tasks)
+    assert count["long_ppl", "text"] == room.WINDOWS
+    assert {key[0] for key in found} == {"reads", *room.methods()}
+
+
+def test_prompts_and_steps_are_of_the_method_that_is_named():
+    rows = room.evaluate(Cell("sketch_walk", "pocket", "kv", 640, range(2)))
+    assert {row["method"] for row in rows} == {"exact", *room.methods()["sketch_walk"]}
+    answers = {row["method"]: row["answers"] for row in rows}
+    assert rows[0]["method"] == "exact" and rows[0]["right"] == [1, 1] and len({*map(tuple, answers.values())}) > 1
+
+
+def test_reads_are_counted():
+    rows = {row["method"]: row for row in room._asked(
+        Cell("reads", "pocket", "kv", 640, range(2)), {"topk": room.TopK(0.1)}, watch=True)}
+    assert rows["topk"]["density"] == pytest.approx(0.1, abs=0.005) and 0 < rows["topk"]["error"] < 1
+
+
+def test_a_text_says_what_methods_cost_where_context_matters(monkeypatch):
+    words = [f"word{i % 97}" for i in range(4000)]
+    monkeypatch.setattr(room, "long_texts", lambda: iter([("package", "a", " ".join(words)), ("speeches", "b", "x"),
+                                                          ("package", "c", " ".join(words[::-1]))]))
+    room.pieces.cache_clear()
+    rows = room.evaluate(Cell("long_ppl", "pocket", "text", 1024, range(2)))
+    room.pieces.cache_clear()
+    assert [row["name"] for row in rows[::len(rows) // 2]] == ["a", "c"]  # what is too short is left out
+    assert {row["method"] for row in rows} == {"exact", *room.corrected()}
+    assert all(row["tokens"] == 255 and row["bits"] > 0 and 0 <= row["long_tokens"] <= 255 for row in rows)
+
+
+def test_the_table_pairs_prompts_and_leaves_out_what_exact_attention_cannot():
+    row = dict(model="qwen", length=64)
+    rows = [row | dict(part="saap", task=task, seeds=[0, 4], method=method, right=right) for task, method, right in (
+        ("a", "exact", [1, 1, 1, 0]), ("a", "budget-0.1", [1, 0, 1, 1]), ("b", "exact", [0, 0, 1, 0]),
+        ("b", "budget-0.1", [0, 0, 0, 0]))]
+    read = row | dict(part="reads", seeds=[0, 2], method="budget-0.1", right=[1, 1])
+    rows += [read | dict(task="a", density=0.2, error=0.3), read | dict(task="b", density=0.4, error=0.1)]
+    found = room.table_of(rows, "saap").loc["budget-0.1"]
+    assert (found.prompts, found.exact, found.right, found.lost) == (4, 3, 3, 0)
+    assert found.low < 0 < found.high and (found.density, found.error) == (pytest.approx(0.3), pytest.approx(0.2))
