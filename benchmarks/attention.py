@@ -15,11 +15,12 @@ from sparse_nb.core.selection import Selection, weighted_attention
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hash_attention import BITS, PARTS
 from sparse_nb.kernels import santa as santa_kernels
-from sparse_nb.kernels.choose import Place, launch_list, score
+from sparse_nb.kernels.choose import score
 from sparse_nb.kernels.common import by_engine, device_limits
 from sparse_nb.kernels.exact import Tiles, launch, tile_settings
 from sparse_nb.kernels.gather import attend
 from sparse_nb.kernels.host import rows
+from sparse_nb.kernels.top_budget import Place, launch_list
 from sparse_nb.metrics import relative_error
 from sparse_nb.santa import bernoulli_scores, santa_decode
 from sparse_nb.santa_keys import Int8Keys, quantise

@@ -535,12 +535,13 @@ def collided(
     q: torch.Tensor,       # queries [B, H, Q, D]
     k: torch.Tensor,       # keys [B, G, N, D]
     state: HyperplaneBits, # their index
-    **given,               # `sinks`, `window`, `kv_start`, `kv_len`: as `sparse_nb.kernels.choose.collide` takes them
+    **given,               # `sinks`, `window`, `kv_start`, `kv_len`: as `sparse_nb.kernels.magicpig.collide` takes them
 ) -> Selection | None:
     "What kernels select for `MagicPIG`; None where they cannot: for other queries, a gradient, or so many keys."
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     if learns or not has_kernels(q): return None
-    from .kernels.choose import MOST, collide
+    from .kernels.magicpig import collide
+    from .kernels.top_budget import MOST
     if k.shape[2] > MOST: return None
     index, weight, count = collide(q, k, state.rows, state.fit, state.planes_for(state.fit[:, :, None]), **given)
     slots = slots_used(count, state, len(state))

@@ -199,7 +199,8 @@ def listed_by_kernels(
     Where lists are shared, what that function gives: a `Selection` is of heads.
     """
     if not has_kernels(q): return None
-    from sparse_nb.kernels.choose import MOST, choose
+    from sparse_nb.kernels.choose import choose
+    from sparse_nb.kernels.top_budget import MOST
     if keys > MOST: return None
     found = choose(kind, q, rows, budget, keys, shared=shared, **given)
     return found if shared else Selection(*found)

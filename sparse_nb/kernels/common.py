@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'uniform', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'bits_set',
            'sign_code', 'code_kernel', 'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note',
-           'by_engine', 'launch_limits', 'device_limits', 'cache_bytes', 'starts_early', 'refusal', 'contiguous',
-           'layout_of', 'Plans', 'relaunch', 'compiled_usage']
+           'by_engine', 'launch_limits', 'device_limits', 'cache_bytes', 'starts_early', 'early_launch', 'refusal',
+           'contiguous', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
 
 # %% ../../kernels/common.ipynb #72988fbd
 import functools
@@ -211,6 +211,12 @@ def starts_early(
 ) -> bool:
     "Whether that kernel may start while the one before it ends."
     return x.is_cuda and device_limits(x.device.index)[1]
+
+def early_launch(
+    x: torch.Tensor, # that a kernel reads
+) -> dict:
+    "What the launch of that kernel, and the kernel itself, are told of it."
+    return dict(PDL=True, launch_pdl=True) if starts_early(x) else dict(PDL=False)
 
 def refusal(
     q: torch.Tensor,             # queries [B, H, Q, D]

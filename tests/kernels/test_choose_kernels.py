@@ -68,7 +68,7 @@ def listed(index, weight, first, n):
 
 def check_list(scores, budget, start, stop, tiles, unit=1, begin=None, N=None, known=None):
     "Lists of all heads against the sort; with `unit`, scores are of pages."
-    from sparse_nb.kernels.choose import Place, Tiles, launch_list
+    from sparse_nb.kernels.top_budget import Place, Tiles, launch_list
     B, H, M = scores.shape
     N = M if N is None else N
     index, weight, used = poisoned(lambda: launch_list(scores, budget, Place(N, start, stop, begin, unit),
@@ -125,15 +125,17 @@ def test_pages_of_many_keys(kind, unit):
 def test_nothing_is_written_before_the_wait():
     "What a launch writes may lie where one before it still reads: in what Python has let go of, as the query's code."
     pytest.importorskip("triton")
-    from sparse_nb.kernels import choose
-    waits = [body for body in re.split(r"\n@triton\.jit", Path(choose.__file__).read_text()) if "gdc_wait()" in body]
+    from sparse_nb.kernels import adamas, double_sparsity, hash_attention, magicpig, quest, top_budget, topk
+    modules = adamas, double_sparsity, hash_attention, magicpig, quest, top_budget, topk
+    bodies = (body for x in modules for body in re.split(r"\n@triton\.jit", Path(x.__file__).read_text()))
+    waits = [body for body in bodies if "gdc_wait()" in body]
     assert len(waits) > 5
     for body in waits: assert not re.search(r"tl\.(store|atomic)", body.partition("gdc_wait()")[0]), body[:80]
 
 
 def counted(scores, start, stop, tiles, bins):
     "What a launch that scores says of how often scores from 0 to `bins` occur, in PyTorch."
-    from sparse_nb.kernels.choose import Counts, Tiles, list_tile
+    from sparse_nb.kernels.top_budget import Counts, Tiles, list_tile
     B, H, N = scores.shape
     BN, at = list_tile(N, Tiles(**tiles), True)[0], torch.arange(N, device=DEVICE)
     reached = torch.zeros(B, H, bins, -(-N // BN), dtype=torch.int32, device=DEVICE)
@@ -180,9 +182,9 @@ class Marks:
 def test_marks_decide_nothing(below, above, unit, budget, ends, bins, monkeypatch):
     """Marks that miss the threshold, or cross, or have it and ties on one, or are as far apart as tiles count and
     farther: the list is the same, also where the first page and the last, which are cut, are between them."""
-    from sparse_nb.kernels import choose
-    monkeypatch.setattr(choose, "_guess_kernel", Marks(below, above))
-    monkeypatch.setattr(choose, "histogram_bins", lambda BT: bins)
+    from sparse_nb.kernels import top_budget
+    monkeypatch.setattr(top_budget, "guess_kernel", Marks(below, above))
+    monkeypatch.setattr(top_budget, "histogram_bins", lambda BT: bins)
     draw = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randint(500, (1, 2, 500), generator=draw, device=DEVICE, dtype=torch.int32)
     if ends: x[..., [0, 497] if unit > 1 else [9, 498]] = ends
@@ -200,11 +202,11 @@ def rank(x):
 
 def marks_of(x, budget, size=256):
     "The two marks of rows of scores [1, H, N], from a sample of so many."
-    from sparse_nb.kernels.choose import NEAR, SIGMAS, _guess_kernel
+    from sparse_nb.kernels.top_budget import NEAR, SIGMAS, guess_kernel
     H, N = x.shape[1:]
     mark = torch.zeros(H, 4, dtype=torch.int32, device=DEVICE)
-    _guess_kernel[H,](x, mark, None, None, None, N, N, H, budget, SIGMAS=SIGMAS, NEAR=NEAR, SHARE=False, U=1, BS=size,
-                      BESIDE=False, PDL=False)
+    guess_kernel[H,](x, mark, None, None, None, N, N, H, budget, SIGMAS=SIGMAS, NEAR=NEAR, SHARE=False, U=1, BS=size,
+                     BESIDE=False, PDL=False)
     return mark[:, 0], mark[:, 1]
 
 
@@ -214,7 +216,7 @@ def marks_of(x, budget, size=256):
 def test_marks_stand_where_the_sample_says(kind, budget):
     """The mark below is no higher than a number that `many` of the sample reach, that above no lower than one that
     `few` reach, and of the sample no more than NEAR numbers are between the mark and that number."""
-    from sparse_nb.kernels.choose import NEAR, SIGMAS
+    from sparse_nb.kernels.top_budget import NEAR, SIGMAS
     N, size = 300, 256
     x = KINDS[kind](torch.randn(1, 6, N, generator=torch.Generator(DEVICE).manual_seed(budget), device=DEVICE))
     below, above = marks_of(x, budget)
@@ -239,7 +241,7 @@ def test_marks_stand_where_the_sample_says(kind, budget):
 @kernel
 def test_the_guess_holds_the_threshold():
     "For 50 rows of scores, the marks have the threshold between them; they miss with a chance of 5e-4 each."
-    from sparse_nb.kernels.choose import NEAR, SIGMAS
+    from sparse_nb.kernels.top_budget import NEAR, SIGMAS
     N, budget = 4000, 400
     x = torch.rand(1, 50, N, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
     x = (x * 2**30).int()
@@ -425,7 +427,8 @@ def asked_by(name, state, H, G, D):
 @pytest.mark.parametrize("R, shared, ragged", [(1, False, False), (3, True, True), (4, False, True), (8, True, False)])
 def test_signatures_are_counted(R, shared, ragged):
     "Random ones, the first query's own and its opposite: scores from none to all bits, and how often each occurs."
-    from sparse_nb.kernels.choose import Place, Tiles, score
+    from sparse_nb.kernels.choose import score
+    from sparse_nb.kernels.top_budget import Place, Tiles
     B, G, N, D, lists = 2, 2, 300, 64, 2 if shared else 2 * R
     q, k, masks = problem(B, G, R, N, D, FP32, ragged)
     state = chosen_state(METHODS["hash"](0.2, 0), q, k)
@@ -453,7 +456,8 @@ def test_signatures_are_counted(R, shared, ragged):
 @pytest.mark.parametrize("name", [*METHODS, "keys"])
 def test_one_list_for_a_group(name, R, D, ragged):
     "Scores are the sums of those of the heads; of the keys, the list is that of the sums."
-    from sparse_nb.kernels.choose import Place, Tiles, choose, launch_list, score
+    from sparse_nb.kernels.choose import choose, score
+    from sparse_nb.kernels.top_budget import Place, Tiles, launch_list
     B, G, N = 2, 2, 200
     q, k, masks = problem(B, G, R, N, D, BF16, ragged)
     method = TopK(0.2) if name == "keys" else METHODS[name](0.2, 1)
@@ -489,7 +493,8 @@ def test_one_list_for_a_group(name, R, D, ragged):
 @pytest.mark.parametrize("name", ["quest", "double sparsity", "adamas"])
 def test_marks_beside_the_scores_are_those_of_the_scores(name, R, shared, ragged, budget):
     "As made of the scores when they are there; where there are no more keys than the sample has, they let all pass."
-    from sparse_nb.kernels.choose import NEAR, SIGMAS, Place, Tiles, _bits_of, _guess_kernel, score
+    from sparse_nb.kernels.choose import score
+    from sparse_nb.kernels.top_budget import NEAR, SIGMAS, Place, Tiles, _bits_of, guess_kernel
     B, G, N, unit = 2, 2, 800 if name == "quest" else 200, 4 if name == "quest" else 1
     q, k, masks = problem(B, G, R, N, 64, BF16, ragged)
     method = Quest(budget, page=unit) if name == "quest" else METHODS[name](budget, 0)
@@ -501,8 +506,8 @@ def test_marks_beside_the_scores_are_those_of_the_scores(name, R, shared, ragged
         told = partial(score, kind, q, state.rows, given, number, budget, place, Tiles(sample=size), shared=shared)
         scores, mark = poisoned(told)
         (lists, M), want = scores.shape[1:], torch.zeros_like(mark)
-        _guess_kernel[B * lists,](scores, want, place.begin, place.start, place.stop, N, M, lists, part, SIGMAS=SIGMAS,
-                                  NEAR=NEAR // 4, SHARE=share, U=unit, BS=size, BESIDE=False, PDL=False)
+        guess_kernel[B * lists,](scores, want, place.begin, place.start, place.stop, N, M, lists, part, SIGMAS=SIGMAS,
+                                 NEAR=NEAR // 4, SHARE=share, U=unit, BS=size, BESIDE=False, PDL=False)
         assert (mark[:, 2] == 0).all()
         if size > M: assert (mark[:, 0] == -2**31).all() and (mark[:, 1] == 2**31 - 1).all()
         elif name == "adamas": assert torch.equal(mark[:, :2], want[:, :2])
@@ -550,7 +555,8 @@ def test_bad_guess(guess, error, message):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_buffer_that_is_larger(name):
     "Features written in place at a position on the device, for a length on the device: as an index of just these keys."
-    from sparse_nb.kernels.choose import Place, Tiles, launch_list, score
+    from sparse_nb.kernels.choose import score
+    from sparse_nb.kernels.top_budget import Place, Tiles, launch_list
     q, k, _ = problem(1, 2, 2, 130, 64, FP32)
     method, N = METHODS[name](0.2, 0), 130
     state = chosen_state(method, q, k)
@@ -731,13 +737,13 @@ PIGS = drawn(dict(bits=(1, 3, 8, 11, 16), tables=(2, 7, 33, 75), sinks=(0, 3, 10
 @pytest.mark.parametrize("case", PIGS, ids=lambda case: "-".join(str(x) for x in case.values()))
 def test_collisions(case, monkeypatch):
     "The keys and the weights of the rule in PyTorch, given the bits of the query that the kernels find."
-    from sparse_nb.kernels import choose
-    monkeypatch.setattr(choose, "_collided", partial(choose._collided, tile=case["tile"], parts=case["parts"]))
+    from sparse_nb.kernels import magicpig
+    monkeypatch.setattr(magicpig, "_collided", partial(magicpig._collided, tile=case["tile"], parts=case["parts"]))
     q, k, masks = problem(2, 2, case["R"], 1500 if GPU else 150, case["D"], case["dtype"], case["ragged"])
     q[1] = k[1, :, 40:41].repeat_interleave(case["R"], 0)  # like some keys
     method = pig(case)
     state, codes = method.build(k, **masks), q.new_zeros(2, q.shape[1], 1, case["tables"], dtype=torch.int32)
-    choose._tables_of(q, state.planes, codes)
+    magicpig._tables_of(q, state.planes, codes)
     planes = state.planes.repeat_interleave(case["R"], 0)
     check_bits(codes[:, :, 0], q[:, :, 0].float(), planes, case["bits"])
     if case["fixed"]:
@@ -758,7 +764,7 @@ def test_collisions(case, monkeypatch):
 @kernel
 def test_tiles_of_collisions_decide_nothing():
     "Also where there are more tiles than a program adds up at once."
-    from sparse_nb.kernels.choose import _collided
+    from sparse_nb.kernels.magicpig import _collided
     q, k, _ = problem(1, 1, 1, 150, 16, FP32)
     state = MagicPIG(2, 8).build(k)
     want, *others = [poisoned(lambda: _collided(q, k, state.rows, state.fit, state.planes, 2, 9, None, None, *sizes))
@@ -825,7 +831,7 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def named(kernel): return "code_kernel" if kernel == "code" else f"_{kernel}_kernel"  # that one is shared
+def named(kernel): return f"{kernel}_kernel" if kernel in ("code", "guess") else f"_{kernel}_kernel"  # those are shared
 
 ATTEND, LIST = ("gather", "merge"), ("sift", "select", "list")
 OF_A_STEP = {"quest": ("box_row", "box", "guess", "box", *LIST),
@@ -996,8 +1002,10 @@ if not INTERPRETED:
     def usage(name, capability, kind, **own):
         "Registers, spills and shared memory of a kernel with the shipped tiles."
         pytest.importorskip("triton")
-        from sparse_nb.kernels import choose as kernels
-        from sparse_nb.kernels.common import compiled_usage
+        from sparse_nb.kernels import (
+            adamas, common, double_sparsity, hash_attention, magicpig, quest, top_budget, topk)
+        own_kernels = {x: y for module in (adamas, common, double_sparsity, hash_attention, magicpig, quest, topk,
+                                           top_budget) for x, y in vars(module).items() if x.endswith("_kernel")}
         integers = "mark between higher hist many base code ask total reach zero".split()
         types = {f"{x}_ptr": "i32" for x in integers} | dict(q_ptr=kind, cut="fp32") | dict.fromkeys(
             ("start_ptr", "len_ptr", "begin_ptr", "budget", "index_ptr", "fit_ptr", "count_ptr"), "i64")
@@ -1007,19 +1015,22 @@ if not INTERPRETED:
         if name == "equal" or own.get("BINS", 0) and name == "list": types |= dict(score_ptr="i16")
         if name in ("collide", "taken", "weigh"): types |= dict(taken_ptr="u8")
         if name == "weigh": types |= dict(fit_ptr="fp32")
-        known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=kernels.SIGMAS, NEAR=kernels.NEAR, LR=4, LP=4) | own
+        known = dict(SHARE=True, U=1, PDL=capability >= 90, SIGMAS=top_budget.SIGMAS, NEAR=top_budget.NEAR, LR=4,
+                     LP=4) | own
         if known["U"] == 1: known |= dict(begin_ptr=None)
         warps = known.pop("warps")
         assert warps <= 32  # a program has 1,024 threads at most, which a compiler does not ask
-        return compiled_usage(getattr(kernels, named(name)), known, types, capability, warps)
+        return common.compiled_usage(own_kernels[named(name)], known, types, capability, warps)
 
     @pytest.mark.kernels
     @pytest.mark.budget(26)
     @pytest.mark.parametrize("capability, kind, U", [(80, "fp16", 1), (90, "bf16", 16), (90, "fp32", 1)])
     def test_registers_and_spills(capability, kind, U):
         pytest.importorskip("triton")
-        from sparse_nb.kernels.choose import (
-            Tiles, ask_warps, histogram_bins, key_tile, list_tile, page_tile, select_tile)
+        from sparse_nb.kernels.adamas import ask_warps
+        from sparse_nb.kernels.quest import page_tile
+        from sparse_nb.kernels.top_budget import Tiles, histogram_bins, list_tile, select_tile
+        from sparse_nb.kernels.topk import key_tile
         tiles, found = Tiles(), {}
         of_q = dict(BN=tiles.score[0], warps=tiles.score[1])
         for M, lists in ((8194, 8), (8194, 32), (131104, 8), (131104, 32), (524320, 8), (2**24, 32)):

@@ -893,10 +893,11 @@ if not INTERPRETED:
         """
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from sparse_nb.kernels import choose
+        from sparse_nb.kernels import adamas, double_sparsity, hash_attention, quest
         named = dict(code=steps.code_kernel, gather=gather._gather_kernel, scores=kernels._score_kernel,
                      put=kernels._put_kernel)
-        kernel_ = named.get(name) or getattr(choose, f"_{name}_kernel")
+        of_methods = {x: y for x in (adamas, double_sparsity, hash_attention, quest) for x, y in vars(x).items()}
+        kernel_ = named.get(name) or of_methods[f"_{name}_kernel"]
         own = dict(code=dict(M=64), scores=dict(G=8, unit_ptr=None), box=dict(BN=8)).get(name, {})
         known = dict(D=128, BD=128, BR=16, PDL=True, start_ptr=None, len_ptr=None, BM=64, BZ=32, LR=4, LP=4, BN=64, R=4,
                      SUB=8, KEEP=False, STAGES=2, count_ptr=None, U=16, C=32, SUM=True, W=128, STEPS=7, BW=8,
@@ -933,8 +934,8 @@ if not INTERPRETED:
         pytest.importorskip("triton")
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from sparse_nb.kernels import choose
-        kernel_ = getattr(choose, f"_{name}_kernel")
+        from sparse_nb.kernels import adamas, double_sparsity, quest
+        kernel_ = dict(box=quest, channel=double_sparsity, distance=adamas)[name].__dict__[f"_{name}_kernel"]
         known = dict(EACH=1, R=4, PLANES=2, WORDS=4, LR=4, LP=4, C=32, SUM=True, BN=8, PDL=True, start_ptr=None,
                      len_ptr=None, U=16, D=128, BD=128, BS=0)
         known = {x: y for x, y in known.items() if x in kernel_.arg_names}
