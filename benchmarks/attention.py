@@ -3,6 +3,7 @@ the stages of SANTA's kernels, beside the dense kernels of the same run"""
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from sparse_nb.core.methods import Predictor, State, TopK
 from sparse_nb.core.selection import Selection, weighted_attention
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hash_attention import BITS, PARTS
+from sparse_nb.kernels import adamas, double_sparsity, hash_attention, quest
 from sparse_nb.kernels import santa as santa_kernels
-from sparse_nb.kernels.choose import score
 from sparse_nb.kernels.common import by_engine, device_limits
 from sparse_nb.kernels.exact import Tiles, launch, tile_settings
 from sparse_nb.kernels.gather import attend
@@ -123,9 +124,9 @@ class Asked(NamedTuple):
     case: Case
     method: Predictor
     state: State
-    kind: str
-    number: float
-    given: tuple
+    kernels: ModuleType # of the method
+    factor: float
+    own: tuple
     place: Place
 
 def drawn_networks(case: Case, hidden: int = HIDDEN) -> dict:
@@ -137,17 +138,17 @@ def drawn_networks(case: Case, hidden: int = HIDDEN) -> dict:
 
 def asked(case: Case, method: Predictor) -> Asked:
     "The index of its keys."
-    state, place, number = method.new_state(), Place(case.n), case.shape.D**-0.5
+    state, place, factor = method.new_state(), Place(case.n), case.shape.D**-0.5
     if isinstance(method, HashAttention): state.held = drawn_networks(case)
     state.append(case.k, case.v, **dict(q=case.q) if "q" in state.hears else {})
-    known = lambda kind, number, *given, place=place: Asked(case, method, state, kind, number, given, place)
+    known = lambda kernels, factor, *own, place=place: Asked(case, method, state, kernels, factor, own, place)
     if isinstance(method, Quest):
-        return known("boxes", number, place=Place(case.n, begin=state.begin, unit=method.page))
-    if isinstance(method, DoubleSparsity): return known("channels", number, state.fit[:, :, 0])
-    if isinstance(method, Adamas): return known("codes", CUT)
-    return known("signs", number, *(state.held[part] for part in PARTS if part[0] == "q"))
+        return known(quest, factor, place=Place(case.n, begin=state.begin, unit=method.page))
+    if isinstance(method, DoubleSparsity): return known(double_sparsity, factor, state.fit[:, :, 0])
+    if isinstance(method, Adamas): return known(adamas, CUT)
+    return known(hash_attention, factor, *(state.held[part] for part in PARTS if part[0] == "q"))
 
-def launches_of(x: Asked) -> tuple: return COUNTED if x.kind == "signs" else LAUNCHES
+def launches_of(x: Asked) -> tuple: return COUNTED if x.kernels is hash_attention else LAUNCHES
 
 
 def step(
@@ -155,7 +156,7 @@ def step(
     last: str = LAUNCHES[-1], # launch that is the last one
 ) -> tuple: # output [1, H, 1, D], list, weights: None where no launch makes them, not filled where not all of one did
     "The first launches of a step."
-    scores, known = score(x.kind, x.case.q, x.state.rows, x.given, x.number, DENSITY, x.place)
+    scores, known = x.kernels.score(x.case.q, x.state.rows, x.own, x.factor, DENSITY, x.place)
     if last == "score": return None, None, None
     listed = partial(launch_list, scores, DENSITY, x.place, after=True, known=known)
     if last in BEFORE: listed = up_to(listed, BEFORE[last])

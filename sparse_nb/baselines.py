@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from .core.checks import check_budget, check_count, check_flag, check_inputs
 from .core.exact import grouped, no_autocast, promote, to_device_of, visible_range
 from .core.methods import BlockState, Fitted, Predictor, check_visible, slots_used
-from .core.selection import Selection, has_kernels, listed_by_kernels, make_selection, take_rows
+from .core.selection import Selection, can_list, can_write, make_selection, take_rows
 from .core.streams import fold_in, philox
 from .hash_attention import (  # noqa: F401
-    BITS, PARTS, HashAttention, LearnedBits, hash_maps, put_by_kernels, signatures)
+    BITS, PARTS, HashAttention, LearnedBits, hash_maps, signatures)
 
 _all_ = ["BITS", "PARTS", "Fitted", "HashAttention", "LearnedBits", "Predictor", "hash_maps", "signatures"]
 
@@ -51,7 +51,9 @@ class Boxes(BlockState):
 
     def put(self, k, v, at, shown=None):
         "As `BlockState.put`, by one launch where kernels can."
-        if not put_by_kernels("boxes", k, self.rows, at, given=(self.begin,), unit=self.size): super().put(k, v, at)
+        if not can_write(k): return super().put(k, v, at)
+        from .kernels.quest import write_row
+        write_row(k, self.rows, at, self.begin, self.size)
 
 # %% ../nbs/60_baselines.ipynb #e21c4e1b
 @dataclass(frozen=True)
@@ -84,9 +86,11 @@ class Quest(Predictor):
 
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
         "As `Predictor.best_keys`."
-        return listed_by_kernels("boxes", q, state.rows, self.budget, len(state), unit=self.page, begin=state.begin,
-                                 kv_start=kv_start, kv_len=kv_len, shared=shared,
-                                 number=q.shape[3]**-0.5 if scale is None else scale)
+        if not can_list(q, len(state)): return None
+        from .kernels.quest import best_keys
+        return Selection(*best_keys(q, state.rows, self.budget, len(state), unit=self.page, begin=state.begin,
+                                    kv_start=kv_start, kv_len=kv_len, shared=shared,
+                                    factor=q.shape[3]**-0.5 if scale is None else scale))
 
     def index_bytes(self, head_dim):
         "Two bfloat16 rows a page."
@@ -269,7 +273,9 @@ class ChannelCodes(Centred):
 
     def put(self, k, v, at, shown=None, q=None):
         "As `State.put`, by one launch where kernels can."
-        if not put_by_kernels("channels", k, self.rows, at, given=(self.fit,)): super().put(k, v, at)
+        if not can_write(k): return super().put(k, v, at)
+        from .kernels.double_sparsity import write_row
+        write_row(k, self.rows, at, self.fit)
 
     def decoded(
         self,
@@ -362,9 +368,11 @@ class DoubleSparsity(Predictor):
 
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
         "As `Predictor.best_keys`."
-        return listed_by_kernels("channels", q, state.rows, self.budget, len(state), given=(state.fit[:, :, 0],),
-                                 kv_start=kv_start, kv_len=kv_len, shared=shared,
-                                 number=q.shape[3]**-0.5 if scale is None else scale)
+        if not can_list(q, len(state)): return None
+        from .kernels.double_sparsity import best_keys
+        return Selection(*best_keys(q, state.rows, self.budget, len(state), own=(state.fit[:, :, 0],),
+                                    kv_start=kv_start, kv_len=kv_len, shared=shared,
+                                    factor=q.shape[3]**-0.5 if scale is None else scale))
 
     def index_bytes(self, head_dim):
         "Half a byte a channel and a step of two bytes."
@@ -418,7 +426,9 @@ class HadamardCodes(Centred):
 
     def put(self, k, v, at, shown=None):
         "As `State.put`, by one launch where kernels can."
-        if not put_by_kernels("codes", k, self.rows, at, given=(self.fit,), number=CUT): super().put(k, v, at)
+        if not can_write(k): return super().put(k, v, at)
+        from .kernels.adamas import write_row
+        write_row(k, self.rows, at, self.fit, CUT)
 
     def codes(
         self,
@@ -454,8 +464,10 @@ class Adamas(Predictor):
 
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
         "As `Predictor.best_keys`."
-        return listed_by_kernels("codes", q, state.rows, self.budget, len(state), number=CUT, kv_start=kv_start,
-                                 kv_len=kv_len, shared=shared)
+        if not can_list(q, len(state)): return None
+        from .kernels.adamas import best_keys
+        return Selection(*best_keys(q, state.rows, self.budget, len(state), factor=CUT, kv_start=kv_start,
+                                    kv_len=kv_len, shared=shared))
 
     def index_bytes(self, head_dim):
         "2 bits a coefficient."
@@ -528,7 +540,9 @@ class HyperplaneBits(Centred):
 
     def put(self, k, v, at, shown=None):
         "As `State.put`, by one launch where kernels can."
-        if not put_by_kernels("tables", k, self.rows, at, given=(self.fit, self.planes)): super().put(k, v, at)
+        if not can_write(k): return super().put(k, v, at)
+        from .kernels.magicpig import write_row
+        write_row(k, self.rows, at, self.fit, self.planes)
 
 # %% ../nbs/60_baselines.ipynb #7b3b5266
 def collided(
@@ -539,10 +553,8 @@ def collided(
 ) -> Selection | None:
     "What kernels select for `MagicPIG`; None where they cannot: for other queries, a gradient, or so many keys."
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    if learns or not has_kernels(q): return None
+    if learns or not can_list(q, k.shape[2]): return None
     from .kernels.magicpig import collide
-    from .kernels.top_budget import MOST
-    if k.shape[2] > MOST: return None
     index, weight, count = collide(q, k, state.rows, state.fit, state.planes_for(state.fit[:, :, None]), **given)
     slots = slots_used(count, state, len(state))
     return Selection(index[..., :slots], weight[..., :slots], count)
@@ -621,8 +633,8 @@ def _by_lists(s, q, k, v, state, scale, masks):
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)): return None
     if (found := s.listed(q, k, state, scale, shared=True, **masks)) is None: return None
     from sparse_nb.kernels.gather import attend
-    index, _, count = found                               # as many used slots in all lists of a sequence
-    return attend(q, k, v, index, None, count[:, :1].expand(-1, q.shape[1], -1), scale=scale)
+    count = found.count[:, :1]                            # as many used slots in all lists of a sequence
+    return attend(q, k, v, found.index, None, count.expand(-1, q.shape[1], -1), scale=scale)
 
 # %% ../nbs/60_baselines.ipynb #60a11576
 @dataclass(frozen=True)
@@ -672,7 +684,8 @@ class OneList(Predictor):
         "As `Predictor.best_keys`."
         found = self.guess.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len, shared=True)
         if shared or found is None: return found
-        return Selection(*(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in found))
+        each = q.shape[1] // found.index.shape[1]
+        return Selection(*(x.repeat_interleave(each, 1) for x in (found.index, found.weight, found.count)))
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
                state=None):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BITS', 'PARTS', 'POCKET_WEIGHTS', 'network_outputs', 'signatures', 'check_networks', 'save_networks', 'hash_maps',
-           'trained_on', 'put_by_kernels', 'LearnedBits', 'HashAttention']
+           'trained_on', 'LearnedBits', 'HashAttention']
 
 # %% ../nbs/61_hash_attention.ipynb #af878a7b
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ import torch
 from .core.checks import check_budget, check_count
 from .core.exact import grouped, no_autocast, promote
 from .core.methods import Predictor, State, check_learnt, replaced, stamp_of, weights_id
-from .core.selection import has_kernels, listed_by_kernels
+from .core.selection import Selection, can_list, can_write
 
 # %% ../nbs/61_hash_attention.ipynb #738d5521
 BITS = 32
@@ -137,20 +137,6 @@ def trained_on(
     "The name of the weights that networks were trained on. Raises as `hash_maps`."
     return _open(maps, stamp_of(_file_of(maps)), None, None)[0]
 
-# %% ../nbs/61_hash_attention.ipynb #9603a710
-def put_by_kernels(
-    kind: str,           # what the index is, as in `sparse_nb.kernels.choose.write_row`
-    k: torch.Tensor,     # keys of a buffer [B, G, N, D]
-    rows: torch.Tensor,  # the index
-    at: torch.Tensor,    # number of the new key [1], int64
-    **given,             # what that function takes
-) -> bool:
-    "Have a kernel write the row of a new key; False where none can."
-    if torch.compiler.is_compiling() or not has_kernels(k[:, :, :1]): return False
-    from .kernels.choose import write_row
-    write_row(kind, k, rows, at, **given)
-    return True
-
 # %% ../nbs/61_hash_attention.ipynb #730f4496
 class LearnedBits(State):
     "Signatures of keys: `rows` [B, G, N, 1], int32, 32 bits packed."
@@ -194,8 +180,9 @@ class LearnedBits(State):
     def put(self, k, v, at):
         "As `State.put`, by one launch where kernels can."
         of_k = self.networks(k.device, "k", k.shape[1])
-        fits = of_k[0].shape[:2] == k.shape[1::2]
-        if not (fits and put_by_kernels("signs", k, self.rows, at, given=of_k)): super().put(k, v, at)
+        if of_k[0].shape[:2] != k.shape[1::2] or not can_write(k): return super().put(k, v, at)
+        from .kernels.hash_attention import write_row
+        write_row(k, self.rows, at, of_k)
 
 # %% ../nbs/61_hash_attention.ipynb #d493c45c
 @dataclass(frozen=True)
@@ -241,9 +228,10 @@ class HashAttention(Predictor):
     def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
         "As `Predictor.best_keys`."
         of_q = state.networks(q.device, "q", q.shape[1])
-        if of_q[0].shape[:2] != q.shape[1::2]: return None
-        return listed_by_kernels("signs", q, state.rows, self.budget, len(state), given=of_q, kv_start=kv_start,
-                                 kv_len=kv_len, shared=shared)
+        if of_q[0].shape[:2] != q.shape[1::2] or not can_list(q, len(state)): return None
+        from .kernels.hash_attention import best_keys
+        return Selection(*best_keys(q, state.rows, self.budget, len(state), own=of_q, kv_start=kv_start, kv_len=kv_len,
+                                    shared=shared))
 
     def index_bytes(self, head_dim):
         "32 bits, whatever the size of a head."

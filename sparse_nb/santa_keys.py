@@ -13,7 +13,7 @@ import torch
 from .core.checks import check_choice, check_inputs, check_scores
 from .core.exact import masked_scores, no_autocast, promote, to_device_of, visible_range
 from .core.methods import Beside, State, Stats, check_state
-from .core.selection import has_kernels, take_rows
+from .core.selection import can_write, take_rows
 
 # %% ../nbs/15_santa_keys.ipynb #3b9e92de
 KEYS = ("exact", "int8", "rescored")
@@ -50,7 +50,7 @@ class Int8Keys(Beside, State):
 
     def put(self, k, v, at):
         "As `State.put`; on a GPU by one launch."
-        if has_kernels(k[:, :, :1]) and not torch.compiler.is_compiling():
+        if can_write(k):
             from sparse_nb.kernels.santa import put_codes
             return put_codes(k, at, self.rows, self.unit)
         rows, unit = self.features(k.index_select(2, at), None)

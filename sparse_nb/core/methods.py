@@ -33,8 +33,8 @@ from sparse_nb.core.checks import (
     on_cpu_eagerly)
 from .exact import promote, to_device_of, visible_range
 from .selection import (
-    Selection, first_slots, full_attention, listed_by_kernels, select_sinks_window, select_topk, select_topp,
-    select_uniform, take_rows, weighted_attention, window_attention)
+    Selection, can_list, first_slots, full_attention, select_sinks_window, select_topk, select_topp, select_uniform,
+    take_rows, weighted_attention, window_attention)
 from .streams import fold_in, head_seeds, new_seed
 
 # %% ../../nbs/07_methods.ipynb #d6862fa6
@@ -501,9 +501,10 @@ class TopK(PrefillByDecode, Method):
         "`select_topk` with these settings; for one query, and keys on its GPU, by kernels, in the order of the keys."
         masks = dict(kv_start=kv_start, kv_len=kv_len)
         check_inputs(q, k, causal=causal, scale=scale, seed=seed, **masks)
-        same = k.device == q.device
-        found = listed_by_kernels("keys", q, k, self.budget, k.shape[2], **masks) if same else None
-        return select_topk(q, k, budget=self.budget, causal=causal, **masks) if found is None else found
+        if k.device != q.device or not can_list(q, k.shape[2]):
+            return select_topk(q, k, budget=self.budget, causal=causal, **masks)
+        from sparse_nb.kernels.topk import best_keys
+        return Selection(*best_keys(q, k, self.budget, k.shape[2], **masks))
 
 # %% ../../nbs/07_methods.ipynb #25ab8dbb
 @dataclass(frozen=True)
@@ -1136,8 +1137,8 @@ class ChosenByKernels(Method):
         scale: float | None = None,           # factor on the dot products; None is D ** -0.5
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
         kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
-        shared: bool = False,                 # as in `listed_by_kernels`
-    ) -> Selection | tuple | None:
+        shared: bool = False,                 # one list for the heads of a group, by the sums of their scores?
+    ) -> Selection | None: # of heads, or of groups where lists are shared
         "The same keys as by `priorities`, by kernels, for single queries; None where there are none that can."
         return None
 

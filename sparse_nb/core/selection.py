@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['COPIED_AT_ONCE', 'HAS_TRITON', 'Selection', 'take_rows', 'exponential_terms', 'weighted_state', 'has_kernels',
-           'listed_by_kernels', 'weighted_attention', 'full_attention', 'budget_counts', 'make_selection', 'FirstSlots',
-           'first_slots', 'select_sinks_window', 'window_attention', 'select_topk', 'select_topp', 'select_uniform']
+           'can_list', 'can_write', 'weighted_attention', 'full_attention', 'budget_counts', 'make_selection',
+           'FirstSlots', 'first_slots', 'select_sinks_window', 'window_attention', 'select_topk', 'select_topp',
+           'select_uniform']
 
 # %% ../../nbs/06_selection.ipynb #da41eb24
 import importlib.util
@@ -185,25 +186,20 @@ def has_kernels(
     from sparse_nb.kernels.common import refusal
     return refusal(q) is None
 
-def listed_by_kernels(
-    kind: str,           # what the keys are found by, as in `sparse_nb.kernels.choose.choose`
-    q: torch.Tensor,     # queries [B, H, Q, D]
-    rows: torch.Tensor,  # the index, or the keys themselves
-    budget: int | float, # keys to read: a count, or a share of the visible keys
-    keys: int,           # N
-    shared: bool = False, # one list for the heads of a group, by the sums of their scores?
-    **given,             # what that function takes
-) -> Selection | tuple | None:
-    """The keys that kernels choose; None where they cannot serve these queries or so many keys.
-
-    Where lists are shared, what that function gives: a `Selection` is of heads.
-    """
-    if not has_kernels(q): return None
-    from sparse_nb.kernels.choose import choose
+def can_list(
+    q: torch.Tensor, # queries [B, H, Q, D]
+    keys: int,       # N
+) -> bool:
+    "Whether kernels can list keys for these queries: they serve them, and so many keys."
+    if not has_kernels(q): return False
     from sparse_nb.kernels.top_budget import MOST
-    if keys > MOST: return None
-    found = choose(kind, q, rows, budget, keys, shared=shared, **given)
-    return found if shared else Selection(*found)
+    return keys <= MOST
+
+def can_write(
+    k: torch.Tensor, # keys of a buffer [B, G, N, D]
+) -> bool:
+    "Whether kernels can write what an index keeps of a new key."
+    return not torch.compiler.is_compiling() and has_kernels(k[:, :, :1])
 
 def _by_kernels(backend, q, *given):
     "Should kernels do it? Raise for a backend of another name, and where a gradient is wanted of the kernels."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'uniform', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'bits_set',
-           'sign_code', 'code_kernel', 'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note',
+           'sign_code', 'code_kernel', 'row_of', 'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note',
            'by_engine', 'launch_limits', 'device_limits', 'cache_bytes', 'starts_early', 'early_launch', 'refusal',
            'contiguous', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
 
@@ -120,6 +120,16 @@ def code_kernel(q_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, code_ptr, zero_ptr, zeros
         o_z = bh * BZ + tl.arange(0, BZ)
         tl.store(zero_ptr + o_z, tl.zeros([BZ], tl.int32), mask=o_z < zeros)
     tl.store(code_ptr + bh, code)
+
+# %% ../../kernels/common.ipynb #fabf7430
+@triton.jit
+def row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, x_n, N, G):
+    "Number of the new key, is it one of N, and where the key and its row begin"
+    bg, at = tl.program_id(0).to(tl.int64), tl.load(at_ptr)
+    there = (at >= 0) & (at < N)
+    at = tl.where(there, at, 0)
+    p_k = k_ptr + bg // G * k_b + bg % G * k_g + at * k_n
+    return at, there, p_k, row_ptr + bg // G * x_b + bg % G * x_g + at * x_n
 
 # %% ../../kernels/common.ipynb #5f9fa1be
 @triton.jit

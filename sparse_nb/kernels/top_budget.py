@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIGMAS', 'NEAR', 'TILES', 'FEW', 'MOST', 'wanted', 'items_of', 'rank', 'sample_of', 'put_marks', 'end_after_marks',
            'guess_kernel', 'Tiles', 'Place', 'histogram_bins', 'list_tile', 'select_tile', 'sample_size', 'Counts',
-           'slots_of', 'launch_list', 'heads_of', 'new_marks', 'row_of']
+           'launch_list', 'heads_of', 'new_marks', 'list_by']
 
 # %% ../../kernels/top_budget.ipynb #af9a4756
 import functools
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import starts_early, visible
+from .common import contiguous, refusal, starts_early, visible
 
 # %% ../../kernels/top_budget.ipynb #d516f217
 def _bits_of(
@@ -389,7 +389,7 @@ class Counts(NamedTuple):
     total: torch.Tensor   # items of a head that score at least 1, 2, ... [B, H, BINS], int32
     reached: torch.Tensor # of each tile of `list_tile` [B, H, BINS, T], likewise
 
-def slots_of(budget, n): return min(budget, n) if isinstance(budget, int) else math.ceil(n * (budget * (1 - 1e-12)))
+def _slots(budget, n): return min(budget, n) if isinstance(budget, int) else math.ceil(n * (budget * (1 - 1e-12)))
 
 # %% ../../kernels/top_budget.ipynb #ec90f537
 def launch_list(
@@ -403,7 +403,7 @@ def launch_list(
     "Launch threshold and list."
     B, H, M = scores.shape
     N, start, stop, begin, U = place
-    PDL, S = starts_early(scores), slots_of(budget, N)
+    PDL, S = starts_early(scores), _slots(budget, N)
     BN, warps = list_tile(M, tiles, isinstance(known, Counts), B * H)
     T = triton.cdiv(M, BN)
     BT = triton.next_power_of_2(T)
@@ -445,12 +445,54 @@ def new_marks(q, lists, budget, BS):
     return (torch.empty(q.shape[0] * lists, 4, dtype=torch.int32, device=q.device), number,
             dict(SIGMAS=SIGMAS, NEAR=NEAR // 4, SHARE=share, BS=BS, num_warps=4 if q.element_size() < 4 else 8))
 
-# %% ../../kernels/top_budget.ipynb #4c997a04
-@triton.jit
-def row_of(k_ptr, at_ptr, row_ptr, k_b, k_g, k_n, x_b, x_g, x_n, N, G):
-    "Number of the new key, is it one of N, and where the key and its row begin"
-    bg, at = tl.program_id(0).to(tl.int64), tl.load(at_ptr)
-    there = (at >= 0) & (at < N)
-    at = tl.where(there, at, 0)
-    p_k = k_ptr + bg // G * k_b + bg % G * k_g + at * k_n
-    return at, there, p_k, row_ptr + bg // G * x_b + bg % G * x_g + at * x_n
+# %% ../../kernels/top_budget.ipynb #705e3831
+def list_by(
+    name: str, # of the operator that stands for the launches where PyTorch compiles
+    score,     # launches the scores, as `score` of the methods' modules
+):             # their `best_keys`
+    "The best keys by the scores of a method: its launches, then threshold and list."
+    def launched(q, rows, own, factor, budget, place, shared):
+        with torch.cuda.device_of(q):
+            scores, known = score(q, rows, own, factor, budget, place, shared=shared)
+            return launch_list(scores, budget, place, after=True, known=known)
+
+    @torch.library.custom_op(f"sparse_nb::{name}", mutates_args=())
+    def op(q: torch.Tensor, rows: torch.Tensor, own: list[torch.Tensor], factor: float, budget: float, share: bool,
+           keys: int, unit: int, begin: torch.Tensor | None, kv_start: torch.Tensor | None,
+           kv_len: torch.Tensor | None, shared: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        place = Place(keys, *contiguous(kv_start, kv_len), begin, unit)
+        return launched(q, rows, own, factor, budget if share else int(budget), place, shared)
+
+    @op.register_fake
+    def _(q, rows, own, factor, budget, share, keys, unit, begin, kv_start, kv_len, shared):
+        shape = q.shape[0], (rows if shared else q).shape[1], 1, _slots(budget if share else int(budget), keys)
+        new = functools.partial(torch.empty, device=q.device)
+        return (new(shape, dtype=torch.int64), new(shape, dtype=torch.float32), new(shape[:3], dtype=torch.int64))
+
+    def best_keys(
+        q: torch.Tensor,                      # queries [B, H, 1, D] on a GPU, D <= 256
+        rows: torch.Tensor,                   # the index [B, G, M, ...], or the keys, of the dtype of q
+        budget: int | float,                  # keys to list: a count, or a share of the visible keys
+        keys: int,                            # N, the keys that there is room for
+        *,
+        own: tuple = (),                      # of the method, as its `score` takes it
+        factor: float = 1.0,                  # likewise
+        unit: int = 1,                        # keys of an item: of a page
+        begin: torch.Tensor | None = None,    # first key of page 0 [B]
+        kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
+        kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+        shared: bool = False,                 # one list for the heads of a group, by the sums of their scores?
+    ) -> tuple: # key numbers [B, H, 1, S], int64, the first key in unused slots; weights, float32; used slots [B, H, 1]
+        """The visible keys of the best scores, the earlier of two equal ones first, in the order of the keys.
+
+        For what `attend` takes; checks no tensor. A list that is shared is one of G in place of H. Raises TypeError or
+        ValueError for a dtype, size or device without a kernel.
+        """
+        if error := refusal(q): raise error
+        if keys > MOST: raise ValueError(f"keys must be at most {MOST}, got {keys}")
+        if torch.compiler.is_compiling():
+            share = isinstance(budget, float)
+            return op(q, rows, list(own), factor, float(budget), share, keys, unit, begin, kv_start, kv_len, shared)
+        place = Place(keys, *contiguous(kv_start, kv_len), begin, unit)
+        return launched(q, rows, own, factor, budget, place, shared)
+    return best_keys

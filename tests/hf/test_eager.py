@@ -9,10 +9,10 @@ from transformers import DynamicCache
 from triton.runtime.jit import JITFunction
 
 import sparse_nb.core.selection
-import sparse_nb.kernels.choose
 import sparse_nb.kernels.exact
 import sparse_nb.kernels.gather
 import sparse_nb.kernels.santa
+import sparse_nb.kernels.top_budget
 import sparse_nb.methods.santa
 from sparse_nb.attention import Exact, Streaming, TopK
 from sparse_nb.baselines import Quest
@@ -78,7 +78,7 @@ def launched(monkeypatch):
     for module in (sparse_nb.kernels.exact, sparse_nb.kernels.gather, sparse_nb.kernels.santa):
         monkeypatch.setattr(module, "relaunch", launch)
         monkeypatch.setattr(module, "refusal", lambda q: None)
-    monkeypatch.setattr(sparse_nb.kernels.choose, "refusal", lambda q: None)
+    monkeypatch.setattr(sparse_nb.kernels.top_budget, "refusal", lambda q: None)
     return names
 
 @pytest.mark.parametrize("method, own, most", [(Streaming(sinks=2, window=0.2), 2, 8), (TopK(budget=0.2), 7, 33),

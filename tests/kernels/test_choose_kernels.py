@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
-from sparse_nb import baselines, hash_attention
+from sparse_nb import hash_attention
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, OneList, Quest
 from sparse_nb.core import selection
 from sparse_nb.core.exact import assert_close, attention_scores, visible_range
@@ -415,19 +415,19 @@ def test_pages_that_nobody_was_shown():
 
 
 def asked_by(name, state, H, G, D):
-    "What `score` is told of a method."
+    "The kernels of a method, and what their `score` is told."
+    from sparse_nb.kernels import adamas, double_sparsity, hash_attention, quest, topk
     channels = state.fit[:, :, 0] if name == "double sparsity" else None
-    return {"quest": ("boxes", [], D**-0.5), "double sparsity": ("channels", [channels], D**-0.5),
-            "adamas": ("codes", [], 0.9816),
-            "hash": ("signs", [networks(H, G, D)[f"q_{x}"] for x in ("w1", "b1", "w2", "b2")], 1.),
-            "keys": ("keys", [], D**-0.5)}[name]
+    return {"quest": (quest, [], D**-0.5), "double sparsity": (double_sparsity, [channels], D**-0.5),
+            "adamas": (adamas, [], 0.9816),
+            "hash": (hash_attention, [networks(H, G, D)[f"q_{x}"] for x in ("w1", "b1", "w2", "b2")], 1.),
+            "keys": (topk, [], D**-0.5)}[name]
 
 
 @kernel
 @pytest.mark.parametrize("R, shared, ragged", [(1, False, False), (3, True, True), (4, False, True), (8, True, False)])
 def test_signatures_are_counted(R, shared, ragged):
     "Random ones, the first query's own and its opposite: scores from none to all bits, and how often each occurs."
-    from sparse_nb.kernels.choose import score
     from sparse_nb.kernels.top_budget import Place, Tiles
     B, G, N, D, lists = 2, 2, 300, 64, 2 if shared else 2 * R
     q, k, masks = problem(B, G, R, N, D, FP32, ragged)
@@ -439,10 +439,10 @@ def test_signatures_are_counted(R, shared, ragged):
         own = state.hash(q, "q").view(B, G, R)[:, :, 0]
         for b in range(B): state.rows[b, :, first[b]], state.rows[b, :, end[b] - 1] = own[b, :, None], ~own[b, :, None]
         want = METHODS["hash"](0.2, 0).priorities(q, state)[:, :, 0].unflatten(1, (lists, -1)).sum(2).to(torch.int16)
-    kind, given, number = asked_by("hash", None, G * R, G, D)
+    kernels, own, factor = asked_by("hash", None, G * R, G, D)
     place, most = Place(N, masks.get("kv_start"), masks.get("kv_len")), 32 * R if shared else 32
     def told():
-        scores, counts = score(kind, q, state.rows, given, number, 0.2, place, Tiles(**SMALL), shared=shared)
+        scores, counts = kernels.score(q, state.rows, own, factor, 0.2, place, Tiles(**SMALL), shared=shared)
         return scores, *counts
     scores, total, reached = poisoned(told)
     for b in range(B): assert torch.equal(scores[b, :, first[b]:end[b]], want[b, :, first[b]:end[b]])
@@ -456,17 +456,16 @@ def test_signatures_are_counted(R, shared, ragged):
 @pytest.mark.parametrize("name", [*METHODS, "keys"])
 def test_one_list_for_a_group(name, R, D, ragged):
     "Scores are the sums of those of the heads; of the keys, the list is that of the sums."
-    from sparse_nb.kernels.choose import choose, score
     from sparse_nb.kernels.top_budget import Place, Tiles, launch_list
     B, G, N = 2, 2, 200
     q, k, masks = problem(B, G, R, N, D, BF16, ragged)
     method = TopK(0.2) if name == "keys" else METHODS[name](0.2, 1)
     state = None if name == "keys" else chosen_state(method, q, k, **masks)
     rows, unit, begin = (k if name == "keys" else state.rows), getattr(method, "page", 1), getattr(state, "begin", None)
-    kind, given, number = asked_by(name, state, G * R, G, D)
+    kernels, own, factor = asked_by(name, state, G * R, G, D)
     place = Place(N, masks.get("kv_start"), masks.get("kv_len"), begin if name == "quest" else None, unit)
-    each, _ = score(kind, q, rows, given, number, 0.2, place, Tiles(**SMALL))
-    whole = poisoned(lambda: score(kind, q, rows, given, number, 0.2, place, Tiles(**SMALL), shared=True)[:1])[0]
+    each, _ = kernels.score(q, rows, own, factor, 0.2, place, Tiles(**SMALL))
+    whole = poisoned(lambda: kernels.score(q, rows, own, factor, 0.2, place, Tiles(**SMALL), shared=True)[:1])[0]
     first, end = (x[:, 0, 0] for x in visible_range(q, k, **masks))
     for b in range(B):
         seen = torch.arange(int(first[b]), int(end[b]), device=DEVICE)
@@ -479,9 +478,9 @@ def test_one_list_for_a_group(name, R, D, ragged):
             assert torch.equal(got.isinf(), want.isinf())
             real = ~want.isinf()
             assert ((got - want)[real].abs() <= 2**-20 * size[real]).all()
-    index, weight, used = choose(kind, q, rows, 0.2, N, given=tuple(given), number=number, unit=unit,
-                                 begin=place.begin, shared=True, **masks)
-    scores, known = score(kind, q, rows, given, number, 0.2, place, shared=True)
+    index, weight, used = kernels.best_keys(q, rows, 0.2, N, own=tuple(own), factor=factor, unit=unit,
+                                            begin=place.begin, shared=True, **masks)
+    scores, known = kernels.score(q, rows, own, factor, 0.2, place, shared=True)
     again = launch_list(scores, 0.2, place, after=True, known=known)
     for x, y in zip((index, weight, used), again): assert x.shape[1] == G and torch.equal(x, y)
     assert (used == used[:, :1]).all()
@@ -493,17 +492,16 @@ def test_one_list_for_a_group(name, R, D, ragged):
 @pytest.mark.parametrize("name", ["quest", "double sparsity", "adamas"])
 def test_marks_beside_the_scores_are_those_of_the_scores(name, R, shared, ragged, budget):
     "As made of the scores when they are there; where there are no more keys than the sample has, they let all pass."
-    from sparse_nb.kernels.choose import score
     from sparse_nb.kernels.top_budget import NEAR, SIGMAS, Place, Tiles, _bits_of, guess_kernel
     B, G, N, unit = 2, 2, 800 if name == "quest" else 200, 4 if name == "quest" else 1
     q, k, masks = problem(B, G, R, N, 64, BF16, ragged)
     method = Quest(budget, page=unit) if name == "quest" else METHODS[name](budget, 0)
     state = chosen_state(method, q, k, **masks)
-    kind, given, number = asked_by(name, state, G * R, G, 64)
+    kernels, own, factor = asked_by(name, state, G * R, G, 64)
     place = Place(N, masks.get("kv_start"), masks.get("kv_len"), state.begin if name == "quest" else None, unit)
     part, share = _bits_of(budget)
     for size in (32, 256):
-        told = partial(score, kind, q, state.rows, given, number, budget, place, Tiles(sample=size), shared=shared)
+        told = partial(kernels.score, q, state.rows, own, factor, budget, place, Tiles(sample=size), shared=shared)
         scores, mark = poisoned(told)
         (lists, M), want = scores.shape[1:], torch.zeros_like(mark)
         guess_kernel[B * lists,](scores, want, place.begin, place.start, place.stop, N, M, lists, part, SIGMAS=SIGMAS,
@@ -555,7 +553,6 @@ def test_bad_guess(guess, error, message):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_buffer_that_is_larger(name):
     "Features written in place at a position on the device, for a length on the device: as an index of just these keys."
-    from sparse_nb.kernels.choose import score
     from sparse_nb.kernels.top_budget import Place, Tiles, launch_list
     q, k, _ = problem(1, 2, 2, 130, 64, FP32)
     method, N = METHODS[name](0.2, 0), 130
@@ -568,10 +565,10 @@ def test_a_buffer_that_is_larger(name):
     rows.index_copy_(2, at, state.rows[:, :, -1:])
     unit, begin = (16, state.begin) if name == "quest" else (1, None)
     place = Place(200, None, torch.tensor([N], device=DEVICE), begin, unit)
-    kind, given, number = asked_by(name, state, 4, 2, 64)
+    kernels, own, factor = asked_by(name, state, 4, 2, 64)
     tiles = Tiles(**SMALL)
     def made():
-        scores, known = score(kind, q, rows, given, number, 0.2, place, tiles)
+        scores, known = kernels.score(q, rows, own, factor, 0.2, place, tiles)
         return launch_list(scores, 0.2, place, tiles=tiles, after=True, known=known)
     index, weight, used = poisoned(made)
     want = check_method(method, q, k)
@@ -603,7 +600,7 @@ def test_a_session_of_keys(name):
 def served_by(kernels, q, k):
     "States and methods take kernels, or do not, wherever they run."
     with pytest.MonkeyPatch.context() as patch:
-        for module in (baselines, hash_attention, selection): patch.setattr(module, "has_kernels", lambda q: kernels)
+        patch.setattr(selection, "has_kernels", lambda q: kernels)
         patch.setattr(hash_attention, "hash_maps", lambda *_: networks(q.shape[1], k.shape[1], q.shape[3]))
         yield patch
 
@@ -793,7 +790,7 @@ def test_collisions_by_other_rules_have_no_kernels():
         def priorities(self, q, state, **more): return 2. * (super().priorities(q, state, **more) >= 5)
     q, k, _ = problem(1, 2, 2, 100, 16, FP32)
     with served_by(True, q, k) as patch:
-        patch.setattr(baselines, "has_kernels", lambda q: pytest.fail("asked for kernels"))
+        patch.setattr(selection, "has_kernels", lambda q: pytest.fail("asked for kernels"))
         rare = Rare(2, 16, 0, 1).select(q, k)
         assert MagicPIG(2, 16, 0, 1).select(q.clone().requires_grad_(), k).weight.requires_grad
     with served_by(False, q, k): assert (rare.budget < MagicPIG(2, 16, 0, 1).select(q, k).budget).all()
@@ -802,7 +799,7 @@ def test_collisions_by_other_rules_have_no_kernels():
 @kernel
 def test_one_graph_of_collisions(monkeypatch):
     (q, k, _), method = problem(1, 2, 2, 70, 64, FP32), MagicPIG(3, 8, 2, 9)
-    for module in (baselines, hash_attention): monkeypatch.setattr(module, "has_kernels", lambda q: True)
+    monkeypatch.setattr(selection, "has_kernels", lambda q: True)
     monkeypatch.setattr("sparse_nb.core.methods.on_cpu_eagerly", lambda x: False)
     state, stop = method.build(k[:, :, :50]), torch.tensor([60], device=DEVICE)
     state.fix(70)
@@ -937,10 +934,10 @@ def test_another_rule_has_no_kernels():
 def test_refused(call, error, message):
     pytest.importorskip("triton")
     if not (INTERPRETED or GPU) and error is ValueError: pytest.skip("the device is refused first")
-    from sparse_nb.kernels.choose import choose
+    from sparse_nb.kernels.adamas import best_keys
     rows = torch.zeros(1, 2, 10, 4, dtype=torch.int32)
     with pytest.raises(error, match=message):
-        choose("codes", call["q"].to(DEVICE), rows.to(DEVICE), 0.1, call.get("keys", 10))
+        best_keys(call["q"].to(DEVICE), rows.to(DEVICE), 0.1, call.get("keys", 10))
 
 
 def served(name, N=2000, **more):
