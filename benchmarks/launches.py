@@ -79,7 +79,7 @@ def vattention_launches(recorder):
 
 # Sketch&Walk
 
-SKETCH_WALK = dict(score="_ask_kernel", select="_share_kernel", read="_read_kernel", merge="_merge_kernel")
+SKETCH_WALK = dict(score="_ask_kernel", select="_share_kernel", read="_read_kernel", merge="merge_kernel")
 DENSITIES, OTHERS = (0.05, 0.1, 0.2), ("fine16", "mean")
 AT_ONCE = 2048  # blocks whose rows are made at once
 SMALL, OF_HEADS = (16, 8, 4), (131072, 524288)  # keys of other blocks; lengths for lists of single heads

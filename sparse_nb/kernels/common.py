@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'uniform', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'bits_set',
            'sign_code', 'code_kernel', 'row_of', 'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note',
-           'by_engine', 'launch_limits', 'device_limits', 'cache_bytes', 'starts_early', 'early_launch', 'refusal',
-           'contiguous', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
+           'by_engine', 'launch_limits', 'load_parts', 'part_weights', 'merge_kernel', 'device_limits', 'cache_bytes',
+           'starts_early', 'early_launch', 'refusal', 'contiguous', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
 
 # %% ../../kernels/common.ipynb #72988fbd
 import functools
@@ -199,6 +199,38 @@ def launch_limits(
 ) -> dict:
     "Options of a launch."
     return dict(num_warps=warps) | (dict(maxnreg=registers) if registers else {})
+
+# %% ../../kernels/common.ipynb #4e8b3ce1
+@triton.jit
+def load_parts(m_ptr, l_ptr, o_ptr, bh, row, parts, o_p, o_d, D: tl.constexpr):
+    "Maxima and sums [BP] of the parts of head bh, and their outputs [BP, BW] in row `row`: -inf and 0 behind the last"
+    m_p = o_p < parts
+    m_o = m_p[:, None] & (o_d < D)[None, :]
+    b_o = tl.load(o_ptr + (row * parts + o_p)[:, None] * D + o_d[None, :], mask=m_o, other=0.)
+    m = tl.load(m_ptr + bh * parts + o_p, mask=m_p, other=-float("inf"))
+    return m, tl.load(l_ptr + bh * parts + o_p, mask=m_p, other=0.), b_o
+
+@triton.jit
+def part_weights(m):
+    "The largest M of the maxima, and 2^(m - M) of each part; of no key at all 0"
+    M = tl.max(m, 0)
+    return M, tl.exp2(m - tl.where(M == -float("inf"), 0., M))
+
+@triton.jit
+def merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, peak_ptr, mass_ptr, out_b, out_h, out_d, H, P, D: tl.constexpr,
+                 BP: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr):
+    "The output of a head from its P parts; with `peak_ptr` their state, undivided"
+    bh, o_p, o_d = tl.program_id(0).to(tl.int64), tl.arange(0, BP), tl.program_id(1) * BW + tl.arange(0, BW)
+    if PDL: gdc_wait()
+    m, l, b_o = load_parts(m_ptr, l_ptr, o_ptr, bh, bh, P, o_p, o_d, D)
+    M, part = part_weights(m)
+    out, mass = tl.sum(b_o * part[:, None], 0), tl.sum(l * part, 0)
+    if peak_ptr is None: out /= mass
+    else:
+        tl.store(peak_ptr + bh, M * 0.6931471805599453)                                  # to base e
+        tl.store(mass_ptr + bh, mass)
+    p_out = out_ptr + (bh // H) * out_b + (bh % H) * out_h + o_d * out_d
+    tl.store(p_out, out.to(out_ptr.dtype.element_ty), mask=o_d < D)
 
 # %% ../../kernels/common.ipynb #0ba30014
 @functools.cache

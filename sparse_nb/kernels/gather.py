@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    LOG2E, Plans, device_limits, dot, layout_of, refusal, relaunch)
+    LOG2E, Plans, device_limits, dot, layout_of, merge_kernel, refusal, relaunch, running_softmax)
 
 # %% ../../kernels/gather.ipynb #76ed6d39
 @triton.jit
@@ -55,39 +55,13 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, count_ptr, m_ptr,
         b_k = tl.load(p_k + row[:, None] * k_n, mask=m_k, other=0.)                      # [BN, BD]
         b_s = dot(b_q, tl.trans(b_k)) * scale + tl.log2(b_w)                             # s' = s + log2 w
         b_s = tl.where(b_w == 0, -float("inf"), tl.where(there[None, :], b_s, float("nan")))  # no row: NaN
-        new = tl.maximum(m, tl.max(b_s, 1))
-        seen = tl.where(new == -float("inf"), 0., new)
-        old = tl.exp2(m - seen)
-        b_p = tl.exp2(b_s - seen[:, None])
+        m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
         b_v = tl.load(p_v + row[:, None] * v_n, mask=m_k, other=0.)                      # [BN, BD]
-        l = l * old + tl.sum(b_p, 1)
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)
-        m = new
     i_o = (i_b_ * L * LR + i_h_) * C + i_c
     tl.store(m_ptr + i_o, m, mask=m_r)
     tl.store(l_ptr + i_o, l, mask=m_r)
     tl.store(o_ptr + i_o[:, None] * D + o_d[None, :], acc, mask=m_r[:, None] & m_d[None, :])
-
-# %% ../../kernels/gather.ipynb #4e8b3ce1
-@triton.jit
-def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, peak_ptr, mass_ptr, out_b, out_h, out_d, H, C,
-                  D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
-    bh = tl.program_id(0).to(tl.int64)
-    o_c, o_d = tl.arange(0, BC), tl.program_id(1) * BD + tl.arange(0, BD)
-    m_c, m_d = o_c < C, o_d < D
-    if PDL: gdc_wait()
-    b_o = tl.load(o_ptr + (bh * C + o_c)[:, None] * D + o_d[None, :], mask=m_c[:, None] & m_d[None, :], other=0.)
-    m = tl.load(m_ptr + bh * C + o_c, mask=m_c, other=-float("inf"))
-    l = tl.load(l_ptr + bh * C + o_c, mask=m_c, other=0.)
-    M = tl.max(m, 0)
-    part = tl.exp2(m - tl.where(M == -float("inf"), 0., M))
-    out, mass = tl.sum(b_o * part[:, None], 0), tl.sum(l * part, 0)
-    if peak_ptr is None: out /= mass
-    else:
-        tl.store(peak_ptr + bh, M * 0.6931471805599453)                                  # to base e
-        tl.store(mass_ptr + bh, mass)
-    p_out = out_ptr + (bh // H) * out_b + (bh % H) * out_h + o_d * out_d
-    tl.store(p_out, out.to(out_ptr.dtype.element_ty), mask=m_d)
 
 # %% ../../kernels/gather.ipynb #5efaf74c
 _WARPS = 4
@@ -129,7 +103,7 @@ def _run(q, k, v, index, weight, count, scale, state=False):
     more = dict(launch_pdl=True) if PDL else {}
     relaunch(made, "gather", _gather_kernel, programs, *tensors, m, l, o, (D**-0.5 if scale is None else scale) * LOG2E,
              *gather, num_warps=_WARPS, **more)
-    relaunch(made, "state" if state else "merge", _merge_kernel, programs_merge, m, l, o, out, peak, mass, *merge,
+    relaunch(made, "state" if state else "merge", merge_kernel, programs_merge, m, l, o, out, peak, mass, *merge,
              num_warps=4, **more)
     return (peak, mass, out) if state else out
 

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import (
-    LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, refusal, share_in_units, starts_early, visible)
+from sparse_nb.kernels.common import (
+    LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, load_parts, refusal, running_softmax, share_in_units,
+    starts_early, visible)
 
 # %% ../../kernels/saap.ipynb #e270dd8a
 @triton.jit
@@ -482,14 +483,6 @@ def _four_lists(end_ptr, base_ptr, i, C):
 
 # %% ../../kernels/saap.ipynb #0b2a0339
 @triton.jit
-def _next(m, l, b_s):
-    "New maximum and sum, weights, and the factor on what was summed before"
-    new = tl.maximum(m, tl.max(b_s, 1))
-    seen = tl.where(new == -float("inf"), 0., new)
-    old, b_p = tl.exp2(m - seen), tl.exp2(b_s - seen[:, None])
-    return new, l * old + tl.sum(b_p, 1), b_p, old
-
-@triton.jit
 def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_d, v_n, v_d, LR: tl.constexpr,
                D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
     "Partial softmax of sinks and of what is behind the lists: their numbers `low` to `high`; nothing in row LR"
@@ -502,7 +495,7 @@ def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_
         m_k = m_n[:, None] if BD == D else m_n[:, None] & (o_d < D)[None, :]
         b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
         b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))         # [BR, BN]
-        m, l, b_p, old = _next(m, l, b_s)
+        m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
         b_p = tl.where((o_r < LR)[:, None], b_p, 0.)
         b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
@@ -530,7 +523,7 @@ def _read_rows(m, l, acc, ends, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr,
             m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
             b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
             b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))     # [BR, BN]
-            m, l, b_p, old = _next(m, l, b_s)
+            m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
             if CUT:
                 counted = (o_s >= cut) & (o_s < tl.minimum(end_cut, stop))
                 scores += tl.sum(tl.where(counted[None, :], b_s, 0.), 1)
@@ -563,7 +556,7 @@ def _read_means(b_q, score_ptr, rest_ptr, variance_ptr, factor_ptr, value_ptr, b
                       mask=(o_r < LR)[:, None] & m_c[None, :], other=-float("inf"))
         b_s += tl.load(rest_ptr + bg * C + o_c, mask=m_c, other=-float("inf"))[None, :]
         if SECOND: b_s += more[:, None] * tl.load(variance_ptr + bg * C + o_c, mask=m_c, other=0.)[None, :]
-        m, l, b_p, old = _next(m, l, b_s)
+        m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
         b_v = tl.load(value_ptr + (bg * C + o_c)[:, None] * D + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :],
                       other=0.)
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)
@@ -667,12 +660,10 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_s_ptr, sum_x_ptr, rest_s_ptr, 
                   BW: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
     "Join the parts of a head, and what was left of the cluster that was cut"
     bh, o_p, o_v = tl.program_id(0).to(tl.int64), tl.arange(0, BP), tl.program_id(1) * BW + tl.arange(0, BW)
-    bg, m_p, m_v = bh // LR, o_p < A, o_v < D
+    bg = bh // LR
     i_b, i_h, row = bg // G, bh % (G * LR), bh + bg if CUT else bh
     if PDL: gdc_wait()
-    m = tl.load(m_ptr + bh * A + o_p, mask=m_p, other=-float("inf"))
-    l = tl.load(l_ptr + bh * A + o_p, mask=m_p, other=0.)
-    b_o = tl.load(o_ptr + (row * A + o_p)[:, None] * D + o_v[None, :], mask=m_p[:, None] & m_v[None, :], other=0.)
+    m, l, b_o = load_parts(m_ptr, l_ptr, o_ptr, bh, row, A, o_p, o_v, D)
     if CUT: x, b_v = _rest_of_cut(q_ptr + i_b * q_b + i_h * q_h, sum_s_ptr, sum_x_ptr, o_ptr, rest_s_ptr, rest_x_ptr,
                                   factor_ptr, fact_ptr, bh, bg, i_h, scale, P, A, q_d, o_v, SECOND, LR, D, BP, BD)
     M = tl.max(m, 0)
@@ -684,7 +675,7 @@ def _merge_kernel(q_ptr, m_ptr, l_ptr, o_ptr, sum_s_ptr, sum_x_ptr, rest_s_ptr, 
         weight = tl.exp2(x - seen)
         total, b_o = total + weight, b_o + b_v * weight
     p_out = out_ptr + i_b * out_b + i_h * out_h + o_v * out_d
-    tl.store(p_out, (b_o / total).to(out_ptr.dtype.element_ty), mask=m_v)
+    tl.store(p_out, (b_o / total).to(out_ptr.dtype.element_ty), mask=o_v < D)
 
 # %% ../../kernels/saap.ipynb #84c99a0b
 class Tiles(NamedTuple):

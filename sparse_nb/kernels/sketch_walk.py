@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparse_nb.kernels.common import (
-    INTERPRETED, LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, refusal, running_softmax,
+    INTERPRETED, LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, merge_kernel, refusal, running_softmax,
     share_in_units, visible)
 
 # %% ../../kernels/sketch_walk.ipynb #4570c87e
@@ -534,21 +534,6 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, list_ptr, reader_ptr, count_ptr, begin_ptr
     tl.store(l_ptr + i_o, l, mask=m_r)
     tl.store(o_ptr + i_o[:, None] * D + o_d[None, :], acc, mask=m_r[:, None] & m_d[None, :])
 
-@triton.jit
-def _merge_kernel(m_ptr, l_ptr, o_ptr, out_ptr, out_b, out_h, out_d, H, P, D: tl.constexpr, BP: tl.constexpr,
-                  BW: tl.constexpr, PDL: tl.constexpr):
-    "Join the parts of a head"
-    bh, o_p, o_d = tl.program_id(0).to(tl.int64), tl.arange(0, BP), tl.program_id(1) * BW + tl.arange(0, BW)
-    m_p, m_d = o_p < P, o_d < D
-    if PDL: gdc_wait()
-    m = tl.load(m_ptr + bh * P + o_p, mask=m_p, other=-float("inf"))
-    l = tl.load(l_ptr + bh * P + o_p, mask=m_p, other=0.)
-    b_o = tl.load(o_ptr + (bh * P + o_p)[:, None] * D + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.)
-    top = tl.max(m, 0)
-    part = tl.exp2(m - tl.where(top == -float("inf"), 0., top))
-    out = tl.sum(b_o * part[:, None], 0) / tl.sum(l * part, 0)
-    tl.store(out_ptr + bh // H * out_b + bh % H * out_h + o_d * out_d, out.to(out_ptr.dtype.element_ty), mask=m_d)
-
 # %% ../../kernels/sketch_walk.ipynb #2dbb0aa5
 class Tiles(NamedTuple):
     "Sizes of the launches; none of them changes a result."
@@ -662,9 +647,9 @@ def launch(
         BLOCK=s.block, D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2],
         **launch_limits(tiles.read[1], tiles.read[4]), **same, **more)
     BW = min(BD, tiles.merge[0])
-    _merge_kernel[B * H, triton.cdiv(D, BW)](
-        m, l, o, out, *of_out, H, P, D=D, BP=triton.next_power_of_2(P), BW=BW, PDL=PDL, num_warps=tiles.merge[1],
-        **more)
+    merge_kernel[B * H, triton.cdiv(D, BW)](
+        m, l, o, out, None, None, *of_out, H, P, D=D, BP=triton.next_power_of_2(P), BW=BW, PDL=PDL,
+        num_warps=tiles.merge[1], **more)
     return Found(out, blocks, count, score, readers)
 
 # %% ../../kernels/sketch_walk.ipynb #69f613b9

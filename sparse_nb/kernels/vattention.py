@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparse_nb.kernels.common import (
-    LOG2E, bits_set, code_kernel, contiguous, device_limits, dot, in_keys, refusal, share_in_units, starts_early,
-    stream, visible)
+from .common import (
+    LOG2E, bits_set, code_kernel, contiguous, device_limits, dot, in_keys, load_parts, part_weights, refusal,
+    running_softmax, share_in_units, starts_early, stream, visible)
 
 # %% ../../kernels/vattention.ipynb #d6d2cf67
 @triton.jit
@@ -244,11 +244,8 @@ def _rows(q_ptr, k_ptr, v_ptr, length_ptr, drawn_ptr, drawn, step, kept_ptr, kep
         row = row.to(tl.int64)
         b_k = tl.load(k_ptr + row[:, None] * k_n + o_d[None, :] * k_d, mask=m_k, other=0.)
         b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))
-        new = tl.maximum(m, tl.max(b_s, 1))
-        seen = tl.where(new == -float("inf"), 0., new)
-        old, b_p = tl.exp2(m - seen), tl.exp2(b_s - seen[:, None])
+        m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
         b_v = tl.load(v_ptr + row[:, None] * v_n + o_d[None, :] * v_d, mask=m_k, other=0.)
-        l = l * old + tl.sum(b_p, 1)
         if SQUARES:
             if at < drawn:
                 most = tl.maximum(most, tl.max(tl.where(m_1[None, :], b_s, -float("inf")), 1))
@@ -264,7 +261,6 @@ def _rows(q_ptr, k_ptr, v_ptr, length_ptr, drawn_ptr, drawn, step, kept_ptr, kep
                 e, e2, own2 = e * old, e2 * old * old, own2 * old * old
                 if length_ptr is not None: own *= old[:, None]
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)
-        m = new
     return m, l, acc, most, e, e2, own, own2
 
 @triton.jit
@@ -575,18 +571,14 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, stop_ptr, count_ptr, out_ptr, out_b, out_
                   D: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
     "Join the parts of a head; what the sample found counts once for each key that it stands for"
     bh, o_p, o_d = tl.program_id(0).to(tl.int64), tl.arange(0, BP), tl.program_id(1) * BD + tl.arange(0, BD)
-    m_p, m_d, o_e = o_p < C, o_d < D, tl.arange(0, BE)
+    o_e = tl.arange(0, BE)
     if PDL: gdc_wait()
     rest = tl.load(stop_ptr + bh // LR * 2 + 1)
     drawn = tl.sum(tl.load(count_ptr + bh // LR * C + C - CE + o_e, mask=o_e < CE, other=0), 0)
-    m = tl.load(m_ptr + bh * C + o_p, mask=m_p, other=-float("inf"))
-    l = tl.load(l_ptr + bh * C + o_p, mask=m_p, other=0.)
-    M = tl.max(m, 0)
-    each = tl.where(o_p < C - CE, 1., rest.to(tl.float32) / tl.maximum(drawn, 1))
-    w = tl.exp2(m - tl.where(M == -float("inf"), 0., M)) * each
-    b_o = tl.load(o_ptr + (bh * C + o_p)[:, None] * D + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.)
+    m, l, b_o = load_parts(m_ptr, l_ptr, o_ptr, bh, bh, C, o_p, o_d, D)
+    w = part_weights(m)[1] * tl.where(o_p < C - CE, 1., rest.to(tl.float32) / tl.maximum(drawn, 1))
     out = tl.sum(b_o * w[:, None], 0) / tl.sum(l * w, 0)
-    tl.store(out_ptr + bh // H * out_b + bh % H * out_h + o_d * out_d, out.to(out_ptr.dtype.element_ty), mask=m_d)
+    tl.store(out_ptr + bh // H * out_b + bh % H * out_h + o_d * out_d, out.to(out_ptr.dtype.element_ty), mask=o_d < D)
 
 # %% ../../kernels/vattention.ipynb #92ae0889
 class Settings(NamedTuple):

@@ -828,7 +828,9 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def named(kernel): return f"{kernel}_kernel" if kernel in ("code", "guess") else f"_{kernel}_kernel"  # those are shared
+def named(kernel): return f"{kernel}_kernel" if kernel in SHARED else f"_{kernel}_kernel"
+
+SHARED = "code", "guess", "merge"
 
 ATTEND, LIST = ("gather", "merge"), ("sift", "select", "list")
 OF_A_STEP = {"quest": ("box_row", "box", "guess", "box", *LIST),

@@ -39,7 +39,7 @@ from sparse_nb import baselines, vattention
 from sparse_nb.core import bounds
 from sparse_nb.bench import captured
 from sparse_nb.kernels import gather, host
-from sparse_nb.kernels.common import compiled_usage
+from sparse_nb.kernels.common import compiled_usage, merge_kernel
 from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels import vattention as steps
 from sparse_nb.kernels.santa import SCHEMES, decode, put_codes
@@ -837,7 +837,7 @@ if not INTERPRETED:
         types = dict(index_ptr="i64", weight_ptr="fp32", m_ptr="fp32", l_ptr="fp32", o_ptr="fp32")
         for kernel_, constants in ((gather._gather_kernel, base | dict(LR=LR, BR=16, count_ptr=None,
             **dict(zip(("BN", "STAGES"), gather._tile(triton.next_power_of_2(D), 4 if kind == "fp32" else 2))))),
-            (gather._merge_kernel, base | dict(BC=128, BD=32)), (gather._merge_kernel, base | dict(BC=512, BD=32))):
+            (merge_kernel, base | dict(BP=128, BW=32)), (merge_kernel, base | dict(BP=512, BW=32))):
             used = compiled_usage(kernel_, constants, types | {f"{x}_ptr": kind for x in ("q", "k", "v", "out")},
                                   capability, gather._WARPS)
             assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 99 * 1024, (kernel_, kind,
@@ -1794,5 +1794,5 @@ if not INTERPRETED:
             assert used["registers"] <= 255 and used["shared"] <= 99 * 1024, used
             fitting = 2**16 // (32 * gather._WARPS * used["registers"])
             assert fitting >= programs or BD * itemsize > 256, used
-        merge = compiled_usage(gather._merge_kernel, constants | dict(BC=512, BD=32), {}, capability, 4)
+        merge = compiled_usage(merge_kernel, constants | dict(BP=512, BW=32), {}, capability, 4)
         assert merge["spills"] == 0, merge

@@ -610,7 +610,7 @@ if not INTERPRETED:
         "Registers, spills and shared memory of a kernel with the shipped tiles."
         triton = pytest.importorskip("triton")
         from sparse_nb.kernels import sketch_walk as kernels
-        from sparse_nb.kernels.common import compiled_usage
+        from sparse_nb.kernels.common import compiled_usage, merge_kernel
         BD, s = triton.next_power_of_2(D), kernels.Settings(block, 0.1, index)
         types = dict.fromkeys(("fact_ptr", "len_ptr", "list_ptr", "count_ptr", "off_ptr", "key_ptr", "cut_ptr",
                                "reader_ptr"), "i32")
@@ -619,9 +619,9 @@ if not INTERPRETED:
             digit_ptr="bf16" if index == "mean" else "i8")
         known = dict(LR=4, LP=4, D=D, W=BD, BD=BD, BR=16, STEPS=BD.bit_length() - 1, PDL=capability >= 90,
                      MEAN=index == "mean", RADIUS=index == "fine16", REACH=0.5, FINE=s.fine, BLOCK=block, WARPS=warps,
-                     BF=128, EACH=0, BB=kernels.score_tile(kernels.Tiles(), s, BD))
+                     BF=128, EACH=0, peak_ptr=None, mass_ptr=None, BB=kernels.score_tile(kernels.Tiles(), s, BD))
         if index != "fine16": known |= dict(radius_ptr=None)
-        kernel_ = getattr(kernels, f"_{name}_kernel")
+        kernel_ = merge_kernel if name == "merge" else getattr(kernels, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
 
     @pytest.mark.kernels
