@@ -1,13 +1,15 @@
 """How the tiles of kernels were found: prompts through lists of blocks and through a window, beside the dense kernels
 of PyTorch; and of Sketch&Walk each launch of a step, each of a prompt's choice, and attention to the lists"""
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparse_nb.bench import SHAPES, Protocol, Shape
 from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern
-from sparse_nb.kernels import sketch_walk as steps, sketch_walk_prefill as choice
+from sparse_nb.kernels import blocks as by_blocks, sketch_walk as steps, sketch_walk_prefill as choice
 from sparse_nb.kernels.blocks import attend_blocks, launch_blocks, launch_streaming, tile_settings
 from sparse_nb.kernels.common import LOG2E
 from sparse_nb.sketch_walk import SketchWalk, pattern_of
@@ -18,6 +20,15 @@ from benchmarks.timing import Case, close_to
 
 
 DENSITY = 0.1 # of the lists
+
+@contextmanager
+def instead(module, **settings):
+    "Launches of a module of kernels with these in place of its settings, or of what its functions say; None: its own."
+    with ExitStack() as held:
+        for name, value in settings.items():
+            other = value if name.isupper() else lambda *_, value=value: value
+            if value is not None: held.enter_context(mock.patch.object(module, name, other))
+        yield
 
 
 # Lists of blocks, and a window
@@ -72,9 +83,10 @@ def _streaming(p, settings):
     seen = lambda h, rows: (p.i <= rows[:, None]) & ((p.i > rows[:, None] - p.window) | (p.i < SINKS))
     pairs = int((p.i + 1).clamp(max=SINKS + p.window).sum())
     for tiles, engine in settings:
-        call = lambda: launch_streaming(p.q, p.k, p.v, SINKS, p.window, None, None, None, False, tiles, engine)[0]
-        p.note(call, seen, pairs, method="streaming", tiles=tiles, engine=engine,
-               shipped=tiles == tile_settings(128, 2, engine, False))
+        call = lambda: launch_streaming(p.q, p.k, p.v, SINKS, p.window, None, None, None, False)[0]
+        shipped = tiles == tile_settings(128, 2, engine, False)
+        with instead(by_blocks, tile_settings=tiles, by_engine=engine):
+            p.note(call, seen, pairs, method="streaming", tiles=tiles, engine=engine, shipped=shipped)
     return seen, pairs
 
 def _lists(p, pattern, seen, pairs, settings, **row):
@@ -82,9 +94,10 @@ def _lists(p, pattern, seen, pairs, settings, **row):
     density = round(float(pattern.density()), 4)
     for tiles, engine in settings:
         call = lambda: launch_blocks(p.q, p.k, p.v, pattern.index, pattern.count, pattern.gap, pattern.query_block,
-                                     pattern.key_block, True, None, None, None, False, tiles, engine)[0]
-        p.note(call, seen, pairs, tiles=tiles, engine=engine, density=density,
-               shipped=tiles == tile_settings(128, 2, engine, True), **row)
+                                     pattern.key_block, True, None, None, None, False)[0]
+        shipped = tiles == tile_settings(128, 2, engine, True)
+        with instead(by_blocks, tile_settings=tiles, by_engine=engine):
+            p.note(call, seen, pairs, tiles=tiles, engine=engine, density=density, shipped=shipped, **row)
 
 def _random_lists(p, block, settings):
     "Lists that are drawn at random, one for each group."
@@ -165,45 +178,43 @@ class Choice:
         self.near = choice.heaviest(self.shares, DENSITY, BLOCK, p.n, p.n, None, times=2)
         self.among = self.exact()
 
-    def queries(self, tiles=None):
-        return choice.mean_table(self.p.q, False, self.index, BLOCK, BLOCK, 0, self.p.n, None, tiles)
+    def queries(self): return choice.mean_table(self.p.q, False, self.index, BLOCK, BLOCK, 0, self.p.n, None)
 
-    def keys(self, tiles=None):
+    def keys(self):
         fine = choice.FINE[self.index] or BLOCK
-        return choice.mean_table(self.p.k, True, self.index, BLOCK, fine, 0, self.p.n, None, tiles)
+        return choice.mean_table(self.p.k, True, self.index, BLOCK, fine, 0, self.p.n, None)
 
-    def sum(self, tiles=None):
-        return choice.log_sums(self.asked, self.table, self.index, BLOCK, self.scale, self.p.n, self.p.n, None, tiles)
+    def sum(self):
+        return choice.log_sums(self.asked, self.table, self.index, BLOCK, self.scale, self.p.n, self.p.n, None)
 
-    def share(self, tiles=None):
+    def share(self):
         return choice.block_shares(self.asked, self.table, self.sums, self.index, "mean", "group", BLOCK, self.scale,
-                                   self.p.n, self.p.n, None, tiles)
+                                   self.p.n, self.p.n, None)
 
-    def choose(self, tiles=None):
-        return choice.heaviest(self.shares, DENSITY, BLOCK, self.p.n, self.p.n, None, tiles)
+    def choose(self): return choice.heaviest(self.shares, DENSITY, BLOCK, self.p.n, self.p.n, None)
 
-    def exact(self, tiles=None):
-        return choice.exact_shares(self.p.q, self.p.k, self.near, "mean", BLOCK, self.scale, None, tiles)
+    def exact(self): return choice.exact_shares(self.p.q, self.p.k, self.near, "mean", BLOCK, self.scale, None)
 
-    def refine(self, tiles=None):
-        return choice.heaviest(self.among, DENSITY, BLOCK, self.p.n, self.p.n, None, tiles, near=self.near)
+    def refine(self): return choice.heaviest(self.among, DENSITY, BLOCK, self.p.n, self.p.n, None, near=self.near)
 
-    def launches(self, tiles=None):
+    def launches(self):
         "Calls by name; each returns a tensor that its launch fills."
-        return {"queries": lambda: self.queries(tiles).more, "keys": lambda: self.keys(tiles).more,
-                "sums": lambda: self.sum(tiles), "shares": lambda: self.share(tiles),
-                "choose": lambda: self.choose(tiles)[1].float(), "exact": lambda: self.exact(tiles),
-                "refine": lambda: self.refine(tiles)[1].float()}
+        return {"queries": lambda: self.queries().more, "keys": lambda: self.keys().more, "sums": self.sum,
+                "shares": self.share, "choose": lambda: self.choose()[1].float(), "exact": self.exact,
+                "refine": lambda: self.refine()[1].float()}
 
 def measure_choice(recorder: Recorder, p: Prompt, index: str, tried: dict):
     "Rows of the launches of a choice, with the shipped tiles and with those that are tried."
-    c, usual = Choice(p, index), choice.Tiles()
+    c, usual = Choice(p, index), choice.SETTINGS
     row = dict(what="choice", n=p.n, index=index)
     for name, call in c.launches().items(): recorder.measure_row(call, None, **row, launch=name, shipped=True)
     for setting, values in tried.items():
-        for value in (x for x in values if x != getattr(usual, setting)):
-            for name, call in c.launches(usual._replace(**{setting: value})).items():
-                if name == setting or setting == "means" and name in ("queries", "keys"):
+        for value in (x for x in values if x != getattr(usual, setting, None)):
+            if setting == "exact": other = dict(exact_tiles=value)
+            else: other = dict.fromkeys(("SETTINGS", "tile_settings"), usual._replace(**{setting: value}))
+            for name, call in c.launches().items():
+                if name != setting and (setting != "means" or name not in ("queries", "keys")): continue
+                with instead(choice, **other):
                     recorder.measure_row(call, None, **row, launch=name, tiles=value, shipped=False)
 
 
@@ -231,9 +242,10 @@ def measure_lists(recorder: Recorder, p: Prompt, tried: tuple):
     "Rows of the attention to the lists of one choice."
     check, lists = Truth(p).check("sketch_walk_10"), chosen(p, "sketch_walk_10")
     for tiles in tried:
-        call = lambda: launch_blocks(p.q, p.k, p.v, *lists, None, BLOCK, BLOCK, True, None, None, None, False, tiles)[0]
-        recorder.measure_row(call, check, what="lists", n=p.n, tiles=tiles, kept=True, ahead=1,
-                             shipped=tiles == tile_settings(128, 2, True, True))
+        call = lambda: launch_blocks(p.q, p.k, p.v, *lists, None, BLOCK, BLOCK, True, None, None, None, False)[0]
+        shipped = tiles == tile_settings(128, 2, True, True)
+        with instead(by_blocks, tile_settings=tiles):
+            recorder.measure_row(call, check, what="lists", n=p.n, tiles=tiles, kept=True, ahead=1, shipped=shipped)
 
 def measure_rules(recorder: Recorder, p: Prompt, rules: tuple, what: str = "rule", **more):
     "Rows of whole prompts read by each rule, the choice inside the time, and of the choice alone."

@@ -204,10 +204,10 @@ def tile_settings(BD, itemsize, engine, lists):
     if not engine: return 64, 64, 4, 2, None
     return (128, 64, 8, 3, 128) if lists else (64, 64, 4, 3, None)
 
-def _common(q, k, v, scale, tiles, engine, KB):
+def _common(q, k, v, scale, KB):
     "What both launches begin with: tiles of at most KB keys, descriptors of k and v, the factor on scores in base 2"
-    engine, BD = by_engine(q, k, v) if engine is None else engine, max(16, triton.next_power_of_2(q.shape[3]))
-    BM, BN, *rest = tiles or tile_settings(BD, q.element_size(), engine, KB is not None)
+    engine, BD = by_engine(q, k, v), max(16, triton.next_power_of_2(q.shape[3]))
+    BM, BN, *rest = tile_settings(BD, q.element_size(), engine, KB is not None)
     BN = min(BN, KB or BN)
     descriptors = [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, BD]) for x in (k, v) if engine]
     return (BM, BN, *rest), BD, descriptors or [None, None], (q.shape[3]**-0.5 if scale is None else scale) * LOG2E
@@ -217,11 +217,11 @@ def _empty(q, lse):
     sums = torch.empty(q.shape[:3] if lse else 0, dtype=torch.float32, device=q.device)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), sums
 
-def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse, tiles=None, engine=None):
+def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse):
     "Launch it"
     kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, Q, D), (G, N) = q.shape, k.shape[1:3]
-    (BM, BN, warps, stages, registers), BD, descriptors, scale = _common(q, k, v, scale, tiles, engine, None)
+    (BM, BN, warps, stages, registers), BD, descriptors, scale = _common(q, k, v, scale, None)
     out, sums = _empty(q, lse)
     T = triton.cdiv(Q, BM)
     _streaming_kernel[B * H * T,](
@@ -231,12 +231,12 @@ def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse, tiles
     return out, sums
 
 # %% ../../kernels/blocks.ipynb #70074789
-def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse, tiles=None, engine=None):
+def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse):
     "Sort the lists, order the work, and launch it"
     kv_start, kv_len = contiguous(kv_start, kv_len)
     (B, H, Q, D), (G, N), (L, M, S) = q.shape, k.shape[1:3], index.shape[1:]
     C, X = (H, 1) if L == H else (G, H // G)
-    (BM, BN, warps, stages, registers), BD, descriptors, scale = _common(q, k, v, scale, tiles, engine, KB)
+    (BM, BN, warps, stages, registers), BD, descriptors, scale = _common(q, k, v, scale, KB)
     if X * QB < BM: BM, warps, registers = max(16, triton.next_power_of_2(X * QB)), 4, None
     index, count = index.expand(B, -1, -1, -1), count.expand(B, -1, -1)
     gaps = (0, 0, 0, 0) if gap is None else gap.expand(B, -1, -1, -1).stride()

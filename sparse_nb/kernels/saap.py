@@ -53,12 +53,10 @@ def _assign_kernel(k_ptr, fit_ptr, shift_ptr, id_ptr, k_b, k_g, k_n, k_d, N, G, 
     tl.store(id_ptr + bg * N + i_n, found.to(id_ptr.dtype.element_ty), mask=i_n < N)
 
 # %% ../../kernels/saap.ipynb #e37f151f
-_ASSIGN = 128, 64, 8, 3  # keys and centroids of a tile, warps, stages
-
-def assign_tile(BD, itemsize, tiles=_ASSIGN):
-    "Tiles for heads of up to BD numbers: smaller ones for wide numbers and heads"
+def assign_tile(BD, itemsize):
+    "Keys and centroids of a tile, warps and stages for heads of up to BD numbers: smaller tiles for wide ones"
     few = max(1, BD * itemsize // 256)
-    return max(16, tiles[0] // few), max(16, tiles[1] // few), *tiles[2:]
+    return max(16, 128 // few), max(16, 64 // few), 8, 3
 
 def assign(
     k: torch.Tensor,                    # keys [B, G, N, D], any strides
@@ -66,12 +64,11 @@ def assign(
     shift: torch.Tensor | None = None,  # taken off the products [B, G, C]: half the squared lengths for distances
     *,
     dtype: torch.dtype = torch.int16,   # of the numbers
-    tiles: tuple = _ASSIGN,             # keys and centroids of a tile, warps, stages
 ) -> torch.Tensor:                      # [B, G, N], the first of several
     "The centroid with the largest product with each key."
     (B, G, N, D), C = k.shape, centroids.shape[2]
     ids, BD = torch.empty(B, G, N, dtype=dtype, device=k.device), max(16, triton.next_power_of_2(D))
-    BM, BN, warps, stages = assign_tile(BD, k.element_size(), tiles)
+    BM, BN, warps, stages = assign_tile(BD, k.element_size())
     if not N: return ids
     fit = centroids.to(k.dtype).contiguous()
     shift = None if shift is None else shift.float().contiguous()
@@ -138,11 +135,10 @@ def put_key(
     turn: Turn | None = None,          # takes the key to before its rotary embedding; None: it is as it is wanted
     held: torch.Tensor | None = None,  # keys as they are wanted [B, G, N, D], contiguous; one is written
     alone: bool = False,               # is `k` the new key alone?
-    tiles: tuple = _ASSIGN,            # as for `assign`
 ):
     "What `assign` says of one key, written in its place; nothing is waited for."
     (B, G, _, D), C, BD = k.shape, fit.shape[2], max(16, triton.next_power_of_2(k.shape[3]))
-    BM, BN, warps, stages = assign_tile(BD, k.element_size(), tiles)
+    BM, BN, warps, stages = assign_tile(BD, k.element_size())
     if fit.stride()[2:] != (D, 1): fit = fit.contiguous()
     angles, turned = (None, None), (0, 2, 1, 1)
     if turn is not None:
@@ -204,9 +200,9 @@ def lists_of(
     edges = torch.arange(clusters + 1, dtype=cluster.dtype, device=ids.device).expand(*ids.shape[:2], -1)
     return order.int(), torch.searchsorted(cluster, edges.contiguous(), out_int32=True)
 
-def _sum_up(k, v, order, start, sums, parts=(None,) * 4, unit=False, tiles=_SUMS):
+def _sum_up(k, v, order, start, sums, parts=(None,) * 4, unit=False):
     "Launch the sums of all lists"
-    (B, G, _, D), (BN, warps, stages), BD = k.shape, tiles, max(16, triton.next_power_of_2(k.shape[3]))
+    (B, G, _, D), (BN, warps, stages), BD = k.shape, _SUMS, max(16, triton.next_power_of_2(k.shape[3]))
     strides = *k.stride(), *(k if v is None else v).stride()
     with torch.cuda.device_of(order):
         _sums_kernel[start.shape[2] - 1, B * G](
@@ -349,13 +345,11 @@ def network(
     b1: torch.Tensor,         # and what it adds [H, M]
     w2: torch.Tensor,         # second layer [H, M, C]
     b2: torch.Tensor,         # and what it adds [H, C]
-    *,
-    tiles: tuple = _NETWORK,  # rows and columns of a layer at once, warps, stages
 ) -> torch.Tensor:            # max(0, x w1 + b1) w2 + b2 [B, H, C], float32
     "The outputs of the network of each head, by two launches. The layers must be contiguous."
     (B, H, _, D), M, C = x.shape, w1.shape[2], w2.shape[2]
     hidden, out = torch.empty(B, H, M, device=x.device), torch.empty(B, H, C, device=x.device)
-    (BK, BN, warps, stages), PDL = tiles, starts_early(x)
+    (BK, BN, warps, stages), PDL = _NETWORK, starts_early(x)
     same, more = dict(BK=BK, BN=BN, STAGES=stages, PDL=PDL, num_warps=warps), dict(launch_pdl=True) if PDL else {}
     with torch.cuda.device_of(x):
         _layer_kernel[triton.cdiv(M, BN), B * H](

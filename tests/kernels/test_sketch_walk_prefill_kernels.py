@@ -73,7 +73,7 @@ def nominated(call):
 
 def compare(q, k, starts=None, scale=None, engine=None, **settings):
     "The kernels' lists beside the reference's, for the same nominated blocks. Returns both masks."
-    from sparse_nb.kernels.sketch_walk_prefill import choose_blocks, launch_choice
+    from sparse_nb.kernels import sketch_walk_prefill as kernels
     s = SketchWalk(**settings)
     begin = torch.zeros(len(q), dtype=torch.int64, device=DEVICE) if starts is None else starts
     prompt = prompt_blocks(s, q, k, begin)
@@ -82,8 +82,9 @@ def compare(q, k, starts=None, scale=None, engine=None, **settings):
                                                                     s.least, times)
     same = dict(block=s.block, density=s.density, index=s.index, heads=s.heads, pool=s.prompt_pool, rotation=s.seed,
                 scale=scale, kv_start=starts, refine=s.prompt_refine, least=s.least)
-    lists, near = nominated(lambda: poisoned(lambda: (
-        choose_blocks(q, k, **same) if engine is None else launch_choice(q, k, **same, engine=engine))))
+    with pytest.MonkeyPatch.context() as patch:
+        if engine is not None: patch.setattr(kernels, "by_engine", lambda *_: engine)
+        lists, near = nominated(lambda: poisoned(lambda: kernels.choose_blocks(q, k, **same)))
     gap = GAP
     if s.prompt_refine > 1:
         near = chosen(*near, blocks)
@@ -301,7 +302,7 @@ def test_attention_keeps_a_maximum_and_repeats_where_it_is_too_small():
     lists = BlockPattern.from_mask(mask, queries=100, keys=230, query_block=32, key_block=32)
     want, sums = block_attention(*(x.double() for x in (q, k, v)), lists, kv_start=starts, return_lse=True)
     got, lse = poisoned(lambda: launch_blocks(
-        q, k, v, lists.index, lists.count, None, 32, 32, True, None, starts, None, True, (32, 16, 4, 2, None)))
+        q, k, v, lists.index, lists.count, None, 32, 32, True, None, starts, None, True))
     assert_close(got, want, rtol=120 * torch.finfo(FP32).eps)
     some = sums > -math.inf
     assert torch.equal(lse > -math.inf, some)
