@@ -233,7 +233,7 @@ def next_step(s, step, part, a, own, rows):
 def list_sizes(visible, forced, density, least=2, times=1):
     "How many blocks the lists of rows hold [B, 1, R], of those that are visible [B, 1, R, M]: `times` what they read."
     there = visible.sum(-1)
-    count = budget_counts(float(density), there, visible.shape[-1], "density")[0]
+    count = budget_counts(float(density), there, visible.shape[-1])[0]
     return (times * count.maximum((forced & visible).sum(-1)).maximum(there.clamp(max=least))).minimum(there)
 
 def heaviest_blocks(

@@ -15,17 +15,17 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from .core.bounds import (
-    BOUNDS, bernstein_radius, budget_denominator, budget_numerator, budget_output, gaussian_quantile, kl_bound,
-    output_levels, spread_bound, tail_levels)
+    BOUNDS, bernstein_radius, budget_denominator, budget_numerator, budget_output, draws_for_denominator,
+    draws_for_numerator, gaussian_quantile, kl_bound, output_levels, spread_bound, tail_levels)
 from .core.checks import (
     check_budget, check_choice, check_flag, check_inputs, check_level, on_cpu_eagerly)
 from .core.exact import (
     from_first_visible, masked_scores, promote, to_device_of, visible_range)
 from .core.methods import Method, Predictor, Stats, with_lengths
 from .core.selection import (
-    COPIED_AT_ONCE, Selection, budget_counts, exponential_terms, has_kernels, take_rows, weighted_attention)
-from .core.streams import TICKETS, fold_in, new_seed, philox, stream_seeds, tickets
-from .metrics import rows_read
+    COPIED_AT_ONCE, Selection, attend_selected, budget_counts, budget_slots, exponential_terms, has_kernels, take_rows)
+from .core.streams import TICKETS, fold_in, new_seed, philox, query_seeds, tickets
+from .metrics import rows_of, rows_read
 
 _all_ = ["BOUNDS", "budget_denominator", "budget_numerator", "budget_output", "gaussian_quantile"]
 
@@ -56,7 +56,7 @@ def residual_facts(
 ) -> Facts:
     "What kept keys and base sample say of the residual: two bounds that fail with chance `delta` each, or estimates."
     count, n_s = (first | second).sum(-1).clamp(min=1).double(), n_s.double()
-    sure, drawn = ((rows * x[..., None]).sum(-2) for x in (kept, first | second))
+    sure, drawn = [(rows * x[..., None]).sum(-2) for x in (kept, first | second)]
     mean, rest, far = drawn / count[..., None], n_s - count, 2 * reach if vector else reach
     if plugin != "upper":
         distance = (rows - mean[..., None, :]).square().sum(-1)
@@ -199,16 +199,25 @@ def _promised(s, *found):
 
 # %% ../nbs/20_vattention.ipynb #75873828
 def _counted(s, x, visible, n):
-    "How many keys a setting means [B, 1, Q], never more than are visible, and a number that is enough for n of them."
-    if not x: return torch.zeros_like(visible), 0
-    if isinstance(x, int) or s.plugin != "printed": return budget_counts(x, visible, n)
-    return torch.floor(visible.double() * x * (1 + 1e-12)).long(), math.ceil(n * x)  # 0.29 of 100 keys are 29
+    "How many keys a setting means [B, 1, Q], never more than are visible."
+    if not x: return torch.zeros_like(visible)
+    if isinstance(x, int) or s.plugin != "printed": return budget_counts(x, visible, n)[0]
+    return torch.floor(visible.double() * x * (1 + 1e-12)).long()  # 0.29 of 100 keys are 29
+
+def _least_base(s): return 2 if s.plugin == "printed" else BASE_LEAST
 
 def _base_count(s, n_s, n):
-    "Keys of the base sample, and a number that is enough for n keys."
-    (count, most), least = _counted(s, s.base, n_s, n), 2 if s.plugin == "printed" else BASE_LEAST
-    if isinstance(s.base, int): return count, most
-    return torch.minimum(count.clamp(min=least), n_s), min(max(most, least), n)
+    "Keys of the base sample [B, H, Q], of n_s."
+    count = _counted(s, s.base, n_s, n)
+    return count if isinstance(s.base, int) else torch.minimum(count.clamp(min=_least_base(s)), n_s)
+
+def _base_slots(s, n):
+    "As many at most, of n keys."
+    return budget_slots(s.base, n) if isinstance(s.base, int) else min(max(budget_slots(s.base, n), _least_base(s)), n)
+
+def _most_kept(s, n):
+    "Sinks, window and predicted keys at most, of n keys."
+    return sum([budget_slots(x, n) for x in (s.sinks, s.window, s.topk)])
 
 def _kept_mask(q, k, s, state, first, end, scale):
     """Which keys from the first visible one on are kept, and which are visible [B, lists, Q, N]: by head or by group.
@@ -221,7 +230,8 @@ def _kept_mask(q, k, s, state, first, end, scale):
     scores = from_first_visible(scores, first, end, n)[..., 0, :]
     heavy = (scores.softmax(-1) if oracle else scores).unflatten(1, (k.shape[1], -1)).sum(2) if s.share else scores
     visible, i = end - first, torch.arange(n, device=q.device)
-    (sinks, _), (window, _), (top, slots) = (_counted(s, x, visible, n) for x in (s.sinks, s.window, s.topk))
+    sinks, window, top = [_counted(s, x, visible, n) for x in (s.sinks, s.window, s.topk)]
+    slots = budget_slots(s.topk, n)
     middle = (i >= sinks[..., None]) & (i < (visible - window)[..., None])
     found = heavy.masked_fill(~middle, -math.inf)
     if oracle and s.plugin != "printed": found = found.topk(slots).indices
@@ -236,7 +246,7 @@ def _random_order(kept, seen, seeds):
     n = kept.shape[-1]
     i, order = torch.arange(n, device=kept.device), []
     block = max(1, (TICKETS if kept.device.type == "cpu" else COPIED_AT_ONCE) // n)
-    for kept_, seen_, seeds_ in zip(*(x.flatten(0, 2).split(block) for x in (kept, seen, seeds))):
+    for kept_, seen_, seeds_ in zip(*[x.flatten(0, 2).split(block) for x in (kept, seen, seeds)]):
         order.append(torch.where(kept_, i - n, tickets(seeds_, n).masked_fill(~seen_, 2**63 - 1)).argsort(-1))
     return torch.cat(order).view(kept.shape)
 
@@ -254,7 +264,7 @@ def _reading_order(q, k, s, state, first, end, seeds, scale):
     kept, seen = split(kept), split(seen)
     count = kept.sum(-1)
     largest = None if scores is None else scores.masked_fill(kept | ~seen, -math.inf).amax(-1)
-    return order, count, _base_count(s, visible - count, n)[0], largest, fresh
+    return order, count, _base_count(s, visible - count, n), largest, fresh
 
 # %% ../nbs/20_vattention.ipynb #551debfd
 def _lengths(x, q):
@@ -280,7 +290,7 @@ def _cauchy_schwarz(q, k, first, end, scale):
 
 def _split_places(place, kept, base):
     "Which places [S] are those of kept keys, of the base sample's first quarter and of its other three [B, H, Q, S]."
-    a, b, c = (x[..., None] for x in (kept, kept + base // 4, kept + base))
+    a, b, c = [x[..., None] for x in (kept, kept + base // 4, kept + base)]
     return place < a, (place >= a) & (place < b), (place >= b) & (place < c)
 
 # %% ../nbs/20_vattention.ipynb #199b8fa8
@@ -310,14 +320,16 @@ def draws_needed(
 ) -> torch.Tensor:       # [B, H, Q], int64
     "Draws that the promise needs, up to all of `rest`; \"printed\": by Lemma 4.1 of the paper and its Theorem 4.3."
     if s.plugin == "printed": return _printed_draws(s, below, above, rest)
-    delta, last = _delta_of_draws(s), dict(bound=s.bound, replacement=s.replacement)
+    delta = _delta_of_draws(s)
     if s.guarantee == "denominator":
-        need = budget_denominator(below.spread.sqrt(), below.size, rest, s.eps, delta, width=below.reach, **last)
+        need = draws_for_denominator(below.spread.sqrt(), below.size, rest.double(), s.eps, delta, s.bound,
+                                     below.reach, s.replacement)
     elif s.guarantee == "numerator":
-        need = budget_numerator(above.spread, above.size, rest, s.eps, delta, reach=above.reach, **last)
+        need = draws_for_numerator(above.spread, above.size, rest.double(), s.eps, delta, s.bound, above.reach,
+                                   s.replacement)
     else:
         need = budget_output(below.spread.sqrt(), below.size, above.spread, above.size, rest, s.eps, delta,
-                             width=below.reach, reach=above.reach, **last)
+                             s.bound, width=below.reach, reach=above.reach, replacement=s.replacement)
     return torch.minimum(need.clamp(min=CLT_LEAST), rest) if s.bound == "clt" else need
 
 def _printed_draws(s, below, above, n_s):
@@ -398,20 +410,19 @@ def select_and_promise(
     n, groups, dtype = k.shape[2], k.shape[1], promote(q[:0]).dtype
     firsts, ends = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
     state, visible = _index_of(s, q, k, state, kv_start, kv_len, causal), ends - firsts
-    most = sum(_counted(s, x, visible, n)[1] for x in (s.sinks, s.window, s.topk)) + _base_count(s, visible, n)[1]
-    most = min(n, most)
+    most = min(n, _most_kept(s, n) + _base_slots(s, n))
     block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * max(4 * n, most * q.shape[3])))
-    parts = zip(*(x.split(block, 2) for x in (q, firsts, ends, stream_seeds(q, new_seed(seed)))))
+    parts = zip(*[x.split(block, 2) for x in (q, firsts, ends, query_seeds(q, new_seed(seed)))])
     blocks = [_block_selected(q_, k, v, s, state, first, end, seeds, scale, most) for q_, first, end, seeds in parts]
-    index, weight, *found, norm = (torch.cat(x, 2) for x in zip(*blocks))
+    index, weight, *found, norm = [torch.cat(x, 2) for x in zip(*blocks)]
     count = (weight > 0).sum(-1)
     if on_cpu_eagerly(weight):
         slots = int(count.max())
         index, weight = index[..., :slots], weight[..., :slots]
     selection = Selection(index, weight.to(dtype), count)
     if s.guarantee == "denominator": norm = None
-    return selection, _promised(s, *found, norm, rows_read(selection, n) / visible,
-                                rows_read(selection, n, groups=groups) / visible)
+    read = selection.dense(n) > 0
+    return selection, _promised(s, *found, norm, rows_of(read) / visible, rows_of(read, groups) / visible)
 
 # %% ../nbs/20_vattention.ipynb #7d3e51b9
 def _check_kernels(s, q, learns):
@@ -472,7 +483,7 @@ def _given_to_kernels(q, k, v, s, state, first, end, scale):
     else:
         kept, seen, scores = (None if x is None else x[:, :, 0] for x in _kept_mask(q, k, s, state, first, end, scale))
         n = k.shape[2]
-        most = min(n, sum(_counted(s, x, end - first, n)[1] for x in (s.sinks, s.window, s.topk)))
+        most = min(n, _most_kept(s, n))
         given = dict(zip(("kept", "mask"), _packed(kept, first, most)))
     if scores is not None:
         kept, seen = (x.repeat_interleave(q.shape[1] // kept.shape[1], 1) for x in (kept, seen))
@@ -519,13 +530,13 @@ def _decode(s, q, k, v, masks, seed, scale, return_stats, backend, state):
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     check_flag("return_stats", return_stats)
     check_choice("backend", backend, ("auto", "torch", "triton"))
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    learns = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v)])
     if backend == "triton": _check_kernels(s, q, learns)
-    fits = not s.replacement and s.plugin != "printed" and not learns
-    if backend == "triton" or backend == "auto" and fits and has_kernels(q):
+    kernels = backend == "triton" or backend == "auto" and not learns and has_kernels(q)
+    if kernels and not s.replacement and s.plugin != "printed":
         return _decode_by_kernels(q, k, v, s, state, seed, scale, masks["kv_start"], masks["kv_len"], return_stats)
     selection, promise = select_and_promise(q, k, v, s, state, seed=seed, scale=scale, **masks)
-    out = weighted_attention(q, k, v, selection, scale=scale)
+    out = attend_selected(q, k, v, selection, scale, kernels)
     if not return_stats: return out
     read, (first, end) = rows_read(selection, k.shape[2]), visible_range(q, k, **masks)
     visible = (end - first).expand(q.shape[:3])

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import math
+import sys
 
 import pytest
 import scipy.stats
@@ -281,8 +282,9 @@ def test_all_bounds_of_a_promise_together_fail_as_rarely_as_it_says(guarantee, b
         monkeypatch.setattr(vattention, name, lambda *args, **kw: ledger.append(chance(args)) or inner(*args, **kw))
     book("kl_bound", lambda args: math.exp(-float(args[1].max()) * sample))
     book("spread_bound", lambda args: math.exp(-args[-1]))
-    for name in "bernstein_radius", "gaussian_quantile", *(f"budget_{x}" for x in GUARANTEES):
-        book(name, lambda args: args[-1])
+    of_draws = "draws_for_denominator", "draws_for_numerator", "budget_output"
+    for name in "bernstein_radius", "gaussian_quantile", *of_draws:
+        book(name, lambda args: [x for x in args if isinstance(x, float)][-1])
     facts, asked = vattention.residual_facts, {"denominator": (False,), "numerator": (True,), "output": (False, True)}
     def of_use(*args):  # what is known of the denominator does not matter where the numerator's error is promised
         before = len(ledger)
@@ -673,3 +675,20 @@ def test_search_names_what_is_wrong(call, error, message):
     with pytest.raises(error) as found:
         call(build("llama"), [torch.randint(3, 64, (240,), generator=torch.Generator().manual_seed(0))])
     assert message in str(found.value)
+
+
+def test_a_step_makes_few_calls_and_checks_at_its_door_alone():
+    "Of functions of this package, in a step of PyTorch: in all, from module to module, and of those that check."
+    frames = []
+    def note(frame, event, _):
+        if event == "call" and "sparse_nb" in frame.f_code.co_filename: frames.append(frame)
+    method, q_, k_ = VAttention(eps=0.1), torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64)
+    method.decode(q_, k_, k_, seed=0)
+    sys.setprofile(note)
+    method.decode(q_, k_, k_, seed=0)
+    sys.setprofile(None)
+    called = [frame.f_code for frame in frames]
+    walls = sum("sparse_nb" in x.f_back.f_code.co_filename and x.f_back.f_code.co_filename != x.f_code.co_filename
+                for x in frames)
+    assert len(called) <= 130 and walls <= 50, (len(called), walls)
+    assert sum("check_" in code.co_name for code in called) <= 15
