@@ -127,10 +127,11 @@ def text_costs(
     for kind in ("LongPPL", "PPL"):
         bits = table.pivot(index=["window", "document"], columns="method", values=kind).dropna()
         value = 2 ** bits.mean()
+        lost = value - value["exact"]
         for method, own in bits.items():
             above = own - bits["exact"]
             ends = bootstrap_interval(above, above.index.get_level_values("document")) if above.nunique() > 1 else None
-            back = 1 - (value[method] - value["exact"]) / (value[without] - value["exact"]) if without else math.nan
+            back = 1 - lost[method] / lost[without] if lost.get(without) else math.nan
             found.setdefault(method, {}).update({
                 (kind, "windows"): len(own), (kind, "value"): value[method], (kind, "bits above exact"): above.mean(),
                 (kind, "low"): ends.low if ends else math.nan, (kind, "high"): ends.high if ends else math.nan,

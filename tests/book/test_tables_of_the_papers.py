@@ -173,6 +173,8 @@ def test_text_costs():
     back = (2 ** 5.5 - 2 ** 4.5) / (2 ** 5.5 - 2 ** 3)
     assert found.loc["mended", ("LongPPL", "given back")] == pytest.approx(back)
     assert found["PPL", "given back"].loc[["cut", "exact"]].tolist() == [0, 1] and beside.text_costs(ROWS).empty
+    for without in ("", "no such", "exact"):  # where nothing is lost nothing is given back
+        assert beside.text_costs(rows, without)["PPL", "given back"].isna().all()
 
 
 def record(path, experiment, part_of, few):
