@@ -10,7 +10,9 @@ import yaml
 from sparse_nb.metrics import Interval, bootstrap_interval, paired_interval
 
 PRINTED = Path(__file__).parents[1] / "nbs" / "appendix" / "tables_of_the_papers.yml"
-ALIKE = 3.0 # points that do not matter
+ALIKE = 3.0      # points that do not matter
+ALIKE_BITS = .02 # bits per token that do not
+LONG = 50        # tokens that need the long context, for a window to count for LongPPL
 
 
 @cache
@@ -62,22 +64,24 @@ def gap(
 def verdict(
     theirs: float,         # points that one method is above another, as a paper prints it
     ours: Interval | None, # the same of a record
+    alike: float = ALIKE,  # what is no difference
 ) -> str:                  # same, opposite, only there, only here, open, not measured
-    """Does our difference go the paper's way? Less than `ALIKE` points are no difference, in the paper as here; open:
-    the interval holds differences that would be called otherwise."""
+    """Does our difference go the paper's way? Less than `alike` is no difference, in the paper as here; open: the
+    interval holds differences that would be called otherwise."""
     if ours is None: return "not measured"
-    if abs(theirs) < ALIKE:
-        if ours.within(ALIKE): return "same"
-        return "only here" if ours.low >= ALIKE or ours.high <= -ALIKE else "open"
-    if ours.covers(0): return "only there" if ours.within(ALIKE) else "open"
+    if abs(theirs) < alike:
+        if ours.within(alike): return "same"
+        return "only here" if ours.low >= alike or ours.high <= -alike else "open"
+    if ours.covers(0): return "only there" if ours.within(alike) else "open"
     return "same" if ours.value * theirs > 0 else "opposite"
 
 def trends(
-    pairs: dict,       # what is compared -> (points in the paper, `Interval` of ours or None)
-) -> pd.DataFrame:     # paper, ours, low, high, verdict
+    pairs: dict,          # what is compared -> (points in the paper, `Interval` of ours or None)
+    alike: float = ALIKE, # as for `verdict`
+) -> pd.DataFrame:        # paper, ours, low, high, verdict
     "A table of differences, the paper's beside ours."
     lines = {name: dict(paper=theirs, **(dict(ours=ours.value, low=ours.low, high=ours.high) if ours else {}),
-                        verdict=verdict(theirs, ours)) for name, (theirs, ours) in pairs.items()}
+                        verdict=verdict(theirs, ours, alike)) for name, (theirs, ours) in pairs.items()}
     return pd.DataFrame(lines).T.reindex(columns=["paper", "ours", "low", "high", "verdict"]).astype(
         dict.fromkeys(["paper", "ours", "low", "high"], float))
 
@@ -111,29 +115,41 @@ def measured(
     return pd.DataFrame(lines.values(), pd.MultiIndex.from_tuples([*lines], names=["part", "task"]) if lines else None,
                         ["tokens", "prompts", "methods", "seconds"])
 
-def text_costs(
-    rows: list,         # of a record: of each method and window its document, perplexity, long_tokens and long_bits
-    without: str = "",  # a method: what it loses is what others give back
-    least: int = 200,   # tokens that need the long context, for a window to count for LongPPL
-) -> pd.DataFrame:      # a row for each method; of LongPPL and PPL: windows, value, bits above exact, low, high, back
-    """Perplexity per token of those that need a long context, and of all: 2 to the mean over windows of the mean bits.
-    The interval of the bits above exact attention is over texts (`bootstrap_interval`); a share given back is of the
-    perplexity that `without` is above exact attention."""
+def _bits(rows, kind):
+    "Bits per token of the windows of a record, a column for each method, of LongPPL's tokens or of all"
     table = pd.DataFrame([x for x in rows if "perplexity" in x])
     if table.empty: return table
-    table["PPL"] = table.perplexity.map(math.log2)
-    table["LongPPL"] = (table.long_bits / table.long_tokens).where(table.long_tokens >= least)
+    bits = table.perplexity.map(math.log2) if kind == "PPL" else (
+        table.long_bits / table.long_tokens).where(table.long_tokens >= LONG)
+    return table.assign(bits=bits).pivot(index=["window", "document"], columns="method", values="bits").dropna()
+
+def bits_above(
+    rows: list,           # of a record: of each method and window its document, perplexity, long_tokens and long_bits
+    kind: str,            # "LongPPL", of tokens that need a long context, in windows that have `LONG` of them, or "PPL"
+    method: str,
+    other: str = "exact",
+) -> Interval | None:     # None where fewer than two texts have both
+    "Bits per token that a method costs more than another, with `bootstrap_interval` over texts."
+    bits = _bits(rows, kind)
+    if not {method, other} <= {*bits}: return None
+    above = bits[method] - bits[other]
+    of = above.index.get_level_values("document")
+    return bootstrap_interval(above, of) if above.nunique() > 1 and of.nunique() > 1 else None
+
+def text_costs(
+    rows: list,        # as of `bits_above`
+    without: str = "", # a method: what it loses is what others give back
+) -> pd.DataFrame:     # a row for each method; of LongPPL and PPL: windows, value, bits above exact, given back
+    """Perplexity per token: 2 to the mean over windows of the mean bits; what a method gives back is a share of the
+    perplexity that `without` is above exact attention."""
     found = {}
     for kind in ("LongPPL", "PPL"):
-        bits = table.pivot(index=["window", "document"], columns="method", values=kind).dropna()
+        bits = _bits(rows, kind)
         value = 2 ** bits.mean()
-        lost = value - value["exact"]
-        for method, own in bits.items():
-            above = own - bits["exact"]
-            ends = bootstrap_interval(above, above.index.get_level_values("document")) if above.nunique() > 1 else None
-            back = 1 - lost[method] / lost[without] if lost.get(without) else math.nan
+        for method in bits:
+            above, lost = bits_above(rows, kind, method), value - value["exact"]
             found.setdefault(method, {}).update({
-                (kind, "windows"): len(own), (kind, "value"): value[method], (kind, "bits above exact"): above.mean(),
-                (kind, "low"): ends.low if ends else math.nan, (kind, "high"): ends.high if ends else math.nan,
-                (kind, "given back"): back})
+                (kind, "windows"): len(bits), (kind, "value"): round(value[method], 3),
+                (kind, "bits above exact"): above and f"{above.value:.3f} [{above.low:.3f}, {above.high:.3f}]",
+                (kind, "given back"): round(1 - lost[method] / lost[without], 3) if lost.get(without) else math.nan})
     return pd.DataFrame(found).T

@@ -138,7 +138,10 @@ def test_gap_is_paired():
     (10, (-8, 8, 24), "open"), (1, (-2.9, 0, 2.9), "same"), (-2.9, (0.5, 1.5, 2.5), "same"),
     (1, (3, 6, 9), "only here"), (1, (-9, -6, -3), "only here"), (1, (1, 6, 9), "open"), (1, (-8, 0, 8), "open"),
     (3, (-2.9, 0, 2.9), "only there"), (10, None, "not measured")])
-def test_verdict(theirs, ours, says): assert beside.verdict(theirs, ours and Interval(*ours)) == says
+def test_verdict(theirs, ours, says):
+    assert beside.verdict(theirs, ours and Interval(*ours)) == says
+    small = ours and Interval(*(x / 100 for x in ours))
+    assert beside.verdict(theirs / 100, small, beside.ALIKE / 100) == says
 
 
 def test_trends_are_shown_and_summed_up():
@@ -158,23 +161,39 @@ def test_seconds_of_a_cell_count_once():
     assert beside.measured(rows, ("method",)).seconds.tolist() == [12] and beside.measured([]).empty
 
 
+def window(method, number, bits, long, tokens=beside.LONG):
+    return dict(method=method, window=number, document=f"d{number}", perplexity=2 ** bits, long_tokens=tokens,
+                long_bits=long * tokens)
+
+
+TEXTS = [window("exact", i, 2 + i, 3.0, tokens) for i, tokens in enumerate((beside.LONG, 300, beside.LONG - 1))] + [
+    window("cut", i, 3 + i, 5.0 + i, tokens) for i, tokens in enumerate((beside.LONG, 300, beside.LONG - 1))] + [
+    window("mended", i, 2.5 + i, 4.0 + i, tokens) for i, tokens in enumerate((beside.LONG, 300, beside.LONG - 1))]
+
+
 def test_text_costs():
-    of = lambda method, window, bits, long: dict(
-        method=method, window=window, document=f"d{window}", perplexity=2 ** bits, long_tokens=(300, 300, 10)[window],
-        long_bits=long * (300, 300, 10)[window])
-    rows = [of("exact", i, 2 + i, 3.0) for i in range(3)] + [of("cut", i, 3 + i, 5.0 + i) for i in range(3)]
-    rows += [of("mended", i, 2.5 + i, 4.0 + i) for i in range(3)]
-    found = beside.text_costs(rows, "cut")
+    found = beside.text_costs(TEXTS, "cut")
     assert found["LongPPL", "windows"].tolist() == [2] * 3 and found["PPL", "windows"].tolist() == [3] * 3
-    assert found.loc["cut", ("PPL", "value")] == pytest.approx(16) and found.loc["exact", ("LongPPL", "value")] == 8
-    assert found.loc["cut", ("LongPPL", "bits above exact")] == pytest.approx(2.5)
-    low, high = found.loc["cut", ("LongPPL", "low")], found.loc["cut", ("LongPPL", "high")]
-    assert low < 2.5 < high and math.isnan(found.loc["mended", ("PPL", "low")])  # all alike: no interval
+    assert found.loc["cut", ("PPL", "value")] == 16 and found.loc["exact", ("LongPPL", "value")] == 8
     back = (2 ** 5.5 - 2 ** 4.5) / (2 ** 5.5 - 2 ** 3)
-    assert found.loc["mended", ("LongPPL", "given back")] == pytest.approx(back)
+    assert found.loc["mended", ("LongPPL", "given back")] == pytest.approx(back, abs=5e-4)
     assert found["PPL", "given back"].loc[["cut", "exact"]].tolist() == [0, 1] and beside.text_costs(ROWS).empty
     for without in ("", "no such", "exact"):  # where nothing is lost nothing is given back
-        assert beside.text_costs(rows, without)["PPL", "given back"].isna().all()
+        assert beside.text_costs(TEXTS, without)["PPL", "given back"].isna().all()
+    low, value, high = beside.bits_above(TEXTS, "LongPPL", "cut")
+    assert found.loc["cut", ("LongPPL", "bits above exact")] == f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def test_bits_above():
+    low, value, high = beside.bits_above(TEXTS, "LongPPL", "cut")
+    assert low < 2.5 < high and value == pytest.approx(2.5)
+    back = beside.bits_above(TEXTS, "LongPPL", "exact", "cut")
+    assert (back.low, back.value, back.high) == pytest.approx((-high, -value, -low))
+    assert beside.bits_above(TEXTS, "PPL", "mended") is None  # all alike: no interval
+    assert beside.bits_above(TEXTS, "PPL", "no such") is None and beside.bits_above([], "PPL", "cut") is None
+    assert beside.bits_above(TEXTS[::3], "LongPPL", "cut") is None  # of one text
+    together = [x | dict(document="one") for x in TEXTS]
+    assert beside.bits_above(together, "LongPPL", "cut") is None
 
 
 def record(path, experiment, part_of, few):
@@ -183,14 +202,16 @@ def record(path, experiment, part_of, few):
     for cell in experiment.cells():
         if cell.part not in part_of or cell.seeds[0] >= few: continue
         about = dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], seconds=1.0)
-        for i, name in enumerate([getattr(cell, "method", "")] if hasattr(cell, "method") else
-                                 ["exact", *experiment.methods()[cell.part]]):
+        asked = getattr(experiment, "densities", dict)() | getattr(experiment, "budgets", dict)()
+        names = [cell.method] if hasattr(cell, "method") else [*asked] if cell.part == "reads" else [
+            "exact", *experiment.methods()[cell.part]]
+        for i, name in enumerate(names):
             row = cell._asdict() | about | dict(method=name)
             if cell.part == "long_ppl":
                 rows += [row | dict(window=x, document=f"d{x}", perplexity=8.0 + i + x % 3, long_tokens=400,
                                     long_bits=400.0 * (3 + i + x % 2)) for x in cell.seeds]
                 continue
-            counted = dict(density=0.02 * (i % 7 + 1), error=0.1) if cell.part in ("density", "saap") else {}
+            counted = dict(density=0.02 * (i % 7 + 1), error=0.1) if cell.part == "reads" else {}
             rows.append(row | counted | dict(right=[int((7 * seed + i * (seed % 3)) % 8 > 1) for seed in cell.seeds]))
     recorder.write_record(path, dict(gpu="invented"), rows)
 
@@ -209,7 +230,7 @@ def execute(monkeypatch, folder):
 
 
 @pytest.mark.budget(40)
-@pytest.mark.parametrize("parts", [(), ("density", "long_ppl"), ("all", *paper_tables.methods())],
+@pytest.mark.parametrize("parts", [(), ("density", "long_ppl"), ("all", "reads", *paper_tables.methods())],
                          ids=["little", "some", "all"])
 def test_the_page_shows_whatever_a_record_holds(monkeypatch, tmp_path, parts):
     record(tmp_path / "nvidia_h200_santa_budgets.json", santa_budgets, ("written", *parts), 220)
