@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, OneList, Quest
-from sparse_nb.core.methods import Streaming, TopK, TopP, Uniform
+from sparse_nb import Streaming, TopK, TopP, Uniform
 from sparse_nb.delta import Delta, delta_prefill
 from sparse_nb.evaluate import accuracy
 from sparse_nb.eviction import H2O, SnapKV

@@ -11,7 +11,9 @@ import torch
 from sparse_nb.audit import audit as audited, key_boxes
 from sparse_nb.baselines import CUT, Adamas, DoubleSparsity, HashAttention, Quest
 from sparse_nb.bench import SHAPES, Protocol, Shape, captured, cold_times, quartiles
-from sparse_nb.core.methods import Predictor, State, TopK
+from sparse_nb import TopK
+from sparse_nb.core.index import State
+from sparse_nb.core.predictor import Predictor
 from sparse_nb.core.selection import Selection, weighted_attention
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hash_attention import BITS, PARTS

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparse_nb.bench import quartiles
-from sparse_nb.core.methods import Method, Streaming
+from sparse_nb import Method, Streaming
 from sparse_nb.delta import Delta
 from sparse_nb.patterns import FlexPrefill, VerticalSlash
 from sparse_nb.sketch_walk import SketchWalk

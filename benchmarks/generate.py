@@ -16,7 +16,7 @@ import torch
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
 from sparse_nb.bench import Protocol, bandwidth, captured, cold_times, quartiles
-from sparse_nb.core.methods import Exact, Method, Streaming, TopK
+from sparse_nb import Exact, Method, Streaming, TopK
 from sparse_nb.eviction import SnapKV
 from sparse_nb.grid import needs_queries
 from sparse_nb.hash_attention import BITS, HashAttention

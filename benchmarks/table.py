@@ -20,7 +20,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-from sparse_nb.core.methods import METHODS, Method, read_method
+from sparse_nb import Method
+from sparse_nb.core.registry import METHODS
+from sparse_nb.core.settings import read_method
 from sparse_nb.metrics import paired_interval
 from benchmarks.answers import gains
 from benchmarks.baselines import DENSE

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 
 from sparse_nb import hf, pocket
-from sparse_nb.core.methods import Exact, TopK
+from sparse_nb import Exact, TopK
 from sparse_nb.evaluate import accuracy, compare
 from sparse_nb.grid import CELL, frame_of, read_results, run
 from sparse_nb.metrics import Interval, bootstrap_interval

@@ -9,7 +9,7 @@ from itertools import islice
 import pandas as pd
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
-from sparse_nb.core.methods import Streaming, TopK
+from sparse_nb import Streaming, TopK
 from sparse_nb.corpus import licence, texts
 from sparse_nb.delta import Delta
 from sparse_nb.evaluate import accuracy

@@ -3,7 +3,7 @@ from functools import cache, partial
 from hashlib import sha1
 
 from sparse_nb.baselines import Adamas, Quest
-from sparse_nb.core.methods import Exact, Streaming, TopK
+from sparse_nb import Exact, Streaming, TopK
 from sparse_nb.delta import Delta
 from sparse_nb.grid import load_named
 from sparse_nb.text import documents, text_bits, windows

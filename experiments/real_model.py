@@ -10,7 +10,7 @@ import torch
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, HadamardCodes, MagicPIG, OneList, Quest, hadamard
 from sparse_nb.core.exact import grouped, promote
-from sparse_nb.core.methods import Exact, Streaming, TopK
+from sparse_nb import Exact, Streaming, TopK
 from sparse_nb.core.selection import Selection
 from sparse_nb.delta import Delta
 from sparse_nb.evaluate import accuracy

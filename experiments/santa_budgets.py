@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from sparse_nb.core.methods import TopK
+from sparse_nb import TopK
 from sparse_nb.evaluate import accuracy
 from sparse_nb.exams import last_number
 from sparse_nb.metrics import clopper_pearson, paired_interval

@@ -3,7 +3,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from sparse_nb.core.methods import Exact, TopK
+from sparse_nb import Exact, TopK
 from sparse_nb.core.streams import fold_in
 from experiments.answers import SANTA_TASKS, PocketModel
 from sparse_nb.santa import (

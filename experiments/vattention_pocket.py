@@ -9,7 +9,7 @@ from sparse_nb import hf
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
 from sparse_nb.core.checks import check_count
 from sparse_nb.core.exact import attention_weights
-from sparse_nb.core.methods import Exact, Method, Streaming, TopK, TopP, Uniform
+from sparse_nb import Exact, Method, Streaming, TopK, TopP, Uniform
 from sparse_nb.core.selection import Selection
 from sparse_nb.evaluate import forced_decode
 from experiments.answers import PocketModel

@@ -17,7 +17,11 @@ from importlib import import_module
 # %% ../nbs/a2_front_door.ipynb #2ba6e9b3
 _PLACES = {  # module: names
     "hf": ("sparsify",),
-    "core.methods": ("Method", "Exact", "Streaming", "TopK", "TopP", "Uniform"),
+    "core.method": ("Method",),
+    "methods.exact": ("Exact",),
+    "methods.streaming": ("Streaming",),
+    "methods.topk": ("TopK", "TopP"),
+    "methods.uniform": ("Uniform",),
     "core.selection": ("full_attention",),
     "santa": ("Santa", "santa_decode"),
     "vattention": ("VAttention", "vattention_decode"),

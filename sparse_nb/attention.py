@@ -21,9 +21,17 @@ from .core.checks import (
 from .core.exact import (
     SoftmaxState, assert_close, attention, attention_scores, attention_weights, exponentials, from_first_visible,
     grouped, masked_scores, merge_states, no_autocast, partial_attention, promote, to_device_of, visible_range)
-from .core.methods import (
-    CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, PrefillByPattern, State, Stats,
-    Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id)
+from .core.block_index import BlockState
+from .core.index import Fitted, State, check_state
+from .core.learnt import weights_id
+from .core.method import Method, Stats, stats_of, visible_keys
+from .core.predictor import Predictor
+from .core.prefill import PrefillByDecode, PrefillByPattern
+from .core.registry import CLASSES, METHODS, method_class
+from .methods.exact import Exact
+from .methods.streaming import Streaming
+from .methods.topk import TopK, TopP
+from .methods.uniform import Uniform
 from .core.selection import (
     Selection, budget_counts, full_attention, make_selection, select_sinks_window, select_topk, select_topp,
     select_uniform, take_rows, weighted_attention, weighted_state, window_attention)

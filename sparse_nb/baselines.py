@@ -18,7 +18,9 @@ import torch.nn.functional as F
 
 from .core.checks import check_budget, check_count, check_flag, check_inputs
 from .core.exact import grouped, no_autocast, promote, to_device_of, visible_range
-from .core.methods import BlockState, Fitted, Predictor, check_visible, slots_used
+from .core.block_index import BlockState
+from .core.index import Fitted, slots_used
+from .core.predictor import Predictor, check_visible
 from .core.selection import Selection, can_list, can_write, make_selection, take_rows
 from .core.streams import fold_in, philox
 from .hash_attention import (  # noqa: F401

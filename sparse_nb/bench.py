@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 from .core.checks import check_count
-from .core.methods import Exact
+from .methods.exact import Exact
 from .core.streams import head_seeds
 
 # %% ../nbs/80_bench.ipynb #218b33d8

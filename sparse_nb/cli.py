@@ -216,7 +216,7 @@ def method_from(
     text: str,   # as of `read_method`
 ):
     "The method that an option describes; raises ValueError."
-    from sparse_nb.core.methods import read_method
+    from sparse_nb.core.settings import read_method
     try: method = read_method(text, role=option.strip("-"))
     except ValueError as error: raise ValueError(f"{option}: {error}") from error
     if getattr(method, "samples", 0) > MOST_SAMPLES:
@@ -252,7 +252,7 @@ def _width(): return shutil.get_terminal_size().columns
 def list_methods():
     "List the methods, what each reads in a step, and their settings with defaults."
     from dataclasses import MISSING, fields
-    from sparse_nb.core.methods import METHODS, method_class
+    from sparse_nb.core.registry import METHODS, method_class
     def say(text, before=""):
         print(textwrap.fill(text, _width(), initial_indent=before.ljust(16), subsequent_indent=" " * 16,
                             break_long_words=False, break_on_hyphens=False))

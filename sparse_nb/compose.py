@@ -11,7 +11,9 @@ from typing import ClassVar
 
 from .core.checks import check_choice, check_flag, check_inputs
 from .core.exact import visible_range
-from .core.methods import Method, Stats, TopK, method_class, own_arguments
+from .core.method import Method, Stats, own_arguments
+from .core.registry import method_class
+from .methods.topk import TopK
 from .core.selection import Selection
 from .core.streams import fold_in, head_seeds, new_seed
 from .methods.santa import SCHEMES, draw_selected, sample_values, unique_keys

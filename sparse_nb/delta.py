@@ -19,7 +19,7 @@ from .core.checks import (
     check_bounds, check_choice, check_count, check_flag, check_inputs, check_scores, on_cpu_eagerly)
 from .core.exact import (
     SoftmaxState, exponentials, grouped, merge_states, no_autocast, promote, to_device_of)
-from .core.methods import Lacks, Method
+from .core.method import Lacks, Method
 from .core.selection import HAS_TRITON, weighted_state
 
 # %% ../nbs/30_delta.ipynb #438865dd

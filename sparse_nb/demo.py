@@ -26,7 +26,9 @@ def demo_methods(
     "One method of each family. Raises TypeError or ValueError for a bad setting."
     from sparse_nb import Santa
     from sparse_nb.baselines import DoubleSparsity
-    from sparse_nb.core.methods import Exact, Streaming, TopK
+    from sparse_nb.methods.exact import Exact
+    from sparse_nb.methods.streaming import Streaming
+    from sparse_nb.methods.topk import TopK
     from sparse_nb.vattention import VAttention
     check_number("density", density)
     if not 0 < density <= 1: raise ValueError(f"density must lie in (0, 1], got {density}")
@@ -176,7 +178,7 @@ def _clean(text): return "".join(c if c.isprintable() else "·" for c in text)
 
 def _cells(rows):
     "Rows of the table, as strings."
-    from sparse_nb.core.methods import METHODS
+    from sparse_nb.core.registry import METHODS
     return [[METHODS[r["method"]].label, _clean(r["answer"]), "yes" if r["correct"] else "no",
              f"{r['relative_error']:.3f}",
              percent(r["keys_read"]), percent(r["values_read"]), f"{r['ms_per_token']:.1f}"]

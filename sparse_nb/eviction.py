@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from .core.checks import (
     check_bounds, check_budget, check_choice, check_count, check_flag, check_inputs, on_cpu_eagerly)
 from .core.exact import attention, masked_scores, to_device_of, visible_range
-from .core.methods import (
-    QUERIES_AT_ONCE, Method, State, first_shown, slots_used, starts_of, with_room)
+from .core.index import State, first_shown, slots_used, with_room
+from .core.method import Method
+from .core.prefill import QUERIES_AT_ONCE, starts_of
 from .core.selection import Selection, budget_counts, has_kernels, make_selection, weighted_attention
 
 # %% ../nbs/64_eviction.ipynb #2ba99710

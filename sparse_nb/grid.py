@@ -26,7 +26,8 @@ import torch
 import sparse_nb
 from . import hf, pocket
 from .core.checks import check_choice, check_count, check_flag, check_integer
-from .core.methods import Exact, weights_id
+from .core.learnt import weights_id
+from .methods.exact import Exact
 from .evaluate import accuracy, check_keeps_all, compare
 from .metrics import bootstrap_interval, clopper_pearson
 from .models import fetch

@@ -15,7 +15,9 @@ import torch
 
 from .core.checks import check_budget, check_count
 from .core.exact import grouped, no_autocast, promote
-from .core.methods import Predictor, State, check_learnt, replaced, stamp_of, weights_id
+from .core.index import State
+from .core.learnt import check_learnt, replaced, stamp_of, weights_id
+from .core.predictor import Predictor
 from .core.selection import Selection, can_list, can_write
 
 # %% ../nbs/61_hash_attention.ipynb #738d5521

@@ -38,7 +38,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .core.checks import Step, check_choice, check_count, check_flag, check_integer, check_seed, once
 from .core.exact import attention, to_device_of
-from .core.methods import CLASSES, Exact, Method, Stats
+from .core.method import Method, Stats
+from .core.registry import CLASSES
+from .methods.exact import Exact
 from .core.selection import has_kernels
 from .core.streams import TICKETS, fold_in
 from .crossover import crossover_keys

@@ -13,7 +13,8 @@ import torch
 
 from .core.checks import check_count, check_flag, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
-from .core.methods import Predictor, State, check_visible, slots_used
+from .core.index import State, slots_used
+from .core.predictor import Predictor, check_visible
 from .core.selection import Selection, make_selection
 from .core.streams import fold_in, philox
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .core.checks import check_count, check_level, check_mass, on_cpu_eagerly
-from .core.methods import Stats
+from .core.method import Stats
 from .core.selection import Selection
 
 # %% ../nbs/01_metrics.ipynb #d96b7a4a

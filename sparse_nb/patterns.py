@@ -26,7 +26,9 @@ from .core.blocks import BlockPattern, block_attention, check_block, check_fit
 from .core.checks import (
     check_bounds, check_choice, check_count, check_inputs, check_level, check_number, check_scores)
 from .core.exact import attention_scores, grouped, masked_scores, no_autocast, promote, visible_range
-from .core.methods import Method, PrefillByPattern, replaced, stamp_of, weights_id
+from .core.learnt import replaced, stamp_of, weights_id
+from .core.method import Method
+from .core.prefill import PrefillByPattern
 from .core.selection import take_rows
 from .core.streams import fold_in, head_seeds, new_seed, philox
 

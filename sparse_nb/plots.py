@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from .core.checks import check_count, check_mass
-from .core.methods import METHODS
+from .core.registry import METHODS
 from .metrics import coverage_curve, keys_for_coverage
 
 # %% ../nbs/03_plots.ipynb #2ca17782

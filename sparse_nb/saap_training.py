@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from .core.checks import check_choice, check_count, check_flag, check_number
 from .core.exact import attention, exponentials, grouped, promote
-from .core.methods import method_class
+from .core.registry import method_class
 from .core.selection import weighted_state
 from .methods.saap.partition import (
     NETWORKS, check_kmeans, cluster_sums, fit_partition, log_weights, nearest_cluster)

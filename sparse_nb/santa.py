@@ -25,7 +25,8 @@ import torch
 
 from .core.checks import check_choice, check_inputs
 from .core.exact import visible_range
-from .core.methods import Method, PrefillByDecode, stats_of, visible_keys
+from .core.method import Method, stats_of, visible_keys
+from .core.prefill import PrefillByDecode
 from .core.selection import Selection
 from .core.streams import new_seed, stream_seeds
 from .methods.santa import (

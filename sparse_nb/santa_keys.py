@@ -12,7 +12,8 @@ import torch
 
 from .core.checks import check_choice, check_inputs, check_scores
 from .core.exact import masked_scores, no_autocast, promote, to_device_of, visible_range
-from .core.methods import Beside, State, Stats, check_state
+from .core.index import Beside, State, check_state
+from .core.method import Stats
 from .core.selection import can_write, take_rows
 
 # %% ../nbs/15_santa_keys.ipynb #3b9e92de

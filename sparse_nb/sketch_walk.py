@@ -26,8 +26,11 @@ from .core.blocks import BlockPattern, block_attention, check_block
 from .core.checks import (
     check_bounds, check_choice, check_count, check_flag, check_inputs, check_number, check_scores, on_cpu_eagerly)
 from .core.exact import grouped, masked_scores, no_autocast, promote, to_device_of, visible_range
-from .core.methods import (
-    BlockState, Exact, Method, block_keys, check_state, own_arguments, starts_of, stats_of, visible_keys)
+from .core.block_index import BlockState, block_keys
+from .core.index import check_state
+from .core.method import Method, own_arguments, stats_of, visible_keys
+from .core.prefill import starts_of
+from .methods.exact import Exact
 from .core.selection import (
     HAS_TRITON, budget_counts, has_kernels, make_selection, take_rows, weighted_attention)
 from .core.streams import fold_in, head_seeds, new_seed, philox, tickets

@@ -21,7 +21,9 @@ from .core.checks import (
     check_budget, check_choice, check_flag, check_inputs, check_level, on_cpu_eagerly)
 from .core.exact import (
     from_first_visible, masked_scores, promote, to_device_of, visible_range)
-from .core.methods import Method, Predictor, Stats, with_lengths
+from .core.index import with_lengths
+from .core.method import Method, Stats
+from .core.predictor import Predictor
 from .core.selection import (
     COPIED_AT_ONCE, Selection, attend_selected, budget_counts, budget_slots, exponential_terms, has_kernels, take_rows)
 from .core.streams import TICKETS, fold_in, new_seed, philox, query_seeds, tickets

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparse_nb import hf
 from sparse_nb.attention import fold_in
 from sparse_nb.baselines import Adamas, Quest
-from sparse_nb.core.methods import CLASSES, METHODS, method_class
+from sparse_nb.core.registry import CLASSES, METHODS, method_class
 from sparse_nb.hash_attention import PARTS
 from sparse_nb.hf import attention_override
 from sparse_nb.models import cache as cache_room, replay

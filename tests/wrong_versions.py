@@ -35,7 +35,7 @@ VERSIONS = [Wrong(*x) for x in [
      "torch.div(2 * samples + tiles, 2 * tiles,", "torch.div(samples, tiles,"),
     ("santa-prop-remainder", "methods/santa.py", "methods/test_santa_as_printed.py::test_each_scheme_is_the_papers",
      "descending=True, stable=True).argsort(-1)", "descending=False, stable=True).argsort(-1)"),
-    ("santa-prompt-streams", "core/methods.py",
+    ("santa-prompt-streams", "core/prefill.py",
      "methods/test_santa_as_printed.py::test_a_prompt_is_sampled_query_by_query",
      "own = fold_in(seeds[row], a - start) if self.random else None",
      "own = fold_in(seeds[row], 0) if self.random else None"),

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 import torch
 
 from sparse_nb import pocket
-from sparse_nb.core.methods import Exact, Method, weights_id
+from sparse_nb import Exact, Method
+from sparse_nb.core.learnt import weights_id
 from sparse_nb.delta import Delta, key_clusters
 from sparse_nb.models import fetch
 from benchmarks.machine import machine

@@ -6,7 +6,8 @@ import torch
 from sparse_nb import pocket
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
 from sparse_nb.core.exact import attention, attention_weights
-from sparse_nb.core.methods import Streaming, TopK, weights_id
+from sparse_nb import Streaming, TopK
+from sparse_nb.core.learnt import weights_id
 from sparse_nb.core.selection import select_topk, weighted_attention
 from sparse_nb.metrics import coverage, relative_error
 from sparse_nb.models.capturing import capture

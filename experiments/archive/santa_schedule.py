@@ -11,7 +11,8 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from sparse_nb.core.exact import exponentials, promote
-from sparse_nb.core.methods import Method, weights_id
+from sparse_nb import Method
+from sparse_nb.core.learnt import weights_id
 from sparse_nb.core.streams import fold_in, philox
 from sparse_nb.evaluate import bits_of
 from sparse_nb.grid import Grid, Worker, crew, failures_of, frame_of, load_named, run

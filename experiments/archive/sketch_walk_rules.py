@@ -9,7 +9,8 @@ from sparse_nb.attention import attention
 from sparse_nb.baselines import Adamas, DoubleSparsity, Quest
 from sparse_nb.core.blocks import BlockPattern, block_attention
 from sparse_nb.core.exact import masked_scores
-from sparse_nb.core.methods import Exact, Streaming, weights_id
+from sparse_nb import Exact, Streaming
+from sparse_nb.core.learnt import weights_id
 from sparse_nb.evaluate import accuracy, bits_of
 from sparse_nb.grid import Grid, Worker
 from sparse_nb.hf import attention_override, prefill

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from sparse_nb.core.methods import Streaming
+from sparse_nb import Streaming
 from sparse_nb.delta import Delta, delta_prefill
 from sparse_nb.grid import Grid, load_named
 from sparse_nb.models.capturing import capture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest, heavy_channels
 from sparse_nb.compose import Then
-from sparse_nb.core.methods import Streaming, TopK, TopP, Uniform
+from sparse_nb import Streaming, TopK, TopP, Uniform
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import Grid, load_named, needs_queries, read_results
 from sparse_nb.hash_attention import HashAttention

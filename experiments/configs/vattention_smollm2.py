@@ -7,7 +7,7 @@ import torch
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
 from sparse_nb.core.exact import attention
-from sparse_nb.core.methods import Exact, Streaming, TopK
+from sparse_nb import Exact, Streaming, TopK
 from sparse_nb.core.streams import fold_in
 from sparse_nb.grid import Grid, load_named
 from sparse_nb.hash_attention import HashAttention

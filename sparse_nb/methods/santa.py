@@ -22,7 +22,8 @@ from ..core.checks import (
     check_choice, check_count, check_flag, check_inputs, check_level, check_scores, on_cpu_eagerly)
 from ..core.exact import (
     attention, exponentials, from_first_visible, masked_scores, no_autocast, promote, to_device_of, visible_range)
-from ..core.methods import State, Stats
+from ..core.index import State
+from ..core.method import Stats
 from ..core.selection import COPIED_AT_ONCE, Selection, has_kernels, take_rows
 from ..core.streams import fold_in, new_seed, philox, stream_seeds
 from ..santa_keys import KEYS, bytes_read, reweighted

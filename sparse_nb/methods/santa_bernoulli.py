@@ -10,7 +10,7 @@ import torch
 
 from ..core.checks import check_count, check_flag, check_inputs, on_cpu_eagerly
 from ..core.exact import masked_scores, promote, visible_range
-from ..core.methods import Stats
+from ..core.method import Stats
 from ..core.streams import fold_in, new_seed, philox, stream_seeds
 from sparse_nb.methods.santa import (
     average_values, check_decode, check_sampler, count_distinct, count_visible, decode_on_gpu, draw_keys, kernel_fits,

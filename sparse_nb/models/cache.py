@@ -14,7 +14,7 @@ import weakref
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from ..core.methods import EVERY
+from ..core.index import EVERY
 
 # %% ../../nbs/73_cache.ipynb #e0e3c6bb
 def _copied(layer, memo, **changed):

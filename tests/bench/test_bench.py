@@ -16,7 +16,7 @@ from sparse_nb import bench
 from sparse_nb.attention import assert_close, attention
 from sparse_nb.baselines import Quest
 from sparse_nb.bench import Protocol, Shape, cold_times, quartiles
-from sparse_nb.core.methods import Exact, Streaming
+from sparse_nb import Exact, Streaming
 from sparse_nb.eviction import SnapKV
 from sparse_nb.hash_attention import HashAttention
 from benchmarks import decode, end_to_end, generate, recorder

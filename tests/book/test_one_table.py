@@ -8,7 +8,7 @@ import pytest
 from benchmarks import table
 from benchmarks.configurations import DECODE, MODELS, PROMPT
 from benchmarks.recorder import Recorder, read_record, results
-from sparse_nb.core.methods import METHODS
+from sparse_nb.core.registry import METHODS
 
 FOUND = read_record(results() / "table.json")
 ROWS = {row["name"]: row for row in FOUND["rows"]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from sparse_nb.core.methods import METHODS
+from sparse_nb.core.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))

@@ -19,7 +19,7 @@ from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform
 from sparse_nb.baselines import Quest
 from sparse_nb.cli import method_from, write_whole
 from sparse_nb.compose import Then
-from sparse_nb.core.methods import CLASSES, method_class
+from sparse_nb.core.registry import CLASSES, method_class
 from sparse_nb.patterns import HiP
 from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.saap import Saap
@@ -762,7 +762,7 @@ def test_bad_options_of_a_partition(tmp_path, monkeypatch, options, words):
 @pytest.mark.budget(40)
 @pytest.mark.slow
 def test_a_partition_is_made_and_used(tmp_path, files, pocket):
-    from sparse_nb.core.methods import weights_id
+    from sparse_nb.core.learnt import weights_id
     from sparse_nb.methods.saap.partition import about_partition
     out = tmp_path / "p.safetensors"
     asked = "partition", "pocket", "--seen", "lists", "--quick", "--out", out

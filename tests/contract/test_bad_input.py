@@ -13,7 +13,7 @@ from sparse_nb.attention import (
     attention_weights, fold_in,
     partial_attention, philox, select_sinks_window, select_topk, select_topp, select_uniform, weighted_attention)
 from sparse_nb.baselines import MagicPIG, OneList
-from sparse_nb.core.methods import METHODS
+from sparse_nb.core.registry import METHODS
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa

@@ -12,7 +12,8 @@ from transformers import DynamicCache
 from sparse_nb.attention import Method, TopK, assert_close
 from sparse_nb.baselines import DoubleSparsity, OneList, Quest
 from sparse_nb.compose import Then
-from sparse_nb.core.methods import CLASSES, METHODS, Predictor, method_class
+from sparse_nb.core.predictor import Predictor
+from sparse_nb.core.registry import CLASSES, METHODS, method_class
 from sparse_nb.core.streams import head_seeds
 from sparse_nb.delta import Delta
 from sparse_nb.hf import no_graph, sparsify

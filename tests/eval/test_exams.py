@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparse_nb.core.methods import Exact, Streaming, TopK
+from sparse_nb import Exact, Streaming, TopK
 from sparse_nb.evaluate import _ends, _reply, _rows, accuracy, answers
 from sparse_nb.exams import EXAMS, last_number, same_number, stated_number
 from sparse_nb.tasks import (Score, choice_tokens, make, prompt_texts, prompt_tokens, reply_ends, reply_tokens,

@@ -12,7 +12,7 @@ import transformers
 from scipy.stats import kstest
 
 from sparse_nb import ruler
-from sparse_nb.core.methods import Exact, TopK
+from sparse_nb import Exact, TopK
 from sparse_nb.evaluate import accuracy
 from sparse_nb.grid import Grid, task_of
 from sparse_nb.pocket import byte_tokenizer

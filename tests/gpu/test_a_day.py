@@ -34,7 +34,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from sparse_nb import hf, pocket
-from sparse_nb.core.methods import METHODS
+from sparse_nb.core.registry import METHODS
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hf import sparsify
 from sparse_nb.models import replay

@@ -21,7 +21,9 @@ from sparse_nb.attention import Selection, Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, OneList, Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
-from sparse_nb.core.methods import CLASSES, Exact, method_class, own_arguments
+from sparse_nb import Exact
+from sparse_nb.core.method import own_arguments
+from sparse_nb.core.registry import CLASSES, method_class
 from sparse_nb import hf
 from sparse_nb.hf import no_graph, sparsify
 from sparse_nb.lsh import KDEformer, Reformer

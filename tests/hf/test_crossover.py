@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
-from sparse_nb.core.methods import Exact, method_class
+from sparse_nb import Exact
+from sparse_nb.core.registry import method_class
 from sparse_nb.crossover import CROSSOVERS, _at_most, _holds, crossover_keys, first_win
 from benchmarks.recorder import recorded
 from sparse_nb.saap import Saap

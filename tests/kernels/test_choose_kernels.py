@@ -21,7 +21,7 @@ from sparse_nb import hash_attention
 from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, OneList, Quest
 from sparse_nb.core import selection
 from sparse_nb.core.exact import assert_close, attention_scores, visible_range
-from sparse_nb.core.methods import TopK
+from sparse_nb import TopK
 from sparse_nb.core.selection import Selection, budget_counts, first_slots, weighted_state
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -747,7 +747,7 @@ def test_collisions(case, monkeypatch):
         state.fix(len(state) + 10)
         k = torch.cat([k, torch.full_like(k[:, :, :10], math.nan)], 2)
         masks = dict(kv_len=torch.full((2,), k.shape[2] - 10, device=DEVICE)) | masks
-        monkeypatch.setattr("sparse_nb.core.methods.on_cpu_eagerly", lambda x: False)
+        monkeypatch.setattr("sparse_nb.core.index.on_cpu_eagerly", lambda x: False)
     with served_by(True, q, k): got = poisoned(lambda: method.select(q, k, state=state, **masks))
     with served_by(False, q, k) as patch:
         patch.setattr(HyperplaneBits, "hash", lambda self, x: codes.view(2, 2, case["R"], -1))
@@ -800,7 +800,8 @@ def test_collisions_by_other_rules_have_no_kernels():
 def test_one_graph_of_collisions(monkeypatch):
     (q, k, _), method = problem(1, 2, 2, 70, 64, FP32), MagicPIG(3, 8, 2, 9)
     monkeypatch.setattr(selection, "has_kernels", lambda q: True)
-    monkeypatch.setattr("sparse_nb.core.methods.on_cpu_eagerly", lambda x: False)
+    for module in ("index", "predictor"):
+        monkeypatch.setattr(f"sparse_nb.core.{module}.on_cpu_eagerly", lambda x: False)
     state, stop = method.build(k[:, :, :50]), torch.tensor([60], device=DEVICE)
     state.fix(70)
     select = lambda q, k: method.select(q, k, state=state, kv_len=stop)
@@ -862,7 +863,7 @@ def one_step(name, shared, k, shown, known, setting):
 def test_a_step_is_its_kernels_and_nothing_else(name, shared, dtype, monkeypatch):
     "One launch for the row of the new key, and then those that choose and attend; no operation of PyTorch."
     q, k, _ = problem(2, 2, 2, 64, 16, dtype)
-    for module in ("checks", "selection", "methods"):
+    for module in ("checks", "selection", "index", "predictor"):
         monkeypatch.setattr(f"sparse_nb.core.{module}.on_cpu_eagerly", lambda x: False)
     with served_by(True, q, k) as patch:
         step, want = one_step(name, shared, k, torch.arange(64) >= torch.tensor([[0], [5]]), 40, 1)
@@ -922,7 +923,7 @@ def test_the_index_has_the_promised_bytes(dtype):
 
 def test_another_rule_has_no_kernels():
     "A subclass with priorities of its own is not served by those of its base."
-    from sparse_nb.core.methods import ChosenByKernels
+    from sparse_nb.core.predictor import ChosenByKernels
     class Backwards(Quest):
         def priorities(self, q, state, *, scale=None): return -super().priorities(q, state, scale=scale)
     class Renamed(Quest): pass

@@ -13,7 +13,7 @@ from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core import selection
 from sparse_nb.core.exact import assert_close, attention
-from sparse_nb.core.methods import Exact, Method, Streaming
+from sparse_nb import Exact, Method, Streaming
 from sparse_nb.core.selection import full_attention, select_sinks_window, weighted_attention, window_attention
 
 TRITON = importlib.util.find_spec("triton") is not None

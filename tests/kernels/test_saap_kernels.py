@@ -372,7 +372,7 @@ def test_an_index_that_grew_is_that_of_a_rebuild():
     (False, dict(budget=9, tail="drop")), (False, dict(budget=25, router="centroid"))], ids=str)
 def test_the_method_by_kernels_is_the_reference(ragged, settings):
     "After appending: as with a longer window, until the lists are made anew. After crop and reorder: as from scratch."
-    from sparse_nb.core.methods import EVERY
+    from sparse_nb.core.index import EVERY
     from sparse_nb.methods.saap.state import Partition
     from sparse_nb.saap import saap_decode
     p = problem(2, 2, 2, 190, 16, FP32, ragged=ragged)
@@ -452,7 +452,7 @@ def test_a_key_is_put_in_one_launch(dtype, D, layout, plain, rotation, width):
 @kernel
 def test_lists_of_a_fixed_length_stay_where_they_are():
     "Keys that are put are read as near ones, until so many are there that the lists are made anew in their places"
-    from sparse_nb.core.methods import EVERY
+    from sparse_nb.core.index import EVERY
     from sparse_nb.saap import Saap
     p = problem(2, 2, 2, 90, 16, FP32)
     q, k, v = p.q, p.k.nan_to_num(), p.v.nan_to_num()

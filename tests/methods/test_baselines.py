@@ -19,7 +19,8 @@ from sparse_nb.attention import CLASSES, Method, Streaming, TopK, assert_close, 
 from sparse_nb.baselines import (
     CUT, PARTS, Adamas, DoubleSparsity, Fitted, HashAttention, MagicPIG, Quest, hadamard, hash_maps,
     heavy_channels, inclusion_probability, signatures)
-from sparse_nb.core.methods import BlockState, weights_id
+from sparse_nb.core.block_index import BlockState
+from sparse_nb.core.learnt import weights_id
 from sparse_nb.hash_attention import POCKET_WEIGHTS, save_networks, trained_on
 from experiments.train.hash_networks import fit_maps, hash_examples, train_hash
 from sparse_nb.sketch_walk import SketchWalk

@@ -12,7 +12,9 @@ from sparse_nb.attention import (
     Exact, Method, Streaming, TopK, TopP, Uniform, assert_close, attention, fold_in, weighted_attention)
 from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, OneList, Quest
 from sparse_nb.compose import Then
-from sparse_nb.core.methods import Fitted, Unable, method_class
+from sparse_nb.core.index import Fitted
+from sparse_nb.core.method import Unable
+from sparse_nb.core.registry import method_class
 from sparse_nb.delta import Delta
 from sparse_nb.lsh import KDEformer, Reformer
 from sparse_nb.metrics import relative_error, rows_read

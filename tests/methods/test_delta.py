@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern, streaming_prefill
 from sparse_nb.core.exact import assert_close, attention, attention_scores
-from sparse_nb.core.methods import Exact, Method, PrefillByDecode, Streaming, TopK, TopP, Uniform, method_class
+from sparse_nb import Exact, Method, Streaming, TopK, TopP, Uniform
+from sparse_nb.core.prefill import PrefillByDecode
+from sparse_nb.core.registry import method_class
 from sparse_nb.delta import CORRECTIONS, Delta, delta_prefill
 from sparse_nb.hf import sparsify
 from sparse_nb.patterns import HiP, VerticalSlash

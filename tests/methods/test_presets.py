@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from sparse_nb import pocket
 from sparse_nb.attention import Method, assert_close, attention
-from sparse_nb.core.methods import read_method
+from sparse_nb.core.settings import read_method
 from sparse_nb.core.streams import fold_in, stream_seeds, tickets
 from sparse_nb.delta import Delta
 from sparse_nb.hf import attention_override, capture, sparsify

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from sparse_nb import saap_training
 from sparse_nb.attention import (
     Exact, Method, assert_close, attention, attention_scores, attention_weights)
-from sparse_nb.core import methods
-from sparse_nb.core.methods import weights_id
+from sparse_nb.core import index
+from sparse_nb.core.learnt import weights_id
 from sparse_nb.metrics import clopper_pearson, relative_error
 from experiments.archive import saap_heads
 from benchmarks.recorder import results
@@ -565,7 +565,7 @@ def test_a_step_reads_what_it_chose_and_what_left_the_window(settings, how, monk
         else: state.put(*cache, end[:1] - 1)
         with monkeypatch.context() as patch, RowsRead(*cache) as rows:
             if how == "compiled":
-                for module in partition, methods: patch.setattr(module, "on_cpu_eagerly", lambda x: False)
+                for module in partition, index: patch.setattr(module, "on_cpu_eagerly", lambda x: False)
             got = s.decode(asked, *seen, state=state, kv_start=start, kv_len=end)
         assert_close(got, want, 1e-12)
         assert all(x <= set(number[chosen].tolist()) for x in rows.read)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from models import build
-from sparse_nb.core.methods import Exact, read_method
+from sparse_nb import Exact
+from sparse_nb.core.settings import read_method
 from sparse_nb.hf import attention_layers, by_layer, sparsify
 from sparse_nb.methods.saap.partition import router_scores
 from sparse_nb.methods.saap.step import served

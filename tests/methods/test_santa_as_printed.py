@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from sparse_nb.core.methods import read_method
+from sparse_nb.core.settings import read_method
 from sparse_nb.core.streams import fold_in, head_seeds, philox, stream_seeds
 from sparse_nb.santa import PAPER, SCHEMES, Santa
 

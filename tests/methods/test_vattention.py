@@ -24,7 +24,7 @@ from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG,
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb import vattention
 from sparse_nb.core.bounds import bernstein_radius, kl_bound, output_levels, spread_bound
-from sparse_nb.core.methods import Predictor
+from sparse_nb.core.predictor import Predictor
 from sparse_nb.saap import Saap
 from sparse_nb.tuning import search
 from sparse_nb.vattention import (

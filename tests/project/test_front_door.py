@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import sparse_nb
-from sparse_nb.core.methods import CLASSES, method_class
+from sparse_nb.core.registry import CLASSES, method_class
 from inputs import fast
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_names_are_written_out_for_tools_and_no_name_hides_a_module():
     assert not modules & {*names}
 
 
-@pytest.mark.parametrize("name", fast(["pocket", "hf", "tasks", "attention", "core.methods"], 4))
+@pytest.mark.parametrize("name", fast(["pocket", "hf", "tasks", "attention", "core.method"], 4))
 def test_modules_are_found_as_before(name):
     folder, _, module = f"sparse_nb.{name}".rpartition(".")
     assert fresh(f"from {folder} import {module}; print({module}.__name__)") == f"sparse_nb.{name}\n"

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from sparse_nb.core.methods import METHODS
+from sparse_nb.core.registry import METHODS
 
 ROOT, BIN = Path(__file__).parents[2], Path(sys.executable).parent
 POCKET = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
@@ -138,7 +138,7 @@ sys.modules.update(dict.fromkeys(["numpy", "scipy", "pandas", "matplotlib", "sea
                                   "triton", "nbdev", "fastcore"]))  # not there
 import torch
 from sparse_nb.attention import METHODS, TopK
-from sparse_nb.core.methods import method_class
+from sparse_nb.core.registry import method_class
 from sparse_nb.santa import santa_decode
 
 q, k, v = torch.randn(2, 4, 200, 64), torch.randn(2, 2, 200, 64), torch.randn(2, 2, 200, 64)

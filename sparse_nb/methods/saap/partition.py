@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from ...core.checks import (
     FLOATS, check_choice, check_count, check_flag, check_inputs, check_scores, on_cpu_eagerly)
 from ...core.exact import grouped, no_autocast, promote
-from ...core.methods import check_heard, replaced, stamp_of, weights_id
+from ...core.index import check_heard
+from ...core.learnt import replaced, stamp_of, weights_id
 from ...core.selection import has_kernels
 from ...core.streams import fold_in, tickets
 

@@ -13,7 +13,7 @@ import torch
 
 from ...core.checks import check_count
 from ...core.exact import promote, to_device_of
-from ...core.methods import State, check_state, first_shown, slots_used, with_room
+from ...core.index import State, check_state, first_shown, slots_used, with_room
 from ...core.selection import has_kernels, take_rows
 from .partition import (
     MOST, check_floating, check_keys, cluster_sums, fit_partition, moment_rows, nearest_cluster, source_parts)

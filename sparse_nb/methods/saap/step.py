@@ -19,7 +19,11 @@ import torch.nn.functional as F
 from ...core.checks import (
     check_budget, check_choice, check_count, check_flag, check_inputs, check_number, check_scores)
 from ...core.exact import to_device_of, visible_range
-from ...core.methods import EVERY, Exact, Predictor, slots_used, stats_of, visible_keys, weights_id
+from ...core.index import EVERY, slots_used
+from ...core.learnt import weights_id
+from ...core.method import stats_of, visible_keys
+from ...core.predictor import Predictor
+from ..exact import Exact
 from ...core.selection import Selection, budget_counts, has_kernels, take_rows
 from .partition import (
     MOST, NETWORKS, Moments, about_partition, check_asked, check_call, check_floating, check_kmeans, check_module,
