@@ -106,9 +106,11 @@ def advice():
         f"{TABLE[name]['label']}: the fastest whose interval on the largest model ends below "
         f"{FOUND['meta']['margin']:g}")
     prompts = [x for x in ("flex_prefill", "delta", "sketch_walk") if TABLE[x][f"read_{largest}"]]
-    return (f"Start with {start} ([the rule](nbs/appendix/one_table.ipynb#what-to-start-with)). Reading prompts, "
-            + ", ".join(f"{TABLE[x]['label'].split(',')[0]} {said_of(ends(TABLE[x][f'read_{largest}']))}"
-                        for x in prompts) + ".")
+    first = lambda row: times(row["first_32k"]["value"]) if row["first_32k"] else MISSING
+    return (f"Start with {start} ([the rule](nbs/appendix/one_table.ipynb#what-to-start-with)); small models lose "
+            "more. Reading prompts of 32k (first token, points lost): " + ", ".join(
+                f"{TABLE[x]['label'].split(',')[0]} {first(TABLE[x])}, {said_of(ends(TABLE[x][f'read_{largest}']))}"
+                for x in prompts) + ".")
 
 
 def headline():
