@@ -386,6 +386,7 @@ def continue_prompt(
     "Print what the decoder writes after context and question, with methods in place of its attention."
     import torch
     from sparse_nb import hf
+    from sparse_nb.models.override import as_cache
     context, ids = context.to(decoder.device), torch.cat([context, rest], 1).to(decoder.device)
     asked = session["setup"] == "B"
     sampling = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False)
@@ -395,7 +396,7 @@ def continue_prompt(
         read = lambda done, total: report("reading the context", done, total)
         cache = hf.prefill(decoder, context, progress=read) if asked else None
         report("reading the question" if asked else "reading the prompt")
-        decoder.generate(ids, attention_mask=torch.ones_like(ids), **hf.as_cache(decoder, cache), num_beams=1,
+        decoder.generate(ids, attention_mask=torch.ones_like(ids), **as_cache(decoder, cache), num_beams=1,
                          max_new_tokens=max_new_tokens, num_return_sequences=1,
                          streamer=_streamer(tokenizer, begin), **sampling)
     return running

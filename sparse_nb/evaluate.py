@@ -24,7 +24,9 @@ from .core.exact import attention
 from .core.streams import fold_in
 from .metrics import bootstrap_interval, clopper_pearson, paired_interval, relative_error
 from .models.cache import fork_cache
+from .models.counts import reads_of
 from .models.override import as_cache
+from .models.plan import keeps_state
 from .tasks import Example, choice_tokens, make, prompt_tokens, reply_ends, reply_tokens, score_reply
 
 # %% ../nbs/72_evaluate.ipynb #cf25a249
@@ -102,7 +104,7 @@ class Watch:
     ): # a function that takes a query, for `Dispatch.observe`
         "What adds up the queries of some rows"
         def add(query):
-            read, device = hf.reads_of(query, audit=True), query.out.device
+            read, device = reads_of(query, audit=True), query.out.device
             x = torch.stack([read[name].double().to(device) for name in self.NAMES], 1).sum((2, 3))
             counts = query.view.count < self.tokens[rows].to(query.view.count.device)
             if self.sums is None: self.sums = x.new_zeros(len(self.tokens), len(self.NAMES))
@@ -184,7 +186,7 @@ def _longest(model):
 
 def _heard(methods):
     "What tells indexes that must hear a prompt while it is read, of a method a layer; None: no such"
-    states = {i: method.new_state() for i, method in methods.items() if hf.keeps_state(method)}
+    states = {i: method.new_state() for i, method in methods.items() if keeps_state(method)}
     wants = {"q", "q_before", "k_before"}
     if not any(wants & {*state.hears} for state in states.values()): return None
     return repr([(i, type(state), state.hears, state.settings()) for i, state in states.items()])

@@ -13,13 +13,12 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sparse_nb import hf
 from sparse_nb.attention import fold_in
 from sparse_nb.baselines import Adamas, Quest
 from sparse_nb.core.registry import CLASSES, METHODS, method_class
 from sparse_nb.hash_attention import PARTS
 from sparse_nb.hf import attention_override
-from sparse_nb.models import cache as cache_room, replay
+from sparse_nb.models import cache as cache_room, graphs, replay
 from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.saap import save_partition
 from sparse_nb.santa import Santa
@@ -206,5 +205,5 @@ def play_on_a_cpu(monkeypatch):
     found = []
     monkeypatch.setattr(replay, "captured", taped(found))
     monkeypatch.setattr(cache_room, "SPARE", 0)
-    for name in ("can_play", "on_a_gpu"): monkeypatch.setattr(hf, name, lambda x: True)
+    for name in ("can_play", "on_a_gpu"): monkeypatch.setattr(graphs, name, lambda x: True)
     return found

@@ -16,7 +16,8 @@ from sparse_nb.core.predictor import Predictor
 from sparse_nb.core.registry import CLASSES, METHODS, method_class
 from sparse_nb.core.streams import head_seeds
 from sparse_nb.delta import Delta
-from sparse_nb.hf import no_graph, sparsify
+from sparse_nb.hf import sparsify
+from sparse_nb.models.compiled import no_graph
 from sparse_nb.saap import Saap
 from sparse_nb.patterns import HiP, VerticalSlash
 from sparse_nb.santa import Santa

@@ -33,11 +33,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers import CompileConfig, DynamicCache, StaticCache
 
-from sparse_nb import hf, pocket
+from sparse_nb import pocket
 from sparse_nb.core.registry import METHODS
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hf import sparsify
-from sparse_nb.models import replay
+from sparse_nb.models import graphs, replay
+from sparse_nb.models.compiled import no_graph
 from sparse_nb.tasks import make
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +111,7 @@ def reference():
     "As without a GPU, also where the device tests are patched."
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
-            for where in (hf, replay):
+            for where in (graphs, replay):
                 stack.enter_context(mock.patch.object(where, "on_a_gpu", lambda x: False))
         yield
 
@@ -200,7 +201,7 @@ def caches(day):
         want = answers_of(day, model, method, 2)
         if name != "exact": day.same(answers_of(day, model, method, 2, offload=True), want, "offload", name)
         ways = ("static", "replay") if name in SHORT[:3] else ("replay",) if name in GRAPHED else ()
-        for how in () if hf.no_graph(method) else ways:
+        for how in () if no_graph(method) else ways:
             cache, found = StaticCache(config=model.config, max_cache_len=day.prompts[1].shape[1] + 64), []
             try:
                 with day.session(method, model, replay=how == "replay"):
@@ -289,13 +290,13 @@ def exceptions(day):
             with contextlib.suppress(Broken): day.write()
             hook.remove()
             day.same(day.write(), want, "after an exception", name)
-        own = hf.decoded_in_graph
+        own = graphs.decoded_in_graph
         def fails(*args):
             out = own(*args)
             if recording(): raise Broken
             return out
         with day.session(method):
-            with mock.patch.object(hf, "decoded_in_graph", fails), contextlib.suppress(Broken): day.write()
+            with mock.patch.object(graphs, "decoded_in_graph", fails), contextlib.suppress(Broken): day.write()
             day.same(day.write(), want, "after a recording that broke off", name)
 
 
@@ -424,7 +425,7 @@ def small(request):
 def test_a_day_on_a_cpu(small, monkeypatch, name):
     played = []
     monkeypatch.setattr(replay, "captured", taped(played))
-    for where, what in ((hf, "can_play"), (hf, "on_a_gpu"), (replay, "on_a_gpu")):
+    for where, what in ((graphs, "can_play"), (graphs, "on_a_gpu"), (replay, "on_a_gpu")):
         monkeypatch.setattr(where, what, lambda x: True)
     small.wrong.clear()
     before = small.counted

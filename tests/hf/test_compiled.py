@@ -24,10 +24,11 @@ from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb import Exact
 from sparse_nb.core.method import own_arguments
 from sparse_nb.core.registry import CLASSES, method_class
-from sparse_nb import hf
-from sparse_nb.hf import no_graph, sparsify
+from sparse_nb.hf import register, sparsify
 from sparse_nb.lsh import KDEformer, Reformer
-from sparse_nb.models import override, replay
+from sparse_nb.models import compiled as in_graph, override, replay
+from sparse_nb.models.compiled import no_graph
+from sparse_nb.models.plan import keeps_state
 from sparse_nb.models.view import view_of
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
@@ -309,14 +310,14 @@ def places(monkeypatch):
 
     For each address of that one where the others lay, whichever cache they were of.
     """
-    seen, find = {}, hf.layer_of
+    seen, find = {}, in_graph.layer_of
     def found(heard):
         layer = find(heard)
         where = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in layer.state.buffers()]
         assert seen.setdefault(heard.data_ptr(), where) == where
         assert all(x.data_ptr() != heard.data_ptr() for x in layer.state.buffers())
         return layer
-    monkeypatch.setattr(hf, "layer_of", found)
+    monkeypatch.setattr(in_graph, "layer_of", found)
     return seen
 
 @pytest.mark.budget(20)
@@ -380,7 +381,7 @@ def test_a_cache_that_is_used_anew_keeps_its_places(llama, method, places):
 def test_a_method_by_its_name_in_a_compiled_step(llama, method):
     forget(llama)
     with sparsify(llama, decode=method, seed=3): want = ids_of(llama)
-    llama.set_attn_implementation(hf.register("by its name", method, seed=3))
+    llama.set_attn_implementation(register("by its name", method, seed=3))
     try: assert torch.equal(ids_of(llama), want) and torch.equal(compiled(llama), want)
     finally: llama.set_attn_implementation("sdpa")
 
@@ -470,7 +471,7 @@ def launched(model, method, monkeypatch, steps=2, prompt=40):
         if not name.startswith("sparse_nb"): continue
         if hasattr(module, "on_cpu_eagerly"): monkeypatch.setattr(module, "on_cpu_eagerly", lambda x: False)
         if hasattr(module, "has_kernels"): monkeypatch.setattr(module, "has_kernels", lambda q: not common.refusal(q))
-    shared = hf.shared_in_graph
+    shared = in_graph.shared_in_graph
     @contextmanager
     def counted(*args):  # around all that the operation of a layer does
         with Launches() as mode:
@@ -479,7 +480,7 @@ def launched(model, method, monkeypatch, steps=2, prompt=40):
                 with shared(*args): yield
             finally: counting.pop()
         found.append(mode.found)
-    monkeypatch.setattr(hf, "shared_in_graph", counted)
+    monkeypatch.setattr(in_graph, "shared_in_graph", counted)
     def backend(graph, inputs):
         given.append(len(inputs))
         return graph
@@ -519,7 +520,7 @@ def test_what_a_layer_of_a_compiled_step_does(bfloat, method, first, others, mon
     "No more than this many launches, from the first step on, which a graph may be captured at."
     pytest.importorskip("triton")
     steps, given = launched(bfloat, method, monkeypatch)
-    keeps = hf.keeps_state(method)
+    keeps = keeps_state(method)
     for step in steps:
         assert [x.total() for x in step] == [first, others, others + 2 * keeps], step
     # of all that an index is made of one tensor a layer, and all streams in one

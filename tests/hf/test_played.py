@@ -14,15 +14,16 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
-from sparse_nb import hf
 from sparse_nb.attention import Exact, Streaming, TopK, TopP, Uniform
 from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, OneList, Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
-from sparse_nb.hf import sparsify
+from sparse_nb.hf import prefill, sparsify
 from sparse_nb.lsh import KDEformer, Reformer
-from sparse_nb.models import cache as cache_room, replay
+from sparse_nb.models import cache as cache_room, graphs, replay
 from sparse_nb.models.cache import RoomyLayer, StatefulRoomyLayer, fork_cache
+from sparse_nb.models.forward import ForwardPass
+from sparse_nb.models.plan import keeps_state
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
@@ -54,7 +55,7 @@ def played(monkeypatch): return play_on_a_cpu(monkeypatch)
 def unplayed():
     "As if there were no GPU"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "on_a_gpu", lambda x: False)
+        patch.setattr(graphs, "on_a_gpu", lambda x: False)
         yield
 
 
@@ -69,7 +70,7 @@ def test_what_is_played_is_what_is_written(llama, played, method, padded):
         assert not played
         assert torch.equal(ids_of(llama, max_new_tokens=TOKENS, **given), want)
     room = 64 - given["ids"].shape[1]
-    assert len(played) == room - 2 + (TOKENS - 1 - room - 2) - hf.keeps_state(method)
+    assert len(played) == room - 2 + (TOKENS - 1 - room - 2) - keeps_state(method)
 
 
 @pytest.mark.parametrize("method", fast(METHODS, 5, 10, 12, 13, 15), ids=lambda m: type(m).__name__)
@@ -77,7 +78,7 @@ def test_a_context_is_read_in_parts(llama, played, method):
     "What an index decides at the end of a prompt waits for the last part, and for the question."
     def write():
         with sparsify(llama, decode=method, setup="context", seed=3):
-            cache = hf.prefill(llama, IDS[:, :-6], chunk=9)
+            cache = prefill(llama, IDS[:, :-6], chunk=9)
             return ids_of(llama, IDS, past_key_values=cache, max_new_tokens=10)
     with unplayed(): want = write()
     assert torch.equal(write(), want) and played
@@ -341,12 +342,12 @@ def test_what_is_not_recorded(llama, played):
         assert not played
         for name in ("can_play", "on_a_gpu"):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(hf, name, lambda x: False)
+                patch.setattr(graphs, name, lambda x: False)
                 ids_of(llama, IDS, max_new_tokens=6)
         assert not played
         ids_of(llama, IDS, max_new_tokens=6)
         assert len(played) == 2 * 3
-    assert not hf.of_ours(Own(budget=4)) and hf.of_ours(VAttention(predictor=Adamas(budget=4)))
+    assert not graphs.of_ours(Own(budget=4)) and graphs.of_ours(VAttention(predictor=Adamas(budget=4)))
 
 
 @some
@@ -388,7 +389,7 @@ def test_records_go_with_their_cache(llama, played):
         assert all(record.places[0] is layer.rooms for layer, record in parts.items())
         rooms = [weakref.ref(x.rooms[0]) for x in cache.layers]
         del cache
-        session.dispatch.thread.forward = hf.ForwardPass()
+        session.dispatch.thread.forward = ForwardPass()
         llama.__dict__.pop("_cache", None)
         gc.collect()
         assert not parts and [x() for x in rooms] == [None] * 2
@@ -410,9 +411,9 @@ def test_a_room_that_is_left_is_nobodys(llama, played, method):
 def test_a_layer_without_parameters_says_where_it_is():
     "Of quantised weights some are buffers."
     module = torch.nn.Module()
-    assert not hf.on_a_gpu(module)
+    assert not graphs.on_a_gpu(module)
     module.register_buffer("weight", torch.zeros(2))
-    assert not hf.on_a_gpu(module)
+    assert not graphs.on_a_gpu(module)
 
 
 def test_a_layer_with_room_is_a_growing_layer():

@@ -10,14 +10,13 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sparse_nb import hf
 from sparse_nb.attention import Exact, State, Streaming, TopK, TopP, Uniform, assert_close, attention, fold_in
 from sparse_nb.baselines import Quest
 from sparse_nb.compose import Then
 from sparse_nb.delta import Delta
 from sparse_nb.eviction import H2O, SnapKV
-from sparse_nb.hf import answer, attention_override, prefill, register, sparsify
-from sparse_nb.models import override
+from sparse_nb.hf import UNFIT, answer, attention_override, prefill, register, sparsify
+from sparse_nb.models import override, rng
 from sparse_nb.patterns import OracleBlocks, VerticalSlash
 from sparse_nb.santa import Santa
 from sparse_nb.santa_keys import quantise
@@ -44,14 +43,14 @@ def test_generate_is_the_method_step_by_step(llama, method):
 @pytest.mark.parametrize("rows", [1, 3, 5000])
 def test_streams_made_for_some_steps_at_once_are_those_of_each(llama, monkeypatch, rows):
     "Steps one after another, back, far ahead, of sequences that part, of others in between; few at once of many."
-    layer, made, own = llama.model.layers[0].self_attn, [], hf.Streams(3)
-    monkeypatch.setattr(hf, "fold_in", lambda *given: made.append(given) or fold_in(*given))
+    layer, made, own = llama.model.layers[0].self_attn, [], rng.Streams(3)
+    monkeypatch.setattr(rng, "fold_in", lambda *given: made.append(given) or fold_in(*given))
     def check(*places):
         place = torch.tensor(places).expand(rows)
         got, streams = own.at(layer, rows, 4, place), own.heads(layer, rows, 4, place.device)
         assert torch.equal(got, fold_in(streams, place[:, None]))
-    for n in range(40, 40 + 2 * hf.AHEAD): check(n)
-    assert len(made) == (2 * hf.AHEAD if rows == 5000 else 2) + 2  # and a stream for each sequence, and for each head
+    for n in range(40, 40 + 2 * rng.AHEAD): check(n)
+    assert len(made) == (2 * rng.AHEAD if rows == 5000 else 2) + 2  # and a stream for each sequence, and for each head
     for n in (41, 40, 39, 55, 56, 900, 0): check(n)
     if rows == 3:
         for places in ((7, 9, 8), (8, 10, 9), (9, 10, 9), (10, 11, 10), (0, 0, 5)): check(*places)
@@ -997,5 +996,5 @@ def test_an_audit_warns_of_a_method_that_misses_attention_widely(llama, method, 
         assert len(said) == (audit and not fits)
         if not audit: continue
         error = session.stats().error.mean()
-        assert (error > hf.UNFIT) == (not fits)
+        assert (error > UNFIT) == (not fits)
         if said: assert f"by {error:.2f} of its size" in said[0]
