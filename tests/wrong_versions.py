@@ -81,7 +81,7 @@ VERSIONS = [Wrong(*x) for x in [
      "        kept = self.marks, self.since\n        super().reset()\n        self.marks, self.since = kept"),
     # vAttention
     ("vatt-base-least", "vattention.py", "methods/test_vattention.py::test_least_draws_and_base",
-     "torch.minimum(count.clamp(min=least), n_s)", "torch.minimum(count, n_s)"),
+     "torch.minimum(count.clamp(min=_least_base(s)), n_s)", "torch.minimum(count, n_s)"),
     ("vatt-paper-base-again", "vattention.py",
      "methods/test_presets.py::test_vattention_is_algorithms_1_and_2",
      "if fresh is not None: index = rows(fresh)", "if fresh is not None: index = rows(order)"),
@@ -147,7 +147,7 @@ VERSIONS = [Wrong(*x) for x in [
     # eviction, patterns, predictors
     ("evict-share-pad", "eviction.py", "methods/test_eviction.py::test_definition",
      "budget_counts(self.budget, begun - first, begun)", "budget_counts(self.budget, begun - 0 * first, begun)"),
-    ("evict-crop", "eviction.py", "methods/test_eviction.py::test_a_state_is_cut_and_picked",
+    ("evict-crop", "methods/retained.py", "methods/test_eviction.py::test_a_state_is_cut_and_picked",
      "length < self.done: self.rewind(length)",
      "length < self.done: self.done, self.votes = length, self.votes[:, :, :length]"),
     ("patterns-floor", "patterns.py", "methods/test_patterns.py::test_a_sequence_that_is_padding_alone",
@@ -189,7 +189,7 @@ VERSIONS = [Wrong(*x) for x in [
      "fold_in(self.seed, torch.arange(groups,", "fold_in(self.seed, 0 * torch.arange(groups,"),
     # core
     ("sel-share-eps", "core/selection.py", "core/test_attention.py::test_shares_round_up_without_noise",
-     "share = budget * (1 - 1e-12)", "share = budget"),
+     "NEARLY = 1 - 1e-12", "NEARLY = 1.0"),
     ("sel-topp-tie", "core/selection.py",
      "core/test_attention.py::test_a_mass_that_is_just_reached_asks_for_no_other_key",
      "(before < mass)", "(before <= mass)"),
@@ -206,8 +206,8 @@ VERSIONS = [Wrong(*x) for x in [
     ("bounds-bernstein", "core/bounds.py", "methods/test_vattention.py::test_bernsteins_radius_is_solved",
      "    log = math.log(2 / delta)", "    log = math.log(1 / delta)"),
     ("streams-first-half", "core/streams.py", "core/test_random.py::test_streams_of_the_three_forms",
-     "fold_in(head_seeds(q, seed, *data)[..., None], torch.arange(q.shape[2], device=q.device))",
-     "head_seeds(q, seed, *data)[..., None] + torch.arange(q.shape[2], device=q.device)"),
+     "_folded(_of_heads(q, seed, *data)[..., None], torch.arange(q.shape[2], device=q.device))",
+     "_of_heads(q, seed, *data)[..., None] + torch.arange(q.shape[2], device=q.device)"),
     ("blocks-gap-torch", "core/blocks.py", "kernels/test_blocks.py::test_streaming_is_attention_to_sinks_and_window",
      "torch.maximum(end[..., rows[:1]] - window, first[..., :1])", "end[..., rows[:1]] - window"),
     # inside transformers

@@ -220,6 +220,7 @@ def _by_kernels(backend, q, *given):
         raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
     return backend == "triton" or backend == "auto" and not learns and isinstance(q, torch.Tensor) and has_kernels(q)
 
+# %% ../../nbs/06_selection.ipynb #214196ac
 def weighted_attention(
     q: torch.Tensor,            # queries [B, H, Q, D]
     k: torch.Tensor,            # keys [B, G, N, D]

@@ -9,7 +9,8 @@ import torch
 from inputs import INTERPRETED
 from sparse_nb.attention import Selection, TopK, assert_close, attention, weighted_attention
 from sparse_nb.cli import method_from, rehearse
-from sparse_nb.eviction import H2O, Held, SnapKV, all_but_least, most_voted
+from sparse_nb.eviction import H2O, SnapKV, all_but_least, most_voted
+from sparse_nb.methods.retained import StaticRetainedKeys
 from sparse_nb.grid import needs_queries
 from sparse_nb.hf import prefill, sparsify
 from experiments.configs.eviction import equal_bytes, equal_rows
@@ -263,7 +264,7 @@ def test_queries_that_stand_before_the_first_key_that_is_put(method, monkeypatch
     want = method.decode(*args, causal=True, state=grown, kv_start=start)
     assert_close(method.prefill(*args, state=fixed, kv_start=start), want, 1e-12)
     with monkeypatch.context() as patch:  # no list is of these queries, and no kernel reads one
-        patch.setattr("sparse_nb.eviction.has_kernels", lambda q: True)
+        patch.setattr("sparse_nb.methods.retained.has_kernels", lambda q: True)
         assert_close(method.decode(q[:, :, [35]], *args[1:], state=fixed, kv_start=start), want[:, :, -1:], 1e-12)
     grown.append(k[:, :, 36:37], v[:, :, 36:37], q=q[:, :, 36:37])
     fixed.put(*cache, torch.tensor([36]), q=q[:, :, 36:37])
@@ -383,7 +384,7 @@ def test_what_kernels_are_given(method, monkeypatch):
         want = method.decode(asked, k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start, scale=0.3)
         given = dict(state=fixed, scale=0.3, kv_start=start, kv_len=torch.full((2,), n + 1))
         with monkeypatch.context() as patch:
-            patch.setattr("sparse_nb.eviction.has_kernels", lambda q: True)
+            patch.setattr("sparse_nb.methods.retained.has_kernels", lambda q: True)
             found = [method.decode(asked, *cache, **given)]
             assert len(called) == n - 29
             patch.setattr("sparse_nb.core.selection.has_kernels", lambda q: False)
@@ -484,7 +485,7 @@ def test_a_cache_that_is_read_in_parts_and_goes_on(pocket, method):
             logits.append(model(input_ids=ids[:, :9], past_key_values=cache).logits)   # a second turn
             logits.append(model(input_ids=ids[:, :1], past_key_values=cache).logits)
         states = [layer.state for layer in cache.layers]
-        assert all(isinstance(state, Held) and state.begun == ids.shape[1] for state in states)
+        assert all(isinstance(state, StaticRetainedKeys) and state.begun == ids.shape[1] for state in states)
         assert len(states[0]) == ids.shape[1] + 14 and session.stats().density.max() < 1
         found.append((torch.cat(logits, 1), [state.rows for state in states]))
     assert_close(found[0][0], found[1][0], 1e-4)
@@ -530,7 +531,7 @@ def test_settings_of_equal_rows_and_equal_bytes_read_as_many():
         "Rows and bytes of one query after n keys, index included"
         state = told(method, q, k, v) if isinstance(method, (H2O, SnapKV)) else method.new_state()
         if state is not None and not len(state): state.append(k, v)
-        if isinstance(state, Held): state.held_at(n, k, torch.zeros(1, dtype=torch.long), None)
+        if isinstance(state, StaticRetainedKeys): state.held_at(n, k, torch.zeros(1, dtype=torch.long), None)
         stats = method.decode(new, k, v, return_stats=True, **({} if state is None else dict(state=state)))[1]
         rows = stats.budget.double().mean()
         return float(rows), float(rows * 4 * size + (torch.as_tensor(stats.index_bytes).double().mean()))
