@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparse_nb.bench import LEFT, SHAPES, Protocol, Shape
 from sparse_nb.core.exact import attention
 from sparse_nb.kernels import saap, sketch_walk, vattention
-from sparse_nb.sketch_walk import Summary, block_scores, signed_hadamard
+from sparse_nb.methods.sketch_walk.index import Summary, block_scores, signed_hadamard
 from sparse_nb.vattention import read_rows
 from benchmarks.attention import measure_tiles
 from benchmarks.decode import contenders

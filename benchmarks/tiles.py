@@ -12,7 +12,8 @@ from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern
 from sparse_nb.kernels import blocks as by_blocks, sketch_walk as steps, sketch_walk_prefill as choice
 from sparse_nb.kernels.blocks import attend_blocks, launch_blocks, launch_streaming, tile_settings
 from sparse_nb.kernels.common import LOG2E
-from sparse_nb.sketch_walk import SketchWalk, pattern_of
+from sparse_nb.methods.sketch_walk.call import pattern_of
+from sparse_nb.sketch_walk import SketchWalk
 from benchmarks.launches import Indexed, blocks_error, indexed
 from benchmarks.prompt import BLOCK, Prompt, Setting, Truth, chosen
 from benchmarks.recorder import Recorder

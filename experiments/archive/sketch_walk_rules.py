@@ -17,8 +17,9 @@ from sparse_nb.hf import attention_override, prefill
 from sparse_nb.models.cache import fork_cache
 from benchmarks.machine import machine
 from experiments.configs.sketch_walk import HARD, sized_alike
-from sparse_nb.sketch_walk import (
-    SketchWalk, block_scores, heaviest_blocks, in_blocks, prompt_blocks, signed_hadamard)
+from sparse_nb.methods.sketch_walk.index import block_scores, signed_hadamard
+from sparse_nb.methods.sketch_walk.lists import in_blocks, prompt_blocks
+from sparse_nb.sketch_walk import SketchWalk, heaviest_blocks
 
 
 def main_direction(

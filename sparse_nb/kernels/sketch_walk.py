@@ -35,7 +35,7 @@ class Index(NamedTuple):
 
 def pack(
     kind: str,                # of index: "fine4", "fine16" or "mean"
-    rows: torch.Tensor,       # of M blocks, as `sparse_nb.sketch_walk.Summary` gives them [B, G, M, C, W + 2]
+    rows: torch.Tensor,       # of M blocks, as `Summary` of `methods.sketch_walk.index` gives [B, G, M, C, W + 2]
     begin: torch.Tensor,      # first key of block 0 [B]
     sign: torch.Tensor,       # before the rotation [D]
     room: int | None = None,  # blocks to have room for; None: M

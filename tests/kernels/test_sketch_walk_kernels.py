@@ -11,9 +11,11 @@ import torch
 
 from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, assert_codes_close, kernel, poisoned
-from sparse_nb import sketch_walk
 from sparse_nb.core.exact import assert_close, attention
-from sparse_nb.sketch_walk import SketchWalk, block_scores, query_lists, signed_hadamard, sketch_walk_decode, state_of
+from sparse_nb.methods.sketch_walk import call as calls
+from sparse_nb.methods.sketch_walk.call import state_of
+from sparse_nb.methods.sketch_walk.index import FINE, block_scores, signed_hadamard
+from sparse_nb.sketch_walk import SketchWalk, query_lists, sketch_walk_decode
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 0.01, FP16: 2**-10, FP32: 4e-6}
@@ -478,22 +480,22 @@ OTHERS = (dict(heads="all"), dict(heads="averaged"), dict(pool="max"), dict(walk
 @kernel
 def test_a_step_without_a_kernel_is_not_handed_over(monkeypatch):
     "As on a GPU, where `auto` means the kernels for what they can do."
-    monkeypatch.setattr(sketch_walk, "has_kernels", lambda q: True)
+    monkeypatch.setattr(calls, "has_kernels", lambda q: True)
     p = problem(1, 1, 2, 200, 64, FP32)
-    serves = lambda backend="auto", **kw: sketch_walk.served(SketchWalk(**kw), p.q, p.k, p.v, backend)
+    serves = lambda backend="auto", **kw: calls.served(SketchWalk(**kw), p.q, p.k, p.v, backend)
     for index in KINDS:
         for block in (4, 8, 16, 32, 64, 128):
-            if block >= sketch_walk.FINE.get(index, 1):
+            if block >= FINE.get(index, 1):
                 assert serves(index=index, block=block) and not serves("torch", index=index, block=block)
     long = p.k[:, :, :1].expand(1, 1, 2**17 + 1, 64)
-    assert not sketch_walk.served(SketchWalk(block=4), p.q, long, long, "auto")
+    assert not calls.served(SketchWalk(block=4), p.q, long, long, "auto")
     with pytest.raises(ValueError, match="k must have at most 32768 blocks for backend='triton', got 32769"):
-        sketch_walk.served(SketchWalk(block=4), p.q, long, long, "triton")
+        calls.served(SketchWalk(block=4), p.q, long, long, "triton")
     assert serves(heads="each") and serves(heads="each", pool="max")
     many = p.q.repeat(1, 33, 1, 1)
-    assert not sketch_walk.served(SketchWalk(heads="each"), many, p.k, p.v, "auto")
+    assert not calls.served(SketchWalk(heads="each"), many, p.k, p.v, "auto")
     with pytest.raises(ValueError, match="at most 32 heads a group for backend='triton' and heads='each', got 66"):
-        sketch_walk.served(SketchWalk(heads="each"), many, p.k, p.v, "triton")
+        calls.served(SketchWalk(heads="each"), many, p.k, p.v, "triton")
     for settings in OTHERS:
         assert not serves(**settings), settings
         with pytest.raises(ValueError, match=next(iter(settings))): serves("triton", **settings)

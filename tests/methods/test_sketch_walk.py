@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from inputs import assert_codes_close, fast
 from sparse_nb.attention import Method, assert_close, attention, fold_in
 from sparse_nb.hf import attention_layers, has_window, prefill, register, sparsify
-from sparse_nb.sketch_walk import (
-    FINE, INDEXES, Asked, SketchWalk, signed_hadamard, sketch_walk_decode, sketch_walk_prefill)
+from sparse_nb.methods.sketch_walk.index import FINE, INDEXES, signed_hadamard
+from sparse_nb.methods.sketch_walk.state import Asked
+from sparse_nb.sketch_walk import SketchWalk, sketch_walk_decode, sketch_walk_prefill
 
 SMALL = dict(block=32, density=0.4, sketch=16, tail=0)
 PAPER = dict(index="sketch", walk="literal", heads="averaged")
