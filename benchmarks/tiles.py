@@ -12,7 +12,6 @@ from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern
 from sparse_nb.kernels import blocks as by_blocks, sketch_walk as steps, sketch_walk_prefill as choice
 from sparse_nb.kernels.blocks import attend_blocks, launch_blocks, launch_streaming, tile_settings
 from sparse_nb.kernels.common import LOG2E
-from sparse_nb.methods.sketch_walk.call import pattern_of
 from sparse_nb.sketch_walk import SketchWalk
 from benchmarks.launches import Indexed, blocks_error, indexed
 from benchmarks.prompt import BLOCK, Prompt, Setting, Truth, chosen
@@ -222,7 +221,7 @@ def measure_choice(recorder: Recorder, p: Prompt, index: str, tried: dict):
 def measure_walk(recorder: Recorder, p: Prompt, index: str):
     "Rows of a choice and of one that walks on from a layer below, both from the kernels' shares; and of a step's walk."
     s, step, row = SketchWalk(BLOCK, DENSITY, index, walk="softmax"), {}, dict(what="walk", n=p.n, index=index)
-    ask = lambda s, step: pattern_of(s, p.q, p.k, None, None, "triton", step=step).count.float()
+    ask = lambda s, step: s.block_pattern(p.q, p.k, None, None, "triton", step=step).count.float()
     ask(s, step)
     recorder.measure_row(lambda: ask(replace(s, walk=None), None), None, **row, launch="choice")
     recorder.measure_row(lambda: ask(s, dict(step)), None, **row, launch="choice and walk")

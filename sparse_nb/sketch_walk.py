@@ -11,16 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .core.blocks import BlockPattern
 from .core.checks import check_count
 from .core.exact import no_autocast, visible_range
-from .methods.exact import Exact
-from .methods.sketch_walk.call import (
-    SEEDS, ByKernels, bytes_a_key, check_settings, prompt_pattern, read_prompt, select_keys, without_kernel)
-from .methods.sketch_walk.index import Summary, joined_rows
+from .methods.sketch_walk.call import SEEDS, BlockLists, check_settings
+from .methods.sketch_walk.index import Summary
 from .methods.sketch_walk.lists import (
     drawn_shares, guessed_shares, list_sizes, prompt_blocks, query_blocks, query_shares, true_query_shares, true_shares)
-from .methods.sketch_walk.state import Asked, Blocks
 from .methods.sketch_walk.walk import earlier_shares, next_step, shares_of_blocks
 
 # %% ../nbs/50_sketch_walk.ipynb #c608f970
@@ -102,7 +98,7 @@ def query_lists(s, q, k, state, step, masks, scale, seed):
 
 # %% ../nbs/50_sketch_walk.ipynb #afab4550
 @dataclass(frozen=True)
-class SketchWalk(ByKernels):
+class SketchWalk(BlockLists):
     """Blocks of keys that look heavy, for prompts and for single queries; with `walk`, by way of the layers below.
 
     None stands for `pool="mean"` in a step, which has kernels, and for `pool="max", refine=2` in a prompt, which keep
@@ -175,35 +171,28 @@ class SketchWalk(ByKernels):
         "What its index keeps of a block."
         return Summary(self.index, self.block, self.sketch if self.index == "sketch" else 0, self.seed)
 
-    def at_layer(self, layer):
-        "Exact attention in the first layers."
-        return Exact() if layer < self.dense_layers else self
+    def shares(
+        self,
+        z: torch.Tensor, # log-weights of blocks [B, H, R, M], -inf where a row does not see one
+    ) -> torch.Tensor:   # [B, H, R, M], 0 there
+        "What a head would give each block: softmax, of s z where renormalised; the raw scores where they are literal."
+        if self.walk in ("literal", "unmasked"): return z.masked_fill(z == -math.inf, 0)
+        return (self.degree * z if self.walk == "renormalised" else z).softmax(-1).nan_to_num(0)
 
-    def new_state(self):
-        "`Blocks`, or for a walk `Asked`."
-        if self.walk is not None: return Asked(self.block, self.summary, joined_rows)
-        return Blocks(self.block, self.summary, joined_rows, without_kernel(self) is None)
+    def over_heads(
+        self,
+        x: torch.Tensor, # [B, H, R, M]
+        groups: int,     # G
+        pool: str,       # one of `POOLS`
+    ) -> torch.Tensor:   # [B, P, R, M]: P is G, H or 1
+        "One row for the heads that share a list."
+        if self.heads in ("averaged", "each"): return x
+        x = x.unflatten(1, (groups if self.heads == "group" else 1, -1))
+        return x.amax(2) if pool == "max" else x.mean(2)
 
-    def new_step(self):
-        "Where the walk stands, for each part of a batch."
-        return None if self.walk is None else {}
-
-    def index_bytes(self, head_dim):
-        "Rows of sub-blocks, and for a walk the mean query of each block in bfloat16."
-        return bytes_a_key(self, head_dim)
-
-    def pattern(self, q, k, *, seed=None, scale=None, kv_start=None, step=None) -> BlockPattern:
-        "As `PrefillByPattern.pattern`, without the tail; `step` comes from the layer below, for a walk."
-        return prompt_pattern(self, q, k, seed, scale, kv_start, step)
-
-    def prefill(self, q, k, v, *, seed=None, scale=None, kv_start=None, step=None, state=None):
-        "`sketch_walk_prefill` with these settings."
-        return read_prompt(self, q, k, v, seed, scale, kv_start, step, state)
-
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None, step=None):
-        "The visible keys of the chosen blocks, with weight 1. Raises as `sketch_walk_decode`."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
-        return select_keys(self, q, k, masks, seed, scale, state, step)
+    def averaged(self, x):
+        "Queries or rows of the index of one head, the mean of all, where heads are averaged first."
+        return x.mean(1, keepdim=True) if self.heads == "averaged" else x
 
 # %% ../nbs/50_sketch_walk.ipynb #820d2a77
 def sketch_walk_prefill(
@@ -243,7 +232,7 @@ def sketch_walk_prefill(
     """
     check_count("rotation", rotation, *SEEDS)
     s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation, refine, least, tail)
-    return read_prompt(s, q, k, v, seed, scale, kv_start, step, state, backend)
+    return s.prefill(q, k, v, seed=seed, scale=scale, kv_start=kv_start, step=step, state=state, backend=backend)
 
 # %% ../nbs/50_sketch_walk.ipynb #845e1b62
 def sketch_walk_decode(

@@ -12,8 +12,6 @@ import torch
 from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, Problem, assert_codes_close, kernel, poisoned
 from sparse_nb.core.exact import assert_close, attention
-from sparse_nb.methods.sketch_walk import call as calls
-from sparse_nb.methods.sketch_walk.call import state_of
 from sparse_nb.methods.sketch_walk.index import FINE, block_scores, signed_hadamard
 from sparse_nb.sketch_walk import SketchWalk, query_lists, sketch_walk_decode
 
@@ -42,7 +40,7 @@ def packed(p, s, n=None, room=None):
     from sparse_nb.kernels.sketch_walk import pack
     n = p.k.shape[2] if n is None else n
     stop = None if p.stop is None else p.stop.clamp(max=n)
-    state = state_of(s, p.q, p.k[:, :, :n], None, dict(causal=False, kv_start=p.start, kv_len=stop))
+    state = s.state_of(p.q, p.k[:, :, :n], None, dict(causal=False, kv_start=p.start, kv_len=stop))
     sign = signed_hadamard(p.k.shape[3], None)[:, 0].sign().to(DEVICE)
     return state, pack(s.index, state.rows, state.begin, sign, room)
 
@@ -480,22 +478,22 @@ OTHERS = (dict(heads="all"), dict(heads="averaged"), dict(pool="max"), dict(walk
 @kernel
 def test_a_step_without_a_kernel_is_not_handed_over(monkeypatch):
     "As on a GPU, where `auto` means the kernels for what they can do."
-    monkeypatch.setattr(calls, "has_kernels", lambda q: True)
+    monkeypatch.setattr("sparse_nb.methods.sketch_walk.call.has_kernels", lambda q: True)
     p = problem(1, 1, 2, 200, 64, FP32)
-    serves = lambda backend="auto", **kw: calls.served(SketchWalk(**kw), p.q, p.k, p.v, backend)
+    serves = lambda backend="auto", **kw: SketchWalk(**kw).step_by_kernels(p.q, p.k, p.v, backend)
     for index in KINDS:
         for block in (4, 8, 16, 32, 64, 128):
             if block >= FINE.get(index, 1):
                 assert serves(index=index, block=block) and not serves("torch", index=index, block=block)
     long = p.k[:, :, :1].expand(1, 1, 2**17 + 1, 64)
-    assert not calls.served(SketchWalk(block=4), p.q, long, long, "auto")
+    assert not SketchWalk(block=4).step_by_kernels(p.q, long, long, "auto")
     with pytest.raises(ValueError, match="k must have at most 32768 blocks for backend='triton', got 32769"):
-        calls.served(SketchWalk(block=4), p.q, long, long, "triton")
+        SketchWalk(block=4).step_by_kernels(p.q, long, long, "triton")
     assert serves(heads="each") and serves(heads="each", pool="max")
     many = p.q.repeat(1, 33, 1, 1)
-    assert not calls.served(SketchWalk(heads="each"), many, p.k, p.v, "auto")
+    assert not SketchWalk(heads="each").step_by_kernels(many, p.k, p.v, "auto")
     with pytest.raises(ValueError, match="at most 32 heads a group for backend='triton' and heads='each', got 66"):
-        calls.served(SketchWalk(heads="each"), many, p.k, p.v, "triton")
+        SketchWalk(heads="each").step_by_kernels(many, p.k, p.v, "triton")
     for settings in OTHERS:
         assert not serves(**settings), settings
         with pytest.raises(ValueError, match=next(iter(settings))): serves("triton", **settings)

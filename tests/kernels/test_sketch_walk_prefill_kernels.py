@@ -16,7 +16,6 @@ from covering import covering
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb.core.blocks import BlockPattern, block_attention
 from sparse_nb.core.exact import assert_close
-from sparse_nb.methods.sketch_walk import call as calls
 from sparse_nb.methods.sketch_walk.lists import guessed_shares, list_sizes, prompt_blocks, true_shares
 from sparse_nb.sketch_walk import SketchWalk, heaviest_blocks, prompt_lists, sketch_walk_prefill
 
@@ -353,7 +352,7 @@ def test_a_walk_stands_on_the_kernels_shares(index, heads, power, degree):
         q *= 8  # shares whose powers float32 does not hold
         start = torch.zeros(2, dtype=torch.int64, device=DEVICE)
         want = prompt_lists(s, q, k, start, None, None, right)
-        found = calls.pattern_of(s, q, k, None, None, "triton", step=step)
+        found = s.block_pattern(q, k, None, None, "triton", step=step)
         prompt, a = prompt_blocks(s, q, k, start), right[0] ** (1 / degree if power == "element" else 1)
         agree(chosen(found.index, found.count, a.shape[3]), want, a, prompt, 4 * GAP)
         assert_close(step[0], right[0], rtol=4 * GAP * degree * (layer + 1), name=f"layer {layer}")
@@ -367,7 +366,7 @@ def test_a_walk_over_a_part_is_left_to_the_reference():
     with pytest.raises(ValueError, match="another walk than softmax's over a whole prompt is"):
         sketch_walk_prefill(q, k, v, block=32, walk="softmax", step={}, backend="triton")
     with pytest.raises(ValueError, match="another walk than softmax's over a whole prompt is"):
-        calls.by_kernel(s, k, k, "triton", torch.zeros(1, dtype=torch.int64))
+        s.prompt_by_kernels(k, k, "triton", torch.zeros(1, dtype=torch.int64))
 
 
 def test_what_kernels_cannot_do_is_said():
@@ -389,9 +388,9 @@ def test_what_kernels_cannot_do_is_said():
 
 def test_a_prompt_without_kernels_is_not_handed_over(monkeypatch):
     "As on a GPU, where `auto` means the kernels for what they can do."
-    monkeypatch.setattr(calls, "HAS_TRITON", True)
+    monkeypatch.setattr("sparse_nb.methods.sketch_walk.call.HAS_TRITON", True)
     there = SimpleNamespace(is_cuda=True, dtype=BF16, shape=(1, 2, 8, 64), requires_grad=False)
-    chooses = lambda backend="auto", **kw: calls.by_kernel(SketchWalk(**kw), there, there, backend)
+    chooses = lambda backend="auto", **kw: SketchWalk(**kw).prompt_by_kernels(there, there, backend)
     for index in ("mean", "fine16", "fine4"):
         for more in ({}, dict(heads="all"), dict(heads="each"), dict(pool="max"), dict(block=32), dict(refine=3),
                      dict(least=5), dict(walk="softmax"), dict(walk="softmax", power="matrix", heads="all")):

@@ -11,7 +11,6 @@ import math
 import torch
 
 from .index import block_scores
-from .lists import averaged, over_heads, shares
 from .state import Asked
 
 # %% ../../../nbs/library/methods_sketch_walk_walk.ipynb #a7fcc0d9
@@ -43,9 +42,9 @@ def shares_of_blocks(
     scale: float | None,  # factor on the dot products; None is D ** -0.5
 ) -> torch.Tensor:        # [B, P, M, M]
     "The shares that the mean query of each block gives to the blocks before it and its own, or to all if unmasked."
-    i, z = torch.arange(asked.shape[2], device=asked.device), block_scores(s.summary, averaged(s, asked), index, scale)
+    i, z = torch.arange(asked.shape[2], device=asked.device), block_scores(s.summary, s.averaged(asked), index, scale)
     if s.walk != "unmasked": z = z.masked_fill(i > i[:, None], -math.inf)
-    return over_heads(s, shares(s, z), groups, "mean")
+    return s.over_heads(s.shares(z), groups, "mean")
 
 def earlier_shares(s, q, k, a, index, state, part, scale):
     "The shares of all blocks of a prompt [B, P, M, M]: of its own rows `a`, or with earlier keys from the `state`."
