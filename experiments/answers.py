@@ -11,7 +11,8 @@ import torch
 from sparse_nb import hf, pocket
 from sparse_nb import Exact, TopK
 from sparse_nb.evaluate import accuracy, compare
-from sparse_nb.grid import CELL, frame_of, read_results, run
+from sparse_nb.grid import CELL, frame_of, run
+from sparse_nb.results import read_results
 from sparse_nb.metrics import Interval, bootstrap_interval
 from benchmarks.recorder import read_record
 from sparse_nb.tasks import make

@@ -7,7 +7,8 @@ from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest, heavy_c
 from sparse_nb.compose import Then
 from sparse_nb import Streaming, TopK, TopP, Uniform
 from sparse_nb.eviction import H2O, SnapKV
-from sparse_nb.grid import Grid, load_named, needs_queries, read_results
+from sparse_nb.grid import Grid, load_named, needs_queries
+from sparse_nb.results import read_results
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.models.capturing import capture
 from experiments.answers import answered, condensed, equal_grid, finish

@@ -16,7 +16,8 @@ from sparse_nb import grid as room
 from sparse_nb.attention import Exact, Streaming, TopK, Uniform
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.evaluate import accuracy, answers
-from sparse_nb.grid import Grid, Job, failures_of, frame_of, read_results, run, table
+from sparse_nb.grid import Grid, failures_of, frame_of, run, table
+from sparse_nb.results import Job, read_results
 from sparse_nb.pocket import byte_tokenizer
 from benchmarks.recorder import read_record, run_record
 from experiments.archive.santa_schedule import POCKET, learned_by_jobs, rewards_by_jobs
