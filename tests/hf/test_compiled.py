@@ -471,7 +471,7 @@ def launched(model, method, monkeypatch, steps=2, prompt=40):
         if not name.startswith("sparse_nb"): continue
         if hasattr(module, "on_cpu_eagerly"): monkeypatch.setattr(module, "on_cpu_eagerly", lambda x: False)
         if hasattr(module, "has_kernels"): monkeypatch.setattr(module, "has_kernels", lambda q: not common.refusal(q))
-    shared = in_graph.shared_in_graph
+    shared = in_graph.GraphPass.sharing
     @contextmanager
     def counted(*args):  # around all that the operation of a layer does
         with Launches() as mode:
@@ -480,7 +480,7 @@ def launched(model, method, monkeypatch, steps=2, prompt=40):
                 with shared(*args): yield
             finally: counting.pop()
         found.append(mode.found)
-    monkeypatch.setattr(in_graph, "shared_in_graph", counted)
+    monkeypatch.setattr(in_graph.GraphPass, "sharing", counted)
     def backend(graph, inputs):
         given.append(len(inputs))
         return graph

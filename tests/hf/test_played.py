@@ -384,7 +384,7 @@ def test_records_go_with_their_cache(llama, played):
     with sparsify(llama, decode=Quest(budget=12, page=4)) as session:
         cache = DynamicCache(config=llama.config)
         ids_of(llama, IDS, max_new_tokens=TOKENS, past_key_values=cache)
-        parts = session.dispatch.thread.parts
+        parts = session.dispatch.thread.captured.parts
         assert {type(x) for x in parts} == {StatefulRoomyLayer} and len(parts) == 2
         assert all(record.places[0] is layer.rooms for layer, record in parts.items())
         rooms = [weakref.ref(x.rooms[0]) for x in cache.layers]
@@ -402,10 +402,10 @@ def test_a_room_that_is_left_is_nobodys(llama, played, method):
         cache = DynamicCache(config=llama.config)
         one = ids_of(llama, IDS, max_new_tokens=8, past_key_values=cache)
         rooms = [weakref.ref(x.rooms[0]) for x in cache.layers]
-        assert len(session.dispatch.thread.parts) == 2 and played
+        assert len(session.dispatch.thread.captured.parts) == 2 and played
         longer = torch.cat([IDS, one, IDS], 1)
         with torch.no_grad(): llama(longer[:, cache.get_seq_length():], past_key_values=cache)
-        assert not session.dispatch.thread.parts and [x() for x in rooms] == [None] * 2
+        assert not session.dispatch.thread.captured.parts and [x() for x in rooms] == [None] * 2
 
 
 def test_a_layer_without_parameters_says_where_it_is():

@@ -61,7 +61,7 @@ WRONG = {  # module: a line that it must not hold, and what is said of it
                     "sparse_nb.models.plan is not allowed to import sparse_nb.models.dispatch"),
     "models/counts": ("from .index import Kept",
                       "sparse_nb.models.counts is not allowed to import sparse_nb.models.index"),
-    "models/compiled": ("def f():\n    from .graphs import played_step",
+    "models/compiled": ("def f():\n    from .graphs import CapturedLayers",
                         "sparse_nb.models.compiled is not allowed to import sparse_nb.models.graphs"),
     "models/hooks": ("from ..hf import sparsify", "sparse_nb.models is not allowed to import sparse_nb.hf"),
     "text": ("from .models.dispatch import Dispatch", "sparse_nb.text -> sparse_nb.models.dispatch"),
