@@ -219,7 +219,7 @@ VERSIONS = [Wrong(*x) for x in [
     ("cache-reorder-state", "models/cache.py", "hf/test_cache.py::test_generation_keeps_the_keys_before_rope",
      "self.pick_rows(lambda rows: rows[beam_idx.to(rows.device)])", "pass"),
     ("cache-roomy-fork", "models/cache.py", "hf/test_played.py::test_a_layer_with_room_is_a_growing_layer",
-     "def __copy__(self):\n        self.rooms = self.mine = None\n", "def __copy__(self):\n"),
+     "def __copy__(self):\n        self.buffer = self.view = None\n", "def __copy__(self):\n"),
     ("rot-scaling", "models/rotation.py", "hf/test_cache.py::test_keys_before_rope_come_back_at_every_step",
      "torch.complex(x, y) / turn", "torch.complex(x, y) / (turn / turn.abs())"),
     ("hf-decoded-queries", "models/forward.py", "hf/test_sparsify.py::test_generate_is_the_method_step_by_step",

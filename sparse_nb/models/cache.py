@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SPARE', 'StatefulLayer', 'StatefulDynamicLayer', 'FixingLayer', 'StatefulStaticLayer', 'places_of', 'heard_for',
-           'keep_places', 'layer_of', 'heard_one_more', 'renew_indexes', 'RoomyLayer', 'StatefulRoomyLayer',
-           'give_room', 'keep_state', 'HostLayer', 'StatefulHostLayer', 'offload', 'fork_cache']
+           'keep_places', 'layer_of', 'heard_one_more', 'renew_indexes', 'PreallocatedLayer',
+           'StatefulPreallocatedLayer', 'preallocate', 'keep_state', 'OffloadedLayer', 'StatefulOffloadedLayer',
+           'offload', 'fork_cache']
 
 # %% ../../nbs/73_cache.ipynb #6226aad4
 import copy
@@ -250,7 +251,7 @@ def renew_indexes(
     if not fixed or fixed[0].steps % EVERY: return
     for x in fixed: x.state.renew(x.keys, x.values, x.heard)
 
-# %% ../../nbs/73_cache.ipynb #7c0de016
+# %% ../../nbs/73_cache.ipynb #7c0de006
 SPARE = 512 # places for keys to come in a new room, at least
 
 def _with_spare(old, new, n):
@@ -260,10 +261,9 @@ def _with_spare(old, new, n):
     if n: room[:, :, :n] = old
     return room
 
-# %% ../../nbs/73_cache.ipynb #7c0de006
-class RoomyLayer(DynamicLayer):
+class PreallocatedLayer(DynamicLayer):
     "A growing layer with room behind its keys and values."
-    rooms, mine = None, None # keys and values with what is behind them [B, G, n, D]; `keys`, as it gave them last
+    buffer, view = None, None # keys and values with what is behind them [B, G, n, D]; `keys`, as it gave them last
     turns = False            # as of `FixingLayer`
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -274,33 +274,33 @@ class RoomyLayer(DynamicLayer):
         if learns or n and key_states.shape[:2] != self.keys.shape[:2]:  # others are refused there
             return super().update(key_states, value_states, *args, **kwargs)
         if n + new > self.most():
-            self.rooms = tuple(_with_spare(x, y, n) for x, y in ((self.keys, key_states), (self.values, value_states)))
-        for room, x in zip(self.rooms, (key_states, value_states)): room.narrow(2, n, new).copy_(x)
-        self.keys, self.values = (x.narrow(2, 0, n + new) for x in self.rooms)
-        self.mine = self.keys
+            self.buffer = tuple(_with_spare(*x, n) for x in ((self.keys, key_states), (self.values, value_states)))
+        for room, x in zip(self.buffer, (key_states, value_states)): room.narrow(2, n, new).copy_(x)
+        self.keys, self.values = (x.narrow(2, 0, n + new) for x in self.buffer)
+        self.view = self.keys
         return self.keys, self.values
 
-    def roomy(self) -> bool:
+    def has_buffer(self) -> bool:
         "Do its keys lie in its room?"
-        return self.mine is not None and self.mine is self.keys
+        return self.view is not None and self.view is self.keys
 
     def most(self) -> int:
         "How many keys it has room for."
-        return self.rooms[0].shape[2] if self.roomy() else 0
+        return self.buffer[0].shape[2] if self.has_buffer() else 0
 
     def reset(self):
         "As transformers has it."
         super().reset()
-        self.rooms = self.mine = None
+        self.buffer = self.view = None
 
     def __copy__(self):
-        self.rooms = self.mine = None
+        self.buffer = self.view = None
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         return new
 
 # %% ../../nbs/73_cache.ipynb #7c0de008
-class StatefulRoomyLayer(FixingLayer, _Growing, RoomyLayer):
+class StatefulPreallocatedLayer(FixingLayer, _Growing, PreallocatedLayer):
     "Such a layer with a state, which has a fixed length while the room lasts."
     count = 0 # keys that a fixed state knows; who tells it of one without `hear` counts it
 
@@ -311,7 +311,7 @@ class StatefulRoomyLayer(FixingLayer, _Growing, RoomyLayer):
 
     def hear(self, keys, values, new=0, asks=0, fix=True, **heard):
         "As `FixingLayer.hear`."
-        super().hear(keys, values, new, asks, fix and self.roomy(), **heard)
+        super().hear(keys, values, new, asks, fix and self.has_buffer(), **heard)
         self.count = keys.shape[2]
 
     def known(self):
@@ -330,7 +330,8 @@ class StatefulRoomyLayer(FixingLayer, _Growing, RoomyLayer):
         self.loosen(self.keys)
         super().crop(tokens_to_remove)
 
-_STATEFUL = {DynamicLayer: StatefulDynamicLayer, StaticLayer: StatefulStaticLayer, RoomyLayer: StatefulRoomyLayer}
+_STATEFUL = {DynamicLayer: StatefulDynamicLayer, StaticLayer: StatefulStaticLayer,
+             PreallocatedLayer: StatefulPreallocatedLayer}
 
 # %% ../../nbs/73_cache.ipynb #0b276b99
 def _layer(cache, number):
@@ -339,18 +340,16 @@ def _layer(cache, number):
     while make is not None and len(cache.layers) <= number: cache.layers.append(make())
     return cache.layers[number]
 
-def give_room(
+def preallocate(
     cache,      # a transformers cache
     layer: int, # number of a layer
 ): # the cache layer
     "Let a layer of `cache` keep room for keys to come, if it is a plain growing one on the device."
     old = _layer(cache, layer)
     if type(old) is not DynamicLayer or getattr(cache, "offloading", False): return old
-    new = cache.layers[layer] = object.__new__(RoomyLayer)
+    new = cache.layers[layer] = object.__new__(PreallocatedLayer)
     new.__dict__.update(old.__dict__)
     return new
-
-def _settings(state): return type(state), state.settings()
 
 def keep_state(
     cache,        # a transformers cache
@@ -365,7 +364,8 @@ def keep_state(
     """
     old = _layer(cache, layer)
     if isinstance(old, StatefulLayer):
-        if old.method != method and _settings(old.state) != _settings(method.new_state()):
+        about = lambda state: (type(state), state.settings())
+        if old.method != method and about(old.state) != about(method.new_state()):
             raise ValueError(f"cache must keep the index of {method!r}, got layer {layer}, which keeps another index, "
                              f"of {old.method!r}")
         known, length = old.known(), int(old.get_seq_length()) if old.is_initialized else 0
@@ -381,7 +381,7 @@ def keep_state(
     return new
 
 # %% ../../nbs/73_cache.ipynb #e1960b27
-class HostLayer(DynamicLayer):
+class OffloadedLayer(DynamicLayer):
     "A cache layer whose keys and values lie in host memory, pinned where they come from a GPU."
     def update(self, key_states, value_states, *args, **kwargs):
         "Add keys and values; gives them back as they came if they are the first, else all of them in host memory."
@@ -437,13 +437,13 @@ class HostLayer(DynamicLayer):
         return new
 
 # %% ../../nbs/73_cache.ipynb #1120ff97
-class StatefulHostLayer(_Growing, HostLayer):
+class StatefulOffloadedLayer(_Growing, OffloadedLayer):
     "A layer in host memory with a state, which stays on the device."
-    fresh = None
+    pending = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        "As `HostLayer.update`."
-        self.fresh = key_states, value_states
+        "As `OffloadedLayer.update`."
+        self.pending = key_states, value_states
         return super().update(key_states, value_states, *args, **kwargs)
 
     def older(self, keys, values, begin, end):
@@ -453,20 +453,20 @@ class StatefulHostLayer(_Growing, HostLayer):
 
     def newest(self, keys, values, first):
         "Keys and values of the last update, for the state."
-        return self.fresh
+        return self.pending
 
     def hear(self, keys, values, new=0, asks=0, **heard):
         "As `StatefulLayer.hear`."
         super().hear(keys, values, new, asks, **heard)
-        self.fresh = None
+        self.pending = None
 
     def __deepcopy__(self, memo):
         memo[id(self.method)] = self.method
-        return HostLayer.__deepcopy__(self, memo, fresh=None)
+        return OffloadedLayer.__deepcopy__(self, memo, pending=None)
 
-_STATEFUL[HostLayer] = StatefulHostLayer
-_HOST = {DynamicLayer: HostLayer, RoomyLayer: HostLayer, StatefulDynamicLayer: StatefulHostLayer,
-         StatefulRoomyLayer: StatefulHostLayer}
+_STATEFUL[OffloadedLayer] = StatefulOffloadedLayer
+_HOST = {DynamicLayer: OffloadedLayer, PreallocatedLayer: OffloadedLayer, StatefulDynamicLayer: StatefulOffloadedLayer,
+         StatefulPreallocatedLayer: StatefulOffloadedLayer}
 
 def offload(
     cache,        # a transformers cache
@@ -481,13 +481,13 @@ def offload(
     if getattr(cache, "offloading", False):
         raise ValueError("cache must be a DynamicCache without offloading, got one with offloading=True")
     old = _layer(cache, layer)
-    if isinstance(old, HostLayer): return old
+    if isinstance(old, OffloadedLayer): return old
     if type(old) not in _HOST:
         raise ValueError(f"cache must be a DynamicCache to be offloaded, got a {type(old).__name__} for layer {layer}")
-    if isinstance(old, StatefulRoomyLayer): old.loosen(old.keys)
+    if isinstance(old, StatefulPreallocatedLayer): old.loosen(old.keys)
     new = cache.layers[layer] = object.__new__(_HOST[type(old)])
     new.__dict__.update(old.__dict__, room=[None, None])
-    for name in "rooms", "mine": new.__dict__.pop(name, None)
+    for name in "buffer", "view": new.__dict__.pop(name, None)
     return new
 
 # %% ../../nbs/73_cache.ipynb #3de4d8be
@@ -495,6 +495,6 @@ def fork_cache(
     cache, # of transformers
 ): # another one
     "A cache that can grow without changing `cache`. Growing layers share their tensors until then, others are copied."
-    fork, shared = copy.copy(cache), (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer, HostLayer)
+    fork, shared = copy.copy(cache), (DynamicLayer, DynamicSlidingWindowLayer, PreallocatedLayer, OffloadedLayer)
     fork.layers = [copy.copy(x) if type(x) in shared else copy.deepcopy(x) for x in cache.layers]
     return fork

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ..core.method import Stats
-from .cache import RoomyLayer
+from .cache import PreallocatedLayer
 from .compiled import GraphPass, compiled_step, number_of
 from .counts import Decoded
 from .forward import Call, ForwardPass, check_no_cache, decoded_queries, refuse_losses
@@ -134,7 +134,8 @@ class Dispatch:
             if view.index is not None:
                 raise ValueError("attention_mask must show one run of keys to an index, got one that hides some "
                                  "between")
-            whole = kept.layer.rooms if state.fixed and isinstance(kept.layer, RoomyLayer) else (call.key, call.value)
+            in_place = state.fixed and isinstance(kept.layer, PreallocatedLayer)
+            whole = kept.layer.buffer if in_place else (call.key, call.value)
             (k, v), settings = (x[:, :, :len(state)] for x in whole), settings | dict(state=state)
             if view.end < len(state) and view.stop is None:
                 settings["kv_len"] = torch.full(call.query.shape[:1], view.end, device=call.query.device)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from transformers import DynamicCache
 
-from .cache import RoomyLayer, give_room, keep_state, offload
+from .cache import PreallocatedLayer, keep_state, offload, preallocate
 from .dispatch import Dispatch
 from .forward import ForwardPass
-from .graphs import played_layers, wants_room
+from .graphs import played_layers, wants_buffer
 from .index import Kept
 from sparse_nb.models.override import (
     attention_configs, attention_override, cache_of, check_evaluates, check_replaceable, kind_of, modeling_files,
@@ -137,7 +137,7 @@ class Hooks:
             return
         # an answer of fewer layers
         if layer is None and getattr(cache, "layer_class_to_replicate", None) is None: return
-        if not away and wants_room(dispatch, module): layer = give_room(cache, i)
+        if not away and wants_buffer(dispatch, module): layer = preallocate(cache, i)
         kept = Kept(offload(cache, i) if away else layer, decodes=decodes)
         if keeps:
             kept.layer = keep_state(cache, i, method, dispatch.counts)
@@ -145,7 +145,7 @@ class Hooks:
             if {"k_before", "q_before"} & set(kept.state.hears):
                 kept.turn = dispatch.rotations.turn(module, kwargs, kept.state)
         thread.forward.kept[i] = kept
-        if isinstance(kept.layer, RoomyLayer): thread.adopted.add(kept.layer)
+        if isinstance(kept.layer, PreallocatedLayer): thread.adopted.add(kept.layer)
 
 # %% ../../nbs/library/models_hooks.ipynb #bd445952
 @contextmanager

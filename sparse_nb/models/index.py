@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.checks import once
-from .cache import FixingLayer, HostLayer, RoomyLayer
+from .cache import FixingLayer, OffloadedLayer, PreallocatedLayer
 from .override import kind_of
 from .rng import part_here
 from .rotation import as_complex, rotation_of, unrotate
@@ -94,11 +94,11 @@ class Kept:
 
     def has_what_is_read(self, call):
         "Is it what the cache holds that the layer attends to? Then its room, if it has one, can be read in its place."
-        if not isinstance(self.layer, RoomyLayer): return True
-        return self.layer.roomy() and call.key is self.layer.keys and call.value is self.layer.values
+        if not isinstance(self.layer, PreallocatedLayer): return True
+        return self.layer.has_buffer() and call.key is self.layer.keys and call.value is self.layer.values
 
     def check(self, call):
         "Raise ValueError for keys in host memory that the layer makes others from."
-        if isinstance(self.layer, HostLayer) and self.layer.keys.shape[1::2] != call.key.shape[1::2]:
+        if isinstance(self.layer, OffloadedLayer) and self.layer.keys.shape[1::2] != call.key.shape[1::2]:
             raise ValueError("offload must be False for layers that make their keys from what a cache holds, got layer "
                              f"{call.layer} of {kind_of(call.module)}")

@@ -21,7 +21,7 @@ from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.hf import prefill, sparsify
 from sparse_nb.lsh import KDEformer, Reformer
 from sparse_nb.models import cache as cache_room, graphs, replay
-from sparse_nb.models.cache import RoomyLayer, StatefulRoomyLayer, fork_cache
+from sparse_nb.models.cache import PreallocatedLayer, StatefulPreallocatedLayer, fork_cache
 from sparse_nb.models.forward import ForwardPass
 from sparse_nb.models.plan import keeps_state
 from sparse_nb.saap import Saap
@@ -258,16 +258,16 @@ def test_a_step_that_breaks_off_leaves_no_key_unwritten(llama, played, where, af
 
 
 def test_a_key_of_another_batch_is_refused_and_changes_nothing():
-    layer, key = cache_room.give_room(DynamicCache(), 0), torch.ones(1, 2, 5, 4)
+    layer, key = cache_room.preallocate(DynamicCache(), 0), torch.ones(1, 2, 5, 4)
     layer.update(key, key)
-    one = cache_room.give_room(DynamicCache(), 0)
+    one = cache_room.preallocate(DynamicCache(), 0)
     one.update(key[:, :, :1], key[:, :, :1])
     for rows in (torch.ones(3, 2, 1, 4), torch.ones(1, 2, 1, 3), torch.ones(3, 2, 70, 4)):
         for x in (layer, one):
             held = x.keys.clone()
             with pytest.raises(RuntimeError): x.update(rows, rows)
             assert torch.equal(x.keys, held)
-    wide = cache_room.give_room(DynamicCache(), 0)
+    wide = cache_room.preallocate(DynamicCache(), 0)
     wide.update(torch.ones(3, 2, 5, 4), torch.ones(3, 2, 5, 4))
     with pytest.raises(RuntimeError): wide.update(key[:, :, :1], key[:, :, :1])  # copies, but cannot be joined
 
@@ -308,7 +308,7 @@ def test_another_session_goes_on_with_a_cache_that_has_an_index(llama, played, m
 def test_an_offloaded_layer_lets_its_room_go(llama, played):
     cache = DynamicCache(config=llama.config)
     with sparsify(llama, decode=TopK(budget=0.3)): one = ids_of(llama, IDS, max_new_tokens=6, past_key_values=cache)
-    room = weakref.ref(cache.layers[0].rooms[0])
+    room = weakref.ref(cache.layers[0].buffer[0])
     with sparsify(llama, decode=TopK(budget=0.3), offload=True):
         ids_of(llama, torch.cat([IDS, one], 1), max_new_tokens=2, past_key_values=cache)
     gc.collect()
@@ -385,9 +385,9 @@ def test_records_go_with_their_cache(llama, played):
         cache = DynamicCache(config=llama.config)
         ids_of(llama, IDS, max_new_tokens=TOKENS, past_key_values=cache)
         parts = session.dispatch.thread.captured.parts
-        assert {type(x) for x in parts} == {StatefulRoomyLayer} and len(parts) == 2
-        assert all(record.places[0] is layer.rooms for layer, record in parts.items())
-        rooms = [weakref.ref(x.rooms[0]) for x in cache.layers]
+        assert {type(x) for x in parts} == {StatefulPreallocatedLayer} and len(parts) == 2
+        assert all(record.places[0] is layer.buffer for layer, record in parts.items())
+        rooms = [weakref.ref(x.buffer[0]) for x in cache.layers]
         del cache
         session.dispatch.thread.forward = ForwardPass()
         llama.__dict__.pop("_cache", None)
@@ -401,7 +401,7 @@ def test_a_room_that_is_left_is_nobodys(llama, played, method):
     with sparsify(llama, decode=method, seed=3) as session:
         cache = DynamicCache(config=llama.config)
         one = ids_of(llama, IDS, max_new_tokens=8, past_key_values=cache)
-        rooms = [weakref.ref(x.rooms[0]) for x in cache.layers]
+        rooms = [weakref.ref(x.buffer[0]) for x in cache.layers]
         assert len(session.dispatch.thread.captured.parts) == 2 and played
         longer = torch.cat([IDS, one, IDS], 1)
         with torch.no_grad(): llama(longer[:, cache.get_seq_length():], past_key_values=cache)
@@ -421,7 +421,7 @@ def test_a_layer_with_room_is_a_growing_layer():
     draw = torch.Generator().manual_seed(0)
     rows = lambda n, B=2: torch.randn(B, 2, n, 4, generator=draw)
     caches, where = (DynamicCache(), DynamicCache()), []
-    cache_room.give_room(caches[0], 0)
+    cache_room.preallocate(caches[0], 0)
     def both(call):
         for cache in caches: call(cache)
         ours, plain = (cache.layers[0] for cache in caches)
@@ -433,7 +433,7 @@ def test_a_layer_with_room_is_a_growing_layer():
         k, v = rows(n, B), rows(n, B)
         return lambda cache: cache.update(k, v, 0)
     for n in (5, 1, 3, 1): layer = both(add(n))
-    assert len(set(where)) == 1 and type(layer) is RoomyLayer and layer.roomy() and layer.most() % 64 == 0
+    assert len(set(where)) == 1 and type(layer) is PreallocatedLayer and layer.has_buffer() and layer.most() % 64 == 0
     held, want = layer.keys, layer.keys.clone()
     for call in (lambda c: c.crop(-3), add(2), lambda c: c.reorder_cache(torch.tensor([1, 1])), add(1),
                  lambda c: c.batch_repeat_interleave(2), add(1, 4),
@@ -446,15 +446,15 @@ def test_a_layer_with_room_is_a_growing_layer():
     for cache, x in zip((*forks, caches[0]), k): assert torch.equal(cache.layers[0].keys[:, :, n:], x)
     twin = copy.deepcopy(caches[0])
     twin.update(k[0], k[0], 0)
-    assert caches[0].get_seq_length() == n + 1 and twin.layers[0].roomy()
+    assert caches[0].get_seq_length() == n + 1 and twin.layers[0].has_buffer()
     grown = rows(1).requires_grad_()
     caches[0].update(grown, grown, 0)
     caches[0].layers[0].keys.sum().backward()
-    assert torch.equal(grown.grad, torch.ones_like(grown)) and not caches[0].layers[0].roomy()
+    assert torch.equal(grown.grad, torch.ones_like(grown)) and not caches[0].layers[0].has_buffer()
     if not OLD:
         for cache in caches: cache.reset()
         both(add(4))
     static = transformers.StaticCache(config=build("llama").config, max_cache_len=8)
     for kind in (DynamicCache(offloading=True), static):
-        cache_room.give_room(kind, 0)
-        assert not isinstance(kind.layers[0] if kind.layers else None, RoomyLayer)
+        cache_room.preallocate(kind, 0)
+        assert not isinstance(kind.layers[0] if kind.layers else None, PreallocatedLayer)

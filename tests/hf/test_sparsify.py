@@ -802,7 +802,7 @@ def test_a_cache_of_latents_is_not_for_host_memory():
 def test_which_layers_go_to_host_memory_and_which_caches_cannot(llama):
     with sparsify(llama, decode=TopK(), dense_layers=[0], offload=True):
         cache = ids_of_cache(llama)
-        assert [type(x).__name__ for x in cache.layers] == ["DynamicLayer", "HostLayer"]
+        assert [type(x).__name__ for x in cache.layers] == ["DynamicLayer", "OffloadedLayer"]
         run_bad(llama, "cache must be a DynamicCache to be offloaded, got a StaticLayer for layer 1",
                 cache_implementation="static")
     before = [x.keys.clone() for x in cache.layers]

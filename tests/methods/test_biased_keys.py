@@ -13,7 +13,7 @@ from sparse_nb.baselines import Adamas, ChannelCodes, DoubleSparsity, HadamardCo
 from sparse_nb.core.exact import attention_weights, promote
 from sparse_nb.core.selection import select_topk
 from sparse_nb.metrics import coverage
-from sparse_nb.models.cache import give_room, keep_state, offload
+from sparse_nb.models.cache import keep_state, offload, preallocate
 from experiments.archive.qwen_heads import captured_heads
 from benchmarks.recorder import record_path
 
@@ -146,7 +146,7 @@ def test_where_the_first_keys_are_no_centre():
 # what a cache does: its index takes the mean anew whenever the keys have doubled
 METHODS = {"codes": Adamas(BUDGET), "channels": DoubleSparsity(BUDGET, chosen=(tuple(range(0, 128, 8)),)),
            "tables": MagicPIG(**PIG)}
-PLACES = {"growing": lambda cache: None, "roomy": lambda cache: give_room(cache, 0)}
+PLACES = {"growing": lambda cache: None, "roomy": lambda cache: preallocate(cache, 0)}
 
 def cached(method, k, pieces, place="growing", shown=None):
     "The layer of a cache that gets keys in pieces of these sizes, in host memory if that is the place."
