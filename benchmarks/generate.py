@@ -152,7 +152,7 @@ def _attentions(model, filled, way, layers):
         if hasattr(state, "part"): state.part = part_here(modules[i], q[i].shape[1])
         if state is not None: _tell(state, filled, i, q[i], asks, fixed)
     ends = torch.tensor([[0], [filled.n]], device=model.device).expand(2, B).contiguous()
-    sees = dict(zip(("kv_start", "kv_len"), ends)) if fixed else {}
+    sees = dict(zip(("kv_start", "kv_end"), ends)) if fixed else {}
     mask = (torch.arange(room, device=model.device) < filled.n).expand(B, 1, 1, room).contiguous() if static else None
     own = lambda i: ALL_ATTENTION_FUNCTIONS["sdpa"](modules[i], q[i], k[i], v[i], mask, scaling=modules[i].scaling)[0]
     def call(**more):

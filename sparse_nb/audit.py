@@ -185,13 +185,13 @@ def audit(
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Audit:
     """An upper confidence bound on the relative error of an output, from draws of keys that it did not read.
 
     Proposition 1. Raises as `check_inputs`, and TypeError or ValueError for a bad `out`, `selected` or setting.
     """
-    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+    masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     _check_audit(out, q, k, selected, samples, delta, bound, bits, page)
     n, found, (firsts, ends) = k.shape[2], [], visible_range(q, k, **masks)

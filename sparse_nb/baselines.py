@@ -86,12 +86,12 @@ class Quest(Predictor):
         with no_autocast(q): bound = x.clamp(min=0) @ high + x.clamp(max=0) @ low
         return state.to_keys(bound.masked_fill(none[:, :, None], -math.inf)).reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
         "As `Predictor.best_keys`."
         if not can_list(q, len(state)): return None
         from .kernels.quest import best_keys
         return Selection(*best_keys(q, state.rows, self.budget, len(state), unit=self.page, begin=state.begin,
-                                    kv_start=kv_start, kv_len=kv_len, shared=shared,
+                                    kv_start=kv_start, kv_end=kv_end, shared=shared,
                                     factor=q.shape[3]**-0.5 if scale is None else scale))
 
     def index_bytes(self, head_dim):
@@ -356,11 +356,11 @@ class DoubleSparsity(Predictor):
             raise ValueError(f"chosen must be the channels of one layer here, got those of {len(self.chosen)} layers")
         return ChannelCodes(self.channels, self.chosen)
 
-    def state_for(self, q, k, state, kv_start=None, kv_len=None, causal=False):
+    def state_for(self, q, k, state, kv_start=None, kv_end=None, causal=False):
         "As `Predictor.state_for`; of a new index the first query chooses the channels, where none are given."
         if state is not None: return super().state_for(q, k, state)
         queries = q.shape[2] if causal else 1
-        return self.build(to_device_of(k, q), kv_start=kv_start, kv_len=kv_len, queries=queries, q=q[:, :, :1])
+        return self.build(to_device_of(k, q), kv_start=kv_start, kv_end=kv_end, queries=queries, q=q[:, :, :1])
 
     def priorities(self, q, state, *, scale=None):
         "The part of the score that the kept channels give, less what their means give to all keys alike."
@@ -368,12 +368,12 @@ class DoubleSparsity(Predictor):
         x = x.gather(-1, state.numbers()[:, :, None].expand(*x.shape[:3], -1))
         with no_autocast(q): return (x @ state.decoded(x.dtype).transpose(-1, -2)).reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
         "As `Predictor.best_keys`."
         if not can_list(q, len(state)): return None
         from .kernels.double_sparsity import best_keys
         return Selection(*best_keys(q, state.rows, self.budget, len(state), own=(state.fit[:, :, 0],),
-                                    kv_start=kv_start, kv_len=kv_len, shared=shared,
+                                    kv_start=kv_start, kv_end=kv_end, shared=shared,
                                     factor=q.shape[3]**-0.5 if scale is None else scale))
 
     def index_bytes(self, head_dim):
@@ -464,12 +464,12 @@ class Adamas(Predictor):
         rows = state.codes(x.shape[-1]).float()
         with no_autocast(q): return -torch.cdist(x.float(), rows, p=1).reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
         "As `Predictor.best_keys`."
         if not can_list(q, len(state)): return None
         from .kernels.adamas import best_keys
         return Selection(*best_keys(q, state.rows, self.budget, len(state), factor=CUT, kv_start=kv_start,
-                                    kv_len=kv_len, shared=shared))
+                                    kv_end=kv_end, shared=shared))
 
     def index_bytes(self, head_dim):
         "2 bits a coefficient."
@@ -551,7 +551,7 @@ def collided(
     q: torch.Tensor,       # queries [B, H, Q, D]
     k: torch.Tensor,       # keys [B, G, N, D]
     state: HyperplaneBits, # their index
-    **given,               # `sinks`, `window`, `kv_start`, `kv_len`: as `sparse_nb.kernels.magicpig.collide` takes them
+    **given,               # `sinks`, `window`, `kv_start`, `kv_end`: as `sparse_nb.kernels.magicpig.collide` takes them
 ) -> Selection | None:
     "What kernels select for `MagicPIG`; None where they cannot: for other queries, a gradient, or so many keys."
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
@@ -592,19 +592,19 @@ class MagicPIG(Predictor):
         for a, b in zip(x.unbind(-1), state.rows.unbind(-1)): hits += a[..., None] == b[:, :, None]
         return hits.reshape(*q.shape[:3], -1)
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None) -> Selection:
         """Sinks and window with weight 1, and keys that agree in two tables with weight 1 / their chance.
 
         `seed` is not used. A GPU is waited for to size the selection, but where the length of `state` is fixed. Raises
         as `check_inputs`, and for a `state` that does not fit.
         """
-        check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
-        state = self.state_for(q, k, state, kv_start, kv_len, causal)
+        check_inputs(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end, scale=scale, seed=seed)
+        state = self.state_for(q, k, state, kv_start, kv_end, causal)
         sinks, window = (min(x, k.shape[2]) for x in (self.sinks, self.window))
         if type(self).priorities is MagicPIG.priorities:  # no other rule has these kernels
-            found = collided(q, k, state, sinks=sinks, window=window, kv_start=kv_start, kv_len=kv_len)
+            found = collided(q, k, state, sinks=sinks, window=window, kv_start=kv_start, kv_end=kv_end)
             if found is not None: return found
-        bounds = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
+        bounds = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_visible(q, k, *bounds)
         first, end = (x[..., None] for x in bounds)
         i, hits = torch.arange(k.shape[2], device=q.device), self.priorities(q, state)
@@ -682,17 +682,17 @@ class OneList(Predictor):
         "The same of the predictor's."
         return _summed(self.guess.guesses(q, k, state, first, end, scale=scale), k.shape[1])
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
         "As `Predictor.best_keys`."
-        found = self.guess.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len, shared=True)
+        found = self.guess.best_keys(q, state, scale=scale, kv_start=kv_start, kv_end=kv_end, shared=True)
         if shared or found is None: return found
         each = q.shape[1] // found.index.shape[1]
         return Selection(*(x.repeat_interleave(each, 1) for x in (found.index, found.weight, found.count)))
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
                state=None):
         "As `Method.decode`. Kernels read the list of a group once, for all of its heads."
-        masks = dict(kv_start=kv_start, kv_len=kv_len)
+        masks = dict(kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, v, causal=causal, scale=scale, seed=seed, **masks)
         check_flag("return_stats", return_stats)
         state = self.state_for(q, k, state, causal=causal, **masks)

@@ -241,7 +241,7 @@ def decode_call(
 ) -> Callable:       # without arguments, returns [B, H, 1, D]
     "A decode step of a method, as a static cache asks for it: its index of the keys is made here."
     B, n, state = len(q), k.shape[2], method.new_state()
-    known = dict(kv_start=k.new_zeros(B, dtype=torch.int64), kv_len=torch.full((B,), n, device=k.device))
+    known = dict(kv_start=k.new_zeros(B, dtype=torch.int64), kv_end=torch.full((B,), n, device=k.device))
     if state is not None:
         heard = lambda q, k: {name: x for name, x in dict(q=q, q_before=q, k_before=k).items() if name in state.hears}
         past = q.new_empty(*q.shape[:2], n - 1, q.shape[3]).normal_() if {"q", "q_before"} & {*state.hears} else None

@@ -71,20 +71,20 @@ class Then(Method):
         "As the method that selects."
         return self.keys.index_bytes(head_dim)
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None,
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None,
                step=None) -> Selection:
         "The keys whose values are read (`draw_selected`)."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         selection, drawn = _selected(self, q, k, seed, scale=scale, **masks, **own_arguments(state, step))
         return draw_selected(q, k, selection, scale=scale, **drawn)
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
                state=None, step=None):
         """The mean of the drawn values [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`.
 
         Takes what `Method.decode` takes. A gradient reaches the rows of v that were drawn, not q and k.
         """
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         return _decode(self, q, k, v, seed, scale, return_stats, own_arguments(state, step), masks)
 
 # %% ../nbs/65_compose.ipynb #fd350790

@@ -227,12 +227,12 @@ class HashAttention(Predictor):
         with no_autocast(q): equal = (x @ _halves(state.rows[..., 0]).transpose(-1, -2) + BITS) / 2
         return equal.reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_len=None, shared=False):
+    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
         "As `Predictor.best_keys`."
         of_q = state.networks(q.device, "q", q.shape[1])
         if of_q[0].shape[:2] != q.shape[1::2] or not can_list(q, len(state)): return None
         from .kernels.hash_attention import best_keys
-        return Selection(*best_keys(q, state.rows, self.budget, len(state), own=of_q, kv_start=kv_start, kv_len=kv_len,
+        return Selection(*best_keys(q, state.rows, self.budget, len(state), own=of_q, kv_start=kv_start, kv_end=kv_end,
                                     shared=shared))
 
     def index_bytes(self, head_dim):

@@ -133,17 +133,17 @@ class Binned(Predictor):
         bound = lambda x: torch.full((len(q), 1, q.shape[2]), x, device=q.device)
         return self.in_bin(q, state, bound(0), bound(len(state))).to(promote(q[:0]).dtype)
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None) -> Selection:
         """Sinks, window, and the visible keys in the query's bin, with weight 1.
 
         `seed` is not used. A GPU is waited for to size the selection, but where the length of `state` is fixed. Raises
         as `check_inputs`, and for a `state` that does not fit.
         """
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         first, end = visible_range(q, k, **masks)
         check_visible(q, k, first, end)
-        state = self.state_for(q, k, state, kv_start, kv_len, causal)
+        state = self.state_for(q, k, state, kv_start, kv_end, causal)
         kept = self.in_bin(q, state, first, end)
         i, (low, high) = torch.arange(k.shape[2], device=q.device), (first[..., None], end[..., None])
         kept = (i >= low) & (i < high) & (kept | (i < low + self.sinks) | (i >= high - self.window))

@@ -186,7 +186,7 @@ def saap_decode(
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     return_stats: bool = False,           # also `Stats`
     backend: str = "auto",                # "torch", "triton" (one query on a GPU, no gradient) or "auto"
     **context,                            # what makes a partition of the context: as `CONTEXT`
@@ -195,7 +195,7 @@ def saap_decode(
 
     Raises TypeError or ValueError as `Saap` and `check_call`, and for a partition that does not fit.
     """
-    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+    masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
     check_call(q, k, v, q_before, scale=scale, **masks)
     settings = dict(probes=probes, budget=budget, unread=unread, router=router, rank=rank, tail=tail, sinks=sinks,
                     window=window)

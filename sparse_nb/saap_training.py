@@ -187,7 +187,7 @@ def factor_errors(
         state.append(x.k, x.v, **(dict(k_before=x.k_before) if before_rope else {}))
         for i in range(max(0, x.q.shape[2] - queries), x.q.shape[2]):
             q, end = x.q[:, :, [i]], x.positions[[i]].to(x.k.device) + 1
-            found = next(steps(s, q, x.k, x.v, state, dict(causal=False, kv_start=None, kv_len=end), x.scale, None))
+            found = next(steps(s, q, x.k, x.v, state, dict(causal=False, kv_start=None, kv_end=end), x.scale, None))
             near, rest = weighted_state(q, x.k, x.v, found.selection, scale=x.scale), found.rest
             first, second = (log_weights(q, rest.keys, x.scale, y)[0, :, 0].double() for y in (None, rest.variance))
             of_heads = lambda y: y[0].repeat_interleave(q.shape[1] // y.shape[1], 0).double()
@@ -196,7 +196,7 @@ def factor_errors(
             weight, own = (scores - m).exp(), (near.m[0].double() - m).exp()
             out = (weight[..., None, :] @ of_heads(rest.values))[..., 0, :] + near.o[0, :, 0] * own
             out = out / (weight.sum(-1, keepdim=True) + near.l[0] * own)
-            want = attention(q, x.k, x.v, scale=x.scale, kv_len=end)[0, :, 0].double()
+            want = attention(q, x.k, x.v, scale=x.scale, kv_end=end)[0, :, 0].double()
             errors.append((out - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30))
     return torch.stack(errors).mean(0)
 

@@ -62,7 +62,7 @@ def santa_decode(
     scale: float | None = None,              # factor on the dot products; None is D ** -0.5
     backend: str = "auto",                   # "torch", "triton" (one query on a GPU, no eps) or "auto"
     kv_start: torch.Tensor | None = None,    # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,      # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,      # end of the valid keys of each sequence [B]
     return_stats: bool = False,              # also return `Stats`?
 ):                                           # [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`
     """Attention whose values are sampled: the mean of S drawn values, each drawn with its attention weight.
@@ -73,13 +73,13 @@ def santa_decode(
     The number of draws is then read back, for which a GPU must be waited for. A gradient reaches the values that were
     drawn, not q and k. Raises as `select_santa`, and TypeError or ValueError for other bad settings.
     """
-    masks, scheme = dict(causal=causal, kv_start=kv_start, kv_len=kv_len), default_scheme(scheme, eps)
+    masks, scheme = dict(causal=causal, kv_start=kv_start, kv_end=kv_end), default_scheme(scheme, eps)
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     check_settings(samples, scheme, tile, eps, delta, bound, keys)
     check_decode(q, v, eps, value_norms, backend, return_stats)
     index, drawn = index_of(q, k, keys, state), dict(samples=samples, scheme=scheme, scale=scale)
     if backend == "triton" or backend == "auto" and eps is None and kernel_fits(q, samples, scheme, tile):
-        return decode_on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, keys=keys, index=index, tile=tile, **drawn)
+        return decode_on_gpu(q, k, v, seed, return_stats, kv_start, kv_end, keys=keys, index=index, tile=tile, **drawn)
     seeds = stream_seeds(q, new_seed(seed))[..., None]
     if eps is None:
         scored = k if index is None else index.keys()
@@ -147,19 +147,19 @@ class Santa(PrefillByDecode, Method):
         "Of `Int8Keys`, where there are some."
         return 0 if self.keys == "exact" else head_dim + 4
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None) -> Selection:
         "`select_santa` with these settings. ValueError with eps, which needs the values, and without exact keys."
         if self.keys != "exact": raise ValueError(f"keys must be 'exact' to select, got {self.keys!r}")
         if self.eps is not None:
             raise ValueError(f"eps must be None to select without values, got {self.eps}; decode has them")
         return select_santa(q, k, samples=self.samples, scheme=self.scheme, tile=self.tile, seed=seed, causal=causal,
-                            scale=scale, kv_start=kv_start, kv_len=kv_len)
+                            scale=scale, kv_start=kv_start, kv_end=kv_end)
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
                backend="auto", state=None):
         "`santa_decode` with these settings; a `state` holds what `new_state` says of exactly the keys `k`."
         own = {x: getattr(self, x) for x in ("samples", "scheme", "tile", "eps", "delta", "bound", "keys")}
-        own |= dict(seed=seed, causal=causal, scale=scale, backend=backend, kv_start=kv_start, kv_len=kv_len)
+        own |= dict(seed=seed, causal=causal, scale=scale, backend=backend, kv_start=kv_start, kv_end=kv_end)
         if self.keys != "exact": return santa_decode(q, k, v, state=state, return_stats=return_stats, **own)
         if state is not None and not isinstance(state, ValueNorms):
             raise TypeError(f"state must be ValueNorms or None, got {type(state).__name__}")

@@ -73,10 +73,10 @@ def int8_error(
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Int8Error:
     "What `keys=\"int8\"` does to the scores and weights of these queries. Raises as `attention_scores`."
-    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+    masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
     check_inputs(q, k, scale=scale, **masks)
     index, bounds = index_of(q, k, "int8", None), visible_range(q, k, **masks)
     scores, moved = (masked_scores(q.double(), x.double(), 0, *bounds, scale) for x in (k, index.keys()))

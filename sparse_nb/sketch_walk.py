@@ -81,7 +81,7 @@ def query_lists(s, q, k, state, step, masks, scale, seed):
     if s.walk == "unmasked" and q.shape[2] > 1:  # every row of such a walk hears of the last block, so one by one
         step, found = {} if step is None else step, []
         for j in range(q.shape[2]):
-            alone = dict(kv_start=first[:, 0, j], kv_len=end[:, 0, j])
+            alone = dict(kv_start=first[:, 0, j], kv_end=end[:, 0, j])
             own = step.setdefault(("query", j), {})
             found.append(query_lists(s, q[:, :, j:j + 1], k, state, own, alone, scale, seed)[0])
         return torch.cat(found, 2), place, first, end
@@ -255,7 +255,7 @@ def sketch_walk_decode(
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     seed = None,                          # for `index="random"`: see `stream_seeds`
     return_stats: bool = False,           # also `Stats`?
     backend: str = "auto",                # "torch", "triton" (one query on a GPU, no gradient or walk) or "auto"
@@ -268,5 +268,5 @@ def sketch_walk_decode(
     """
     check_count("rotation", rotation, *SEEDS)
     s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation)
-    return s.decode(q, k, v, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len, seed=seed, state=state,
+    return s.decode(q, k, v, causal=causal, scale=scale, kv_start=kv_start, kv_end=kv_end, seed=seed, state=state,
                     step=step, return_stats=return_stats, backend=backend)

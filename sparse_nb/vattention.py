@@ -154,19 +154,19 @@ class VAttention(Method):
         state = None if self.predictor == "oracle" else self.predictor.new_state()
         return state if state is None or self.guarantee == "denominator" else with_lengths(state)
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None) -> Selection:
         "The keys that `decode` reads, with their weights. ValueError for a guarantee that needs the values."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         if self.guarantee != "denominator":
             raise ValueError("guarantee must be 'denominator' to select without values (decode has them), "
                              f"got {self.guarantee!r}")
         return select_and_promise(q, k, None, self, state, seed=seed, scale=scale, **masks)[0]
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
                backend="auto", state=None, q_before=None):
         "`vattention_decode` with these settings; `q_before` is heard by a `state` that asks for queries before RoPE."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         if q_before is not None: state.asked = q_before
         return _decode(self, q, k, v, masks, seed, scale, return_stats, backend, state)
 
@@ -358,9 +358,9 @@ def _delta_of_draws(s):
     return s.delta * (1 - PLUGIN_SHARE) if s.plugin == "upper" else s.delta
 
 # %% ../nbs/20_vattention.ipynb #e1c557dd
-def _index_of(s, q, k, state, kv_start, kv_len, causal=False):
+def _index_of(s, q, k, state, kv_start, kv_end, causal=False):
     "The predictor's index of the keys: `state`, or a new one, as `Predictor.state_for`; None for the oracle."
-    if s.predictor != "oracle": return s.predictor.state_for(q, k, state, kv_start, kv_len, causal)
+    if s.predictor != "oracle": return s.predictor.state_for(q, k, state, kv_start, kv_end, causal)
     if state is not None: raise ValueError(f"state must be None with predictor='oracle', got {type(state).__name__}")
 
 def _draw_again(index, seeds, budget, rest, sure):
@@ -406,12 +406,12 @@ def select_and_promise(
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> tuple[Selection, Promise]:
     "Which keys to read by the settings, with their weights, and what they promise. Of the arguments checks `state`."
     n, groups, dtype = k.shape[2], k.shape[1], promote(q[:0]).dtype
-    firsts, ends = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-    state, visible = _index_of(s, q, k, state, kv_start, kv_len, causal), ends - firsts
+    firsts, ends = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
+    state, visible = _index_of(s, q, k, state, kv_start, kv_end, causal), ends - firsts
     most = min(n, _most_kept(s, n) + _base_slots(s, n))
     block = max(1, COPIED_AT_ONCE // (q.shape[0] * q.shape[1] * max(4 * n, most * q.shape[3])))
     parts = zip(*[x.split(block, 2) for x in (q, firsts, ends, query_seeds(q, new_seed(seed)))])
@@ -511,18 +511,18 @@ def _stats_of_kernels(found, q, k, s, lists, visible):
                         norm, density, group)
     return Stats(visible if s.scores_all else read, read, _index_bytes(s, q, n), density, read, promise)
 
-def _decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_len, stats):
+def _decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_end, stats):
     """Output of the kernels, and on request `Stats`.
 
     Signatures are compared by kernels, other predictors choose in PyTorch.
     """
     from sparse_nb.kernels import vattention as kernels
     lists, scale = k.shape[1] if s.share else q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
-    seed, (first, end) = new_seed(seed), visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
-    state = _index_of(s, q, k, state, kv_start, kv_len)
+    seed, (first, end) = new_seed(seed), visible_range(q, k, kv_start=kv_start, kv_end=kv_end)
+    state = _index_of(s, q, k, state, kv_start, kv_end)
     given = _given_to_kernels(q, k, v, s, state, first, end, scale)
     found = kernels.decode(q, k, v, kernel_settings(s), lists=lists, seed=seed, scale=scale, kv_start=kv_start,
-                           kv_len=kv_len, **given)
+                           kv_end=kv_end, **given)
     if not stats: return found.out
     return found.out, _stats_of_kernels(found, q, k, s, lists, (end - first).expand(q.shape[:3]))
 
@@ -536,7 +536,7 @@ def _decode(s, q, k, v, masks, seed, scale, return_stats, backend, state):
     if backend == "triton": _check_kernels(s, q, learns)
     kernels = backend == "triton" or backend == "auto" and not learns and has_kernels(q)
     if kernels and not s.replacement and s.plugin != "printed":
-        return _decode_by_kernels(q, k, v, s, state, seed, scale, masks["kv_start"], masks["kv_len"], return_stats)
+        return _decode_by_kernels(q, k, v, s, state, seed, scale, masks["kv_start"], masks["kv_end"], return_stats)
     selection, promise = select_and_promise(q, k, v, s, state, seed=seed, scale=scale, **masks)
     out = attend_selected(q, k, v, selection, scale, kernels)
     if not return_stats: return out
@@ -567,7 +567,7 @@ def vattention_decode(
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     backend: str = "auto",                # "torch", "auto" or "triton" (one query, denominator, no replacement)
     state=None,                           # the predictor's index of the keys `k`; None builds it
     return_stats: bool = False,           # also return `Stats`?
@@ -583,5 +583,5 @@ def vattention_decode(
     """
     settings = VAttention(eps, delta, sinks, window, topk, base, predictor, guarantee, bound, replacement, plugin,
                           share)
-    return settings.decode(q, k, v, causal=causal, seed=seed, scale=scale, kv_start=kv_start, kv_len=kv_len,
+    return settings.decode(q, k, v, causal=causal, seed=seed, scale=scale, kv_start=kv_start, kv_end=kv_end,
                            return_stats=return_stats, backend=backend, state=state)

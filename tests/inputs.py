@@ -42,7 +42,7 @@ class Problem(NamedTuple):
     stop: torch.Tensor | None = None
 
     @property
-    def masks(self): return dict(kv_start=self.start, kv_len=self.stop)
+    def masks(self): return dict(kv_start=self.start, kv_end=self.stop)
 
 
 def kernel(test):

@@ -152,7 +152,7 @@ def rules_row(
                         states[where] = method.new_state()
                         heard = dict(k_before=x.k_before) if states[where].before_rope else {}
                         states[where].append(x.k, x.v, **heard)
-                    masks = dict(causal=False, kv_start=None, kv_len=torch.tensor([n]))
+                    masks = dict(causal=False, kv_start=None, kv_end=torch.tensor([n]))
                     found = next(steps(method, q, x.k, x.v, states[where], masks, x.scale, x.q_before[:, :, [i]]))
                     caught = recall(found.selection.dense(x.k.shape[2])[0, :, 0, :n] > 0)
                     for tail, out in outputs_of(x, i, found, s).items():
@@ -265,7 +265,7 @@ def size_rows(task, length, seed, fits):
             state = Partition(clusters, "spherical", 0, 0, True, fits[other_kind(task), clusters][x.layer])
             state.append(x.k, x.v, k_before=x.k_before)
             method = Saap(probes=clusters // 32, router="centroid", tail="drop", sinks=SINKS, window=WINDOW)
-            found = next(steps(method, q, x.k, x.v, state, dict(causal=False, kv_start=None, kv_len=None), x.scale,
+            found = next(steps(method, q, x.k, x.v, state, dict(causal=False, kv_start=None, kv_end=None), x.scale,
                                x.q_before[:, :, [-1]]))
             error = relative(found.out, want).square()[mass >= LEAST]
             read = (found.far[0, :, 0] / k.shape[2])[mass >= LEAST]
@@ -287,7 +287,7 @@ def length_rows(task, length, seed, fits):
                 state.append(x.k, x.v, **({} if rope else dict(k_before=x.k_before)))
                 for router in "centroid", "moments":
                     method = Saap(round(0.04 * length), router=router, tail="drop", sinks=SINKS, window=WINDOW)
-                    read = next(steps(method, q, x.k, None, state, dict(causal=False, kv_start=None, kv_len=None),
+                    read = next(steps(method, q, x.k, None, state, dict(causal=False, kv_start=None, kv_end=None),
                                       x.scale, x.q_before[:, :, [-1]])).selection.dense(k.shape[2])[0, :, 0] > 0
                     caught = ((weight * read)[:, far].sum(-1) / mass.clamp(min=1e-30)).tolist()
                     found.setdefault((trained, rope, router), []).extend(
@@ -322,7 +322,7 @@ def enough_rows(
     states = {}
     def one(x, i, method, state):
         q, k, v = x.seen(i)
-        masks = dict(causal=False, kv_start=None, kv_len=torch.tensor([k.shape[2]]))
+        masks = dict(causal=False, kv_start=None, kv_end=torch.tensor([k.shape[2]]))
         found = next(steps(method, q, x.k, x.v, state, masks, x.scale, None))
         outs, want = outputs_of(x, i, found, {}), attention(q, k, v, scale=x.scale)
         weight = attention_weights(q, k, scale=x.scale)[0, :, 0]

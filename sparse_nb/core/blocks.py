@@ -59,12 +59,12 @@ def _check_pattern(p):
     if (p.mask().sum(-1) != p.count).any(): raise ValueError("index must not name a block twice in one list")
 
 # %% ../../nbs/09_blocks.ipynb #0abf6d6c
-def _split(p, mask, gap, causal, kv_start, kv_len):
+def _split(p, mask, gap, causal, kv_start, kv_end):
     "Which blocks of `mask` [B, P, Mq, Mk] are full, and which are partial, in calls with the pattern `p`"
     device = p.index.device
-    batch = next((x.shape[0] for x in (kv_start, kv_len) if x is not None), p.index.shape[0])
+    batch = next((x.shape[0] for x in (kv_start, kv_end) if x is not None), p.index.shape[0])
     q, k = (p.index.new_empty(batch, 1, n, 0) for n in (p.queries, p.keys))
-    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)        # [B, 1, Q]
+    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)        # [B, 1, Q]
     row = torch.arange(p.index.shape[2] * p.query_block, device=device).clamp(max=p.queries - 1).view(-1, p.query_block)
     a = torch.arange(p.key_blocks, device=device) * p.key_block                              # [Mk]
     e, first = a + p.key_block, first[..., :1, None]
@@ -78,11 +78,11 @@ def _split(p, mask, gap, causal, kv_start, kv_len):
     full = full & some & ((e <= begin[..., None]) | (a >= stop[..., None]))
     return full, some & ~full
 
-def _seen(p, rows, causal=True, kv_start=None, kv_len=None):
+def _seen(p, rows, causal=True, kv_start=None, kv_end=None):
     "Which keys the queries number `rows` of the pattern `p` see [B, P, r, N]"
-    batch = next((x.shape[0] for x in (kv_start, kv_len) if x is not None), p.index.shape[0])
+    batch = next((x.shape[0] for x in (kv_start, kv_end) if x is not None), p.index.shape[0])
     q, k = (p.index.new_empty(batch, 1, n, 0) for n in (p.queries, p.keys))
-    first, end = (x[..., rows, None] for x in visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len))
+    first, end = (x[..., rows, None] for x in visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end))
     i = torch.arange(p.keys, device=p.index.device)
     found = p.mask()[:, :, rows // p.query_block].repeat_interleave(p.key_block, -1)[..., :p.keys]
     if p.gap is not None:
@@ -132,29 +132,29 @@ class BlockPattern:
         place = torch.where(used, self.index, self.key_blocks).long()
         return used.new_zeros(*self.count.shape, self.key_blocks + 1).scatter(-1, place, True)[..., :-1]
 
-    def split(self, *, causal=True, kv_start=None, kv_len=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, *, causal=True, kv_start=None, kv_end=None) -> tuple[torch.Tensor, torch.Tensor]:
         "The listed blocks that all rows see whole, and those of which some see a part, each [B, P, Mq, Mk], bool."
-        return _split(self, self.mask(), self.gap, causal, kv_start, kv_len)
+        return _split(self, self.mask(), self.gap, causal, kv_start, kv_end)
 
     def seen(
         self,
         rows: torch.Tensor, # numbers of queries [r], int64
-        **masks,            # causal (True), kv_start, kv_len, as in `split`
+        **masks,            # causal (True), kv_start, kv_end, as in `split`
     ) -> torch.Tensor:      # [B, P, r, N], bool
         "The keys that these queries see."
         return _seen(self, rows, **masks)
 
-    def density(self, *, causal=True, kv_start=None, kv_len=None) -> torch.Tensor: # no axes, float64
+    def density(self, *, causal=True, kv_start=None, kv_end=None) -> torch.Tensor: # no axes, float64
         "Blocks that are read, as a share of those that exact attention reads in the same call."
         every = torch.ones_like(self.mask())
-        (a, b), (c, d) = (_split(self, *x, causal, kv_start, kv_len) for x in ((self.mask(), self.gap), (every, None)))
+        (a, b), (c, d) = (_split(self, *x, causal, kv_start, kv_end) for x in ((self.mask(), self.gap), (every, None)))
         return (a | b).sum().double() / (c | d).sum()
 
 # %% ../../nbs/09_blocks.ipynb #9c3ec322
-def _check_masks(q, k, kv_start, kv_len):
-    "Raise unless `kv_start` and `kv_len` are bounds; they may leave no key to a sequence."
-    check_bounds(q, kv_start=kv_start, kv_len=kv_len)
-    for name, x, most in (("kv_start", kv_start, math.inf), ("kv_len", kv_len, k.shape[2])):
+def _check_masks(q, k, kv_start, kv_end):
+    "Raise unless `kv_start` and `kv_end` are bounds; they may leave no key to a sequence."
+    check_bounds(q, kv_start=kv_start, kv_end=kv_end)
+    for name, x, most in (("kv_start", kv_start, math.inf), ("kv_end", kv_end, k.shape[2])):
         if x is None or not on_cpu_eagerly(x): continue
         if x.min() < 0: raise ValueError(f"{name} must not be negative, got {int(x.min())}")
         if x.max() > most: raise ValueError(f"{name} must be at most N = {most}, got {int(x.max())}")
@@ -173,7 +173,7 @@ def sinks_window_pattern(
     query_block: int = 64,                # queries of a block: 32, 64 or 128
     key_block: int = 64,                  # keys of a block: 32, 64 or 128
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> BlockPattern:                        # one list for all heads, for a causal call with the same bounds
     """The blocks with the first and the last keys that each query sees, and the gap between (Xiao et al. 2023).
 
@@ -181,13 +181,13 @@ def sinks_window_pattern(
     """
     _check_streaming(sinks, window)
     check_inputs(q, k, causal=True)
-    _check_masks(q, k, kv_start, kv_len)
-    first, end = visible_range(q, k, causal=True, kv_start=kv_start, kv_len=kv_len)          # [B, 1, Q]
+    _check_masks(q, k, kv_start, kv_end)
+    first, end = visible_range(q, k, causal=True, kv_start=kv_start, kv_end=kv_end)          # [B, 1, Q]
     gap = torch.stack([first + sinks, (end - window).clamp(min=0)], -1).int()
     sizes = dict(queries=q.shape[2], keys=k.shape[2], query_block=query_block, key_block=key_block, gap=gap)
     blocks = -(-q.shape[2] // query_block), -(-k.shape[2] // key_block)
     every = BlockPattern.from_mask(torch.ones(*gap.shape[:2], *blocks, dtype=torch.bool, device=q.device), **sizes)
-    full, partial = every.split(kv_start=kv_start, kv_len=kv_len)
+    full, partial = every.split(kv_start=kv_start, kv_end=kv_end)
     return BlockPattern.from_mask(full | partial, **sizes)
 
 # %% ../../nbs/09_blocks.ipynb #36d239ab
@@ -203,9 +203,9 @@ def _attend(q, k, v, i, seen, scale):
         sums = scores.logsumexp(-1)                                                          # [B, H, r]
         return torch.exp(scores - sums.masked_fill(sums == -math.inf, 0)[..., None]) @ values, sums
 
-def _blocks_in_torch(q, k, v, pattern, causal, scale, kv_start, kv_len):
+def _blocks_in_torch(q, k, v, pattern, causal, scale, kv_start, kv_end):
     "`block_attention` in PyTorch."
-    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)        # [B, 1, Q]
+    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)        # [B, 1, Q]
     index, count = (x.expand(q.shape[0], *x.shape[1:]) for x in (pattern.index, pattern.count))
     found = []
     for m in range(index.shape[2]):
@@ -253,10 +253,10 @@ def _chosen_backend(backend, *tensors):
     fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not learns
     return backend == "triton" or backend == "auto" and fits and importlib.util.find_spec("triton") is not None
 
-def _check_call(q, k, v, causal, scale, kv_start, kv_len, return_lse):
+def _check_call(q, k, v, causal, scale, kv_start, kv_end, return_lse):
     "Raise as `check_inputs`, but let the padding reach into the queries, and past the last key."
     check_inputs(q, k, v, causal=causal, scale=scale)
-    _check_masks(q, k, kv_start, kv_len)
+    _check_masks(q, k, kv_start, kv_end)
     check_flag("return_lse", return_lse)
 
 def block_attention(
@@ -268,7 +268,7 @@ def block_attention(
     causal: bool = True,                  # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     return_lse: bool = False,             # also return the log-sum-exp of the scaled scores?
     backend: str = "auto",                # "torch", "triton" (on a GPU, no gradient) or "auto"
 ):                                        # [B, H, Q, D] in the dtype of q; or that and [B, H, Q], float32 or float64
@@ -276,24 +276,24 @@ def block_attention(
 
     Raises as `check_inputs`, and for a pattern that does not fit.
     """
-    _check_call(q, k, v, causal, scale, kv_start, kv_len, return_lse)
+    _check_call(q, k, v, causal, scale, kv_start, kv_end, return_lse)
     check_fit(pattern, q, k)
     k, v = to_device_of(k, q), to_device_of(v, q)
     if _chosen_backend(backend, q, k, v):
         from sparse_nb.kernels.blocks import attend_blocks
         out, sums = attend_blocks(
             q, k, v, pattern.index, pattern.count, gap=pattern.gap, query_block=pattern.query_block,
-            key_block=pattern.key_block, causal=causal, scale=scale, kv_start=kv_start, kv_len=kv_len,
+            key_block=pattern.key_block, causal=causal, scale=scale, kv_start=kv_start, kv_end=kv_end,
             return_lse=return_lse)
-    else: out, sums = _blocks_in_torch(q, k, v, pattern, causal, scale, kv_start, kv_len)
+    else: out, sums = _blocks_in_torch(q, k, v, pattern, causal, scale, kv_start, kv_end)
     return (out.to(q.dtype), sums) if return_lse else out.to(q.dtype)
 
 # %% ../../nbs/09_blocks.ipynb #b4220fe4
 _ROWS = 128 # queries at once
 
-def _streaming_in_torch(q, k, v, sinks, window, scale, kv_start, kv_len):
+def _streaming_in_torch(q, k, v, sinks, window, scale, kv_start, kv_end):
     "`streaming_prefill` in PyTorch."
-    first, end = visible_range(q, k, causal=True, kv_start=kv_start, kv_len=kv_len)          # [B, 1, Q]
+    first, end = visible_range(q, k, causal=True, kv_start=kv_start, kv_end=kv_end)          # [B, 1, Q]
     found = []
     for rows in torch.arange(q.shape[2], device=q.device).split(_ROWS):
         begin = torch.maximum(end[..., rows[:1]] - window, first[..., :1]) # [B, 1, 1]: the first row's window
@@ -314,7 +314,7 @@ def streaming_prefill(
     window: int = 2048,                   # visible keys to keep from the end, the query's own position among them
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     return_lse: bool = False,             # also return the log-sum-exp of the scaled scores?
     backend: str = "auto",                # "torch", "triton" (on a GPU, no gradient) or "auto"
 ):                                        # [B, H, Q, D] in the dtype of q; or that and [B, H, Q], float32 or float64
@@ -323,12 +323,12 @@ def streaming_prefill(
     A query that sees no key gives 0 and -inf: in padding, which may be all that a sequence has here. Raises as
     `check_inputs`.
     """
-    _check_call(q, k, v, True, scale, kv_start, kv_len, return_lse)
+    _check_call(q, k, v, True, scale, kv_start, kv_end, return_lse)
     _check_streaming(sinks, window)
     k, v = to_device_of(k, q), to_device_of(v, q)
     if _chosen_backend(backend, q, k, v):
         from sparse_nb.kernels.blocks import attend_streaming
         out, sums = attend_streaming(
-            q, k, v, sinks=sinks, window=window, scale=scale, kv_start=kv_start, kv_len=kv_len, return_lse=return_lse)
-    else: out, sums = _streaming_in_torch(q, k, v, sinks, window, scale, kv_start, kv_len)
+            q, k, v, sinks=sinks, window=window, scale=scale, kv_start=kv_start, kv_end=kv_end, return_lse=return_lse)
+    else: out, sums = _streaming_in_torch(q, k, v, sinks, window, scale, kv_start, kv_end)
     return (out.to(q.dtype), sums) if return_lse else out.to(q.dtype)

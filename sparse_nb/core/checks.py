@@ -169,7 +169,7 @@ def _check_tensor(name, x, q):
 
 def check_bounds(
     q: torch.Tensor, # queries [B, H, Q, D]
-    **bounds,        # kv_start, kv_len: [B], int32 or int64, or None
+    **bounds,        # kv_start, kv_end: [B], int32 or int64, or None
 ):
     "Raise TypeError or ValueError unless each of `bounds` is None or holds an integer for each sequence of `q`."
     for name, bound in bounds.items():
@@ -202,7 +202,7 @@ def _check_positions(q, keys, positions, causal, starts):
             raise ValueError(f"kv_start <= positions < {keys} must hold, got kv_start = {start} and positions from "
                              f"{min(place)} to {max(place)} in row {row}")
 
-def _check_inputs(q, k, v, causal, positions, kv_start, kv_len, scale, seed):
+def _check_inputs(q, k, v, causal, positions, kv_start, kv_end, scale, seed):
     "What `check_inputs` asks, in any case"
     for name, x in (("q", q), ("k", k)) + ((("v", v),) if v is not LEFT_OUT else ()): _check_tensor(name, x, q)
     heads, groups, queries, keys = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -218,18 +218,18 @@ def _check_inputs(q, k, v, causal, positions, kv_start, kv_len, scale, seed):
         if isinstance(scale, int) and scale >= 2**63:
             raise ValueError(f"scale must be a float from 2**63 on, got {scale}")
     check_seed(seed, q)
-    check_bounds(q, kv_start=kv_start, kv_len=kv_len)
+    check_bounds(q, kv_start=kv_start, kv_end=kv_end)
     looks = on_cpu_eagerly(q)
     starts = [0] * q.shape[0] if kv_start is None or not looks else kv_start.tolist()
     if positions is not None: _check_positions(q, keys, positions, causal, starts)
-    if not looks or kv_start is None and kv_len is None: return
-    ends = [keys] * q.shape[0] if kv_len is None else kv_len.tolist()
+    if not looks or kv_start is None and kv_end is None: return
+    ends = [keys] * q.shape[0] if kv_end is None else kv_end.tolist()
     for row, (start, end) in enumerate(zip(starts, ends)):
         if not 0 <= start < end <= keys:
-            raise ValueError(f"0 <= kv_start < kv_len <= {keys} must hold, got kv_start = {start} and kv_len = {end} "
+            raise ValueError(f"0 <= kv_start < kv_end <= {keys} must hold, got kv_start = {start} and kv_end = {end} "
                              f"in row {row}")
         if causal and queries > end - start:
-            raise ValueError(f"kv_start and kv_len must leave a key to each of the {queries} causal queries, "
+            raise ValueError(f"kv_start and kv_end must leave a key to each of the {queries} causal queries, "
                              f"got {end - start} keys in row {row}")
 
 # %% ../../nbs/a0_checks.ipynb #5a1c0e21
@@ -254,7 +254,7 @@ def check_inputs(
     causal: bool = False,                  # are the queries the last Q positions, each blind to later keys?
     positions: torch.Tensor | None = None, # or the queries' places among the keys [Q] or [B, Q], int32 or int64
     kv_start: torch.Tensor | None = None,  # first valid key of each sequence [B], int32 or int64
-    kv_len: torch.Tensor | None = None,    # end of the valid keys of each sequence [B], int32 or int64
+    kv_end: torch.Tensor | None = None,    # end of the valid keys of each sequence [B], int32 or int64
     scale: float | None = None,            # factor on the dot products, positive
     seed=None,                             # see `check_seed`
 ):
@@ -263,7 +263,7 @@ def check_inputs(
 
     In a `Step`, what is on a GPU is not checked a second time.
     """
-    given = causal, positions, kv_start, kv_len, scale, seed
+    given = causal, positions, kv_start, kv_end, scale, seed
     step = None if torch.compiler.is_compiling() else _thread.step
     name = None if step is None else _name_of(q, k, v, given)
     if name is not None and name in step.passed: return

@@ -37,17 +37,17 @@ def visible_range(
     causal: bool = False,                  # queries are the last Q positions and see no later key
     positions: torch.Tensor | None = None, # or the queries' places among the keys [Q] or [B, Q]: each sees no later key
     kv_start: torch.Tensor | None = None,  # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
 ) -> tuple[torch.Tensor, torch.Tensor]:    # first and end, each [B, 1, Q], int64
     "The keys that each query may see: number i with first <= i < end. Checks nothing; see `check_inputs`."
-    return once(lambda: _visible_range(q, k, causal, positions, kv_start, kv_len), "visible", q.shape[::2], k.shape[2],
-                q.device, causal, positions, kv_start, kv_len)
+    return once(lambda: _visible_range(q, k, causal, positions, kv_start, kv_end), "visible", q.shape[::2], k.shape[2],
+                q.device, causal, positions, kv_start, kv_end)
 
-def _visible_range(q, k, causal, positions, kv_start, kv_len):
+def _visible_range(q, k, causal, positions, kv_start, kv_end):
     "`visible_range`, worked out"
     shape = q.shape[0], 1, q.shape[2]
     first = torch.zeros(shape[0], dtype=torch.int64, device=q.device) if kv_start is None else kv_start.long()
-    end = torch.full_like(first, k.shape[2]) if kv_len is None else kv_len.long()
+    end = torch.full_like(first, k.shape[2]) if kv_end is None else kv_end.long()
     first, end = first.view(-1, 1, 1), end.view(-1, 1, 1)
     if causal: end = end - shape[2] + 1 + torch.arange(shape[2], device=q.device)
     if positions is not None: end = torch.minimum(end, positions.long().expand(shape[0], -1)[:, None] + 1)
@@ -111,14 +111,14 @@ def attention_scores(
     causal: bool = False,                  # queries are the last Q positions and see no later key
     positions: torch.Tensor | None = None, # or the queries' places among the keys [Q] or [B, Q]
     kv_start: torch.Tensor | None = None,  # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
     scale: float | None = None,            # factor on the dot products; None is D ** -0.5
 ) -> torch.Tensor:                         # [B, H, Q, N], float32 or float64
     """Scaled dot products of queries and keys, -inf where the key is hidden.
 
     Raises as `check_inputs`, and ValueError for NaN or +inf on the CPU.
     """
-    masks = dict(causal=causal, positions=positions, kv_start=kv_start, kv_len=kv_len)
+    masks = dict(causal=causal, positions=positions, kv_start=kv_start, kv_end=kv_end)
     check_inputs(q, k, scale=scale, **masks)
     return masked_scores(q, k, 0, *visible_range(q, k, **masks), scale)
 
@@ -130,14 +130,14 @@ def attention_weights(
     causal: bool = False,                  # queries are the last Q positions and see no later key
     positions: torch.Tensor | None = None, # or the queries' places among the keys [Q] or [B, Q]
     kv_start: torch.Tensor | None = None,  # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
     scale: float | None = None,            # factor on the dot products; None is D ** -0.5
 ) -> torch.Tensor:                         # [B, H, Q, N], float32 or float64, each row sums to one
     """The share of each key in the output: softmax of `attention_scores`, and raises as that (vAttention Eq.
 
     1, with the scale).
     """
-    masks = dict(causal=causal, positions=positions, kv_start=kv_start, kv_len=kv_len)
+    masks = dict(causal=causal, positions=positions, kv_start=kv_start, kv_end=kv_end)
     return attention_scores(q, k, scale=scale, **masks).softmax(-1)
 
 # %% ../../nbs/04_exact.ipynb #cc2d68e6
@@ -198,14 +198,14 @@ def partial_attention(
     causal: bool = False,                  # queries are the last Q positions and see no later key
     positions: torch.Tensor | None = None, # or the queries' places among the keys [Q] or [B, Q]
     kv_start: torch.Tensor | None = None,  # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
     scale: float | None = None,            # factor on the dot products; None is D ** -0.5
 ) -> SoftmaxState:                         # of the keys begin <= i < stop
     """Attention over keys `begin` to `stop`, left unfinished for `merge_states`.
 
     Raises as `attention_scores`, and for an empty or outlying part.
     """
-    masks = dict(causal=causal, positions=positions, kv_start=kv_start, kv_len=kv_len)
+    masks = dict(causal=causal, positions=positions, kv_start=kv_start, kv_end=kv_end)
     check_inputs(q, k, v, scale=scale, **masks)
     keys = k.shape[2]
     stop = keys if stop is None else stop
@@ -215,7 +215,7 @@ def partial_attention(
     first, end = visible_range(q, k, **masks)
     m, u = exponentials(masked_scores(q, k[:, :, begin:stop], begin, first, end, scale))
     values = promote(to_device_of(v[:, :, begin:stop], q))
-    if not (kv_start is None and kv_len is None):
+    if not (kv_start is None and kv_end is None):
         i = torch.arange(begin, stop, device=q.device)
         unused = (i < first[:, :, 0, None]) | (i >= end.amax(-1, keepdim=True))  # [B, 1, n]
         values = values.masked_fill(unused[..., None], 0)
@@ -232,14 +232,14 @@ def attention(
     causal: bool = False,                  # queries are the last Q positions and see no later key
     positions: torch.Tensor | None = None, # or the queries' places among the keys [Q] or [B, Q]
     kv_start: torch.Tensor | None = None,  # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,    # end of the valid keys of each sequence [B]
     scale: float | None = None,            # factor on the dot products; None is D ** -0.5
 ) -> torch.Tensor:                         # [B, H, Q, D] in the dtype of q
     """Exact attention, computed in float32 or float64 (Vaswani et al. 2017, Eq. 1; vAttention Eq. 1).
 
     Raises as `attention_scores`.
     """
-    masks = dict(causal=causal, positions=positions, kv_start=kv_start, kv_len=kv_len)
+    masks = dict(causal=causal, positions=positions, kv_start=kv_start, kv_end=kv_end)
     return partial_attention(q, k, v, scale=scale, **masks).output().to(q.dtype)
 
 # %% ../../nbs/04_exact.ipynb #0a6b2046

@@ -101,7 +101,7 @@ class FixedLength:
     ):
         """Give the rows room for `capacity` keys; from then on the state counts as many, and new ones are `put`.
 
-        Where the state is asked, kv_len says how many keys there are. Raises as `check_count`.
+        Where the state is asked, kv_end says how many keys there are. Raises as `check_count`.
         """
         check_count("capacity", capacity, len(self))
         self.rows, self.fixed = with_room(self.rows, capacity), True

@@ -46,7 +46,7 @@ class Stats:
 def visible_keys(
     q: torch.Tensor,      # queries [B, H, Q, D]
     k: torch.Tensor,      # keys [B, G, N, D]
-    **masks,              # causal, kv_start, kv_len, as in `visible_range`
+    **masks,              # causal, kv_start, kv_end, as in `visible_range`
 ) -> torch.Tensor:        # [B, H, Q], int64
     "How many keys each head and query may see. Checks nothing; see `check_inputs`."
     first, end = visible_range(q, k, **masks)
@@ -112,19 +112,19 @@ class Method(Settings):
         seed=None,                            # for methods that draw: see `select_uniform`
         scale: float | None = None,           # factor on the dot products; None is D ** -0.5
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-        kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+        kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     ) -> Selection:
         "The keys that this method reads, for each query by itself."
         raise NotImplementedError(f"{type(self).__name__} does not say how it selects keys")
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
                state=None, step=None):
         """Attention over the selected keys [B, H, Q, D] in the dtype of q (vAttention Eq. 3); on request also `Stats`.
 
         Takes what `select` takes, values `v` [B, G, N, D], and `state` and `step` of methods that have them.
         Raises as `check_inputs` and as the selection.
         """
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, v, scale=scale, seed=seed, **masks)
         check_flag("return_stats", return_stats)
         selection = self.select(q, k, seed=seed, scale=scale, **masks, **own_arguments(state, step))

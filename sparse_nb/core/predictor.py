@@ -32,7 +32,7 @@ class ChosenByKernels(Method):
         *,
         scale: float | None = None,           # factor on the dot products; None is D ** -0.5
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-        kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+        kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
         shared: bool = False,                 # one list for the heads of a group, by the sums of their scores?
     ) -> Selection | None: # of heads, or of groups where lists are shared
         "The same keys as by `priorities`, by kernels, for single queries; None where there are none that can."
@@ -91,10 +91,10 @@ class Guesses(ChosenByKernels):
         at = at[:, None].expand(*guess.shape, -1)
         return found.scatter(3, at, guess[..., None].expand(at.shape))
 
-    def listed(self, q, k, state, scale, kv_start, kv_len, **given):
+    def listed(self, q, k, state, scale, kv_start, kv_end, **given):
         "`best_keys` of a single query, from the keys that it sees; None where no kernels serve."
-        if kv_len is not None and hasattr(state, "seen_by"): state = state.seen_by(k, kv_len.long())
-        return self.best_keys(q, state, scale=scale, kv_start=kv_start, kv_len=kv_len, **given)
+        if kv_end is not None and hasattr(state, "seen_by"): state = state.seen_by(k, kv_end.long())
+        return self.best_keys(q, state, scale=scale, kv_start=kv_start, kv_end=kv_end, **given)
 
 # %% ../../nbs/library/core_predictor.ipynb #83210091
 class Predictor(Guesses):
@@ -111,7 +111,7 @@ class Predictor(Guesses):
         k: torch.Tensor,                      # keys [B, G, N, D]
         *,
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-        kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+        kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
         queries: int = 1,                     # causal queries that will ask it: `Fitted` learns what the first sees
         q: torch.Tensor | None = None,        # queries for an index that can do without those of all keys [B, H, n, D]
     ) -> State:
@@ -119,33 +119,33 @@ class Predictor(Guesses):
         state = self.new_state()
         asked = {} if q is None or "q" not in state.hears else dict(q=q)
         later = queries - 1 if isinstance(state, Fitted) else 0
-        if "shown" not in state.hears or kv_start is None and kv_len is None and not later:
+        if "shown" not in state.hears or kv_start is None and kv_end is None and not later:
             state.append(k, k, **asked)
         else:
-            first, end = (x[:, 0, -1:] for x in visible_range(k, k, kv_start=kv_start, kv_len=kv_len))
+            first, end = (x[:, 0, -1:] for x in visible_range(k, k, kv_start=kv_start, kv_end=kv_end))
             i, end = torch.arange(k.shape[2], device=k.device), end - later
             state.append(k, k, shown=(i >= first) & (i < end), **asked)
         return state
 
-    def state_for(self, q, k, state, kv_start=None, kv_len=None, causal=False):
+    def state_for(self, q, k, state, kv_start=None, kv_end=None, causal=False):
         "`state` if it is this method's index of just these keys, a new one for None. Raises TypeError or ValueError."
         queries = q.shape[2] if causal else 1
-        if state is None: return self.build(to_device_of(k, q), kv_start=kv_start, kv_len=kv_len, queries=queries)
+        if state is None: return self.build(to_device_of(k, q), kv_start=kv_start, kv_end=kv_end, queries=queries)
         check_state(state, self.new_state(), k)
         return state
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None,
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None,
                state=None) -> Selection:
         """The `budget` visible keys of highest priority, the earlier of two equal ones first, with weight 1.
 
         `state` is an index of exactly the keys `k`, None builds one. Raises as `select_topk`, and for a `state` that
         does not fit.
         """
-        check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
-        state = self.state_for(q, k, state, kv_start, kv_len, causal)
-        if (found := self.listed(q, k, state, scale, kv_start, kv_len)) is not None: return found
-        first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-        slots, whole = first_slots(q, k, self.budget, first, end), not causal and kv_start is None and kv_len is None
+        check_inputs(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end, scale=scale, seed=seed)
+        state = self.state_for(q, k, state, kv_start, kv_end, causal)
+        if (found := self.listed(q, k, state, scale, kv_start, kv_end)) is not None: return found
+        first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
+        slots, whole = first_slots(q, k, self.budget, first, end), not causal and kv_start is None and kv_end is None
         found = self.guesses(q, k, state, first, end, scale=scale)
         if not whole:
             i = torch.arange(k.shape[2], device=q.device)

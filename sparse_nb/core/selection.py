@@ -266,14 +266,14 @@ def full_attention(
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     backend: str = "auto",                # "torch", "triton" (one query on a GPU, no gradient) or "auto"
 ) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q
     """Attention over all visible keys, as `attention`, by kernels where they can serve.
 
     Raises as `check_inputs`, and ValueError, on the CPU, where a query sees no key.
     """
-    masks = dict(kv_start=kv_start, kv_len=kv_len)
+    masks = dict(kv_start=kv_start, kv_end=kv_end)
     if not _by_dense_kernels(backend, q, k, v): return attention(q, k, v, causal=causal, scale=scale, **masks)
     from sparse_nb.kernels.exact import attend_all
     check_inputs(q, k, v, causal=causal, scale=scale, **masks)
@@ -357,13 +357,13 @@ def select_sinks_window(
     window: int | float = 0.1,            # visible keys to keep from the end: a count, or a share of them
     causal: bool = False,                 # queries are the last Q positions and see no later key
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Selection:                           # all weights 1; a key that is sink and window at once fills one slot
     "First and last visible keys (StreamingLLM, Xiao et al. 2023). Raises as `check_inputs` and `check_budget`."
-    check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
+    check_inputs(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
     check_count("sinks", sinks, 0)
     check_budget(window, "window")
-    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
+    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
     def make():
         count, slots = budget_counts(window, end - first, k.shape[2])
         begin = (end - count)[..., None]
@@ -384,14 +384,14 @@ def window_attention(
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     backend: str = "auto",                # "torch", "triton" (one query on a GPU, no gradient) or "auto"
 ) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q
     """Attention over the keys of `select_sinks_window`, by kernels that need no list of them where they can serve.
 
     Raises as `select_sinks_window` and `weighted_attention`.
     """
-    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+    masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
     if not _by_dense_kernels(backend, q, k, v):
         selection = select_sinks_window(q, k, sinks=sinks, window=window, **masks)
         return weighted_attention(q, k, v, selection, scale=scale, backend=backend)
@@ -399,7 +399,7 @@ def window_attention(
     check_inputs(q, k, v, scale=scale, **masks)
     check_count("sinks", sinks, 0)
     check_budget(window, "window")
-    return attend_all(q, k, v, scale=scale, kv_start=kv_start, kv_len=kv_len, sinks=sinks, window=window)
+    return attend_all(q, k, v, scale=scale, kv_start=kv_start, kv_end=kv_end, sinks=sinks, window=window)
 
 # %% ../../nbs/06_selection.ipynb #2d9e32b5
 def select_topk(
@@ -409,7 +409,7 @@ def select_topk(
     budget: int | float,                  # keys to keep: a count, or a share of the visible keys
     causal: bool = False,                 # queries are the last Q positions and see no later key
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Selection:                           # all weights 1, heaviest key first
     """The keys with the largest scores, whatever the scale: an oracle that scores them all (oracle-top in vAttention
     section 3).
@@ -417,9 +417,9 @@ def select_topk(
     Raises as `attention_scores` and `check_budget`.
     """
     check_budget(budget)
-    scores = attention_scores(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
-    slots, whole = first_slots(q, k, budget, first, end), not causal and kv_start is None and kv_len is None
+    scores = attention_scores(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
+    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
+    slots, whole = first_slots(q, k, budget, first, end), not causal and kv_start is None and kv_end is None
     return slots.filled(scores.topk(slots.count).indices, whole)
 
 # %% ../../nbs/06_selection.ipynb #40f97eda
@@ -430,7 +430,7 @@ def select_topp(
     mass: float,                          # share of the attention to keep, in (0, 1]
     causal: bool = False,                 # queries are the last Q positions and see no later key
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
 ) -> Selection:                           # all weights 1, heaviest key first, as many slots as the neediest query uses
     """The fewest keys whose attention weights sum to `mass`: an oracle that scores all keys and waits for the GPU.
@@ -438,8 +438,8 @@ def select_topp(
     Raises as `attention_scores` and `check_mass`.
     """
     check_mass(mass)
-    scores = attention_scores(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale)
-    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
+    scores = attention_scores(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end, scale=scale)
+    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
     scores, index = scores.sort(-1, descending=True)
     before = scores.double().softmax(-1).cumsum(-1)[..., :-1]  # mass of the heavier keys, for all keys but the first
     count = torch.minimum(1 + (before < mass).sum(-1), end - first)
@@ -456,17 +456,17 @@ def select_uniform(
     seed=None, # int, integer tensor without axes, or [B, H] (see `stream_seeds`); None draws one
     causal: bool = False,                 # queries are the last Q positions and see no later key
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Selection:                           # all weights n / S for n visible keys
     """Uniform sample without replacement, its own for each sequence, head and query (random-sample in vAttention
     section 3).
 
     Fold step and layer into `seed`. Raises as `check_inputs` and `check_budget`.
     """
-    check_inputs(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len, seed=seed)
+    check_inputs(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end, seed=seed)
     check_budget(samples, "samples")
     n = k.shape[2]
-    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
+    first, end = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
     count, slots = budget_counts(samples, end - first, n)
     seeds = stream_seeds(q, new_seed(seed))
     i = torch.arange(n, device=q.device)

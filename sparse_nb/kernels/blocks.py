@@ -217,23 +217,23 @@ def _empty(q, lse):
     sums = torch.empty(q.shape[:3] if lse else 0, dtype=torch.float32, device=q.device)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), sums
 
-def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse):
+def launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_end, lse):
     "Launch it"
-    kv_start, kv_len = contiguous(kv_start, kv_len)
+    kv_start, kv_end = contiguous(kv_start, kv_end)
     (B, H, Q, D), (G, N) = q.shape, k.shape[1:3]
     (BM, BN, warps, stages, registers), BD, descriptors, scale = _common(q, k, v, scale, None)
     out, sums = _empty(q, lse)
     T = triton.cdiv(Q, BM)
     _streaming_kernel[B * H * T,](
-        q, k, v, *descriptors, out, sums if lse else None, kv_start, kv_len, scale,
+        q, k, v, *descriptors, out, sums if lse else None, kv_start, kv_end, scale,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(), Q, N, T, G, H // G, min(sinks, N), min(window, N),
         D=D, BM=BM, BN=BN, BS=16, BD=BD, STAGES=stages, **launch_limits(warps, registers))
     return out, sums
 
 # %% ../../kernels/blocks.ipynb #70074789
-def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse):
+def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_end, lse):
     "Sort the lists, order the work, and launch it"
-    kv_start, kv_len = contiguous(kv_start, kv_len)
+    kv_start, kv_end = contiguous(kv_start, kv_end)
     (B, H, Q, D), (G, N), (L, M, S) = q.shape, k.shape[1:3], index.shape[1:]
     C, X = (H, 1) if L == H else (G, H // G)
     (BM, BN, warps, stages, registers), BD, descriptors, scale = _common(q, k, v, scale, KB)
@@ -243,7 +243,7 @@ def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, k
     slot = torch.empty(B, L, M, S, dtype=torch.int32, device=q.device)
     found = torch.empty(B, L, M, 2, dtype=torch.int32, device=q.device)
     _sort_kernel[B * L * M,](
-        index, count, gap, kv_start, kv_len, slot, found, *index.stride(), *count.stride(), *gaps, Q, N, L, M, S,
+        index, count, gap, kv_start, kv_end, slot, found, *index.stride(), *count.stride(), *gaps, Q, N, L, M, S,
         CAUSAL=causal, QB=QB, KB=KB, BS=min(1024, max(16, triton.next_power_of_2(S))), num_warps=4)
     order = found.sum(-1).expand(B, C, M).flatten().argsort(descending=True)
     out, sums = _empty(q, lse)
@@ -252,7 +252,7 @@ def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, k
     note = torch.empty(B * C * M * A, dtype=torch.int32, device=q.device) if len(passes) > 1 else None
     for frozen in passes:
         _block_kernel[B * C * M * A,](
-            q, k, v, *descriptors, out, sums if lse else None, slot, found, order, gap, kv_start, kv_len, note, scale,
+            q, k, v, *descriptors, out, sums if lse else None, slot, found, order, gap, kv_start, kv_end, note, scale,
             *q.stride(), *k.stride(), *v.stride(), *out.stride(), *gaps, Q, N, C, L, M, S, X, H, H // G, A,
             CAUSAL=causal, QB=QB, KB=KB, FROZEN=frozen, D=D, BM=BM, BN=BN, BD=BD, STAGES=stages,
             **launch_limits(warps, registers))
@@ -262,22 +262,22 @@ def launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, k
 @torch.library.custom_op("sparse_nb::attend_blocks", mutates_args=())
 def _blocks_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, count: torch.Tensor,
                gap: torch.Tensor | None, QB: int, KB: int, causal: bool, scale: float | None,
-               kv_start: torch.Tensor | None, kv_len: torch.Tensor | None,
+               kv_start: torch.Tensor | None, kv_end: torch.Tensor | None,
                lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.cuda.device_of(q):
-        return launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse)
+        return launch_blocks(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_end, lse)
 
 @_blocks_op.register_fake
-def _(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_len, lse): return _empty(q, lse)
+def _(q, k, v, index, count, gap, QB, KB, causal, scale, kv_start, kv_end, lse): return _empty(q, lse)
 
 @torch.library.custom_op("sparse_nb::attend_streaming", mutates_args=())
 def _streaming_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: int, window: int, scale: float | None,
-                  kv_start: torch.Tensor | None, kv_len: torch.Tensor | None,
+                  kv_start: torch.Tensor | None, kv_end: torch.Tensor | None,
                   lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.cuda.device_of(q): return launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_len, lse)
+    with torch.cuda.device_of(q): return launch_streaming(q, k, v, sinks, window, scale, kv_start, kv_end, lse)
 
 @_streaming_op.register_fake
-def _(q, k, v, sinks, window, scale, kv_start, kv_len, lse): return _empty(q, lse)
+def _(q, k, v, sinks, window, scale, kv_start, kv_end, lse): return _empty(q, lse)
 
 def _call(op, run, q, *arguments):
     "The result of a launch: the output, and the log-sum-exp or None. Raise for what has no kernel."
@@ -301,7 +301,7 @@ def attend_blocks(
     causal: bool = True,                  # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     return_lse: bool = False,             # also the log-sum-exp?
 ) -> tuple:                               # [B, H, Q, D] in the dtype of q; [B, H, Q], float32, or None
     """The kernels behind `sparse_nb.core.blocks.block_attention`, which checks the tensors.
@@ -309,7 +309,7 @@ def attend_blocks(
     A list with a number that is no block gives NaN. Raises TypeError or ValueError for a dtype or size without kernel.
     """
     return _call(_blocks_op, launch_blocks, q, k, v, index, count, gap, query_block, key_block, causal, scale,
-                 kv_start, kv_len, return_lse)
+                 kv_start, kv_end, return_lse)
 
 def attend_streaming(
     q: torch.Tensor,                      # queries [B, H, Q, D] on a GPU, the last Q positions, D <= 256
@@ -320,11 +320,11 @@ def attend_streaming(
     window: int,                          # visible keys from the end, >= 1
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     return_lse: bool = False,             # also the log-sum-exp?
 ) -> tuple:                               # [B, H, Q, D] in the dtype of q; [B, H, Q], float32, or None
     """The kernel behind `sparse_nb.core.blocks.streaming_prefill`, which checks the tensors.
 
     Raises TypeError or ValueError for a dtype or size without a kernel.
     """
-    return _call(_streaming_op, launch_streaming, q, k, v, sinks, window, scale, kv_start, kv_len, return_lse)
+    return _call(_streaming_op, launch_streaming, q, k, v, sinks, window, scale, kv_start, kv_end, return_lse)

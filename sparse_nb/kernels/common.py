@@ -275,7 +275,7 @@ def refusal(
         return ValueError(f"q must be on a GPU, or TRITON_INTERPRET=1 be set before Python starts, got {q.device}")
 
 def contiguous(
-    *given: torch.Tensor | None, # kv_start and kv_len [B], or what else is read so
+    *given: torch.Tensor | None, # kv_start and kv_end [B], or what else is read so
 ) -> list:                       # the same, one number after the other
     "Tensors as the kernels read them."
     return [x if x is None else x.contiguous() for x in given]

@@ -189,13 +189,13 @@ def _sizes(q, k, v, sinks, window, tiles, engine):
             ((B * H, triton.cdiv(D, BW), 1), merge, dict(num_warps=4) | (dict(launch_pdl=True) if PDL else {})))
 
 def launch(
-    q, k, v, scale, kv_start, kv_len, # as for `attend_all`
+    q, k, v, scale, kv_start, kv_end, # as for `attend_all`
     tiles: Tiles | None = None,       # in place of `tile_settings`
     engine: bool | None = None,       # does the copy engine bring the tiles? None: where it can
     sinks=0, window=None,             # as for `attend_all`
 ) -> torch.Tensor:                    # [B, H, 1, D] in the dtype of q
     "Launch both kernels."
-    places, D = contiguous(kv_start, kv_len), q.shape[3]
+    places, D = contiguous(kv_start, kv_end), q.shape[3]
     given = sinks, type(window), window, tiles, engine
     (block, runs, S, read, merge), made = _plans.get(
         (q.device, layout_of(q, k, v, *places), given), lambda: _sizes(q, k, v, sinks, window, tiles, engine))
@@ -213,12 +213,12 @@ def launch(
 # %% ../../kernels/exact.ipynb #735f711d
 @torch.library.custom_op("sparse_nb::attend_all", mutates_args=())
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None,
-        kv_start: torch.Tensor | None, kv_len: torch.Tensor | None, sinks: int = 0,
+        kv_start: torch.Tensor | None, kv_end: torch.Tensor | None, sinks: int = 0,
         window: torch.types.Number | None = None) -> torch.Tensor:
-    with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_len, sinks=sinks, window=window)
+    with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_end, sinks=sinks, window=window)
 
 @_op.register_fake
-def _(q, k, v, scale, kv_start, kv_len, sinks=0, window=None):
+def _(q, k, v, scale, kv_start, kv_end, sinks=0, window=None):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 def attend_all(
@@ -228,7 +228,7 @@ def attend_all(
     *,
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B], read when the kernels run
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B], read when the kernels run
     sinks: int = 0,                       # valid keys to read from the beginning
     window: int | float | None = None,    # and from the end: a count >= 1, or a share in (0, 1] of them; None: all
 ) -> torch.Tensor:                        # [B, H, 1, D] in the dtype of q
@@ -241,8 +241,8 @@ def attend_all(
     if error := refusal(q): raise error
     for name, x in (("k", k), ("v", v)):
         if x.device != q.device: raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-    if torch.compiler.is_compiling(): return _op(q, k, v, scale, kv_start, kv_len, sinks, window)
-    with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_len, sinks=sinks, window=window)
+    if torch.compiler.is_compiling(): return _op(q, k, v, scale, kv_start, kv_end, sinks, window)
+    with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_end, sinks=sinks, window=window)
 
 # %% ../../kernels/exact.ipynb #1db4e481
 def resource_usage(

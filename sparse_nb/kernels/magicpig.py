@@ -154,7 +154,7 @@ def _tables_of(x, planes, codes, at=None, fit=None):
         x, at, codes, fit, planes, *x.stride(), *codes.stride(), *of_fit, N if at is not None else 1, H,
         H // planes.shape[0], TABLES, K=bits, D=D, BD=BD, BT=BT, BK=BK, PDL=starts_early(x), num_warps=4)
 
-def _collided(q, k, rows, fit, planes, sinks, window, kv_start, kv_len, tile=1024, parts=8):
+def _collided(q, k, rows, fit, planes, sinks, window, kv_start, kv_end, tile=1024, parts=8):
     (B, H, _, D), (G, N, TABLES), PDL = q.shape, rows.shape[1:], starts_early(q)
     LR, T, BD = H // G, triton.cdiv(N, tile), max(16, triton.next_power_of_2(D))
     LP, BS, bits = triton.next_power_of_2(LR), max(1, 4096 // BD), planes.shape[2] // TABLES
@@ -163,7 +163,7 @@ def _collided(q, k, rows, fit, planes, sinks, window, kv_start, kv_len, tile=102
     codes, many = new(B, H, 1, TABLES, dtype=torch.int32), new(B * H, T, dtype=torch.int32)
     taken, count = new(B * H, N, dtype=torch.uint8), new(B, H, 1, dtype=torch.int64)
     index, weight = new(B, H, 1, N, dtype=torch.int64), new(B, H, 1, N, dtype=torch.float32)
-    seen = contiguous(kv_start, kv_len)
+    seen = contiguous(kv_start, kv_end)
     _tables_of(q, planes, codes)
     _collide_kernel[T, B * G](
         codes, rows, taken, many, *seen, *rows.stride(), N, G, T, TABLES, sinks, window, LR=LR, LP=LP, BN=tile,
@@ -177,11 +177,11 @@ def _collided(q, k, rows, fit, planes, sinks, window, kv_start, kv_len, tile=102
 @torch.library.custom_op("sparse_nb::collide", mutates_args=())
 def _collide_op(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, fit: torch.Tensor, planes: torch.Tensor,
                 sinks: int, window: int, kv_start: torch.Tensor | None,
-                kv_len: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.cuda.device_of(q): return _collided(q, k, rows, fit, planes, sinks, window, kv_start, kv_len)
+                kv_end: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch.cuda.device_of(q): return _collided(q, k, rows, fit, planes, sinks, window, kv_start, kv_end)
 
 @_collide_op.register_fake
-def _(q, k, rows, fit, planes, sinks, window, kv_start, kv_len):
+def _(q, k, rows, fit, planes, sinks, window, kv_start, kv_end):
     new = functools.partial(torch.empty, device=q.device)
     shape = *q.shape[:3], rows.shape[2]
     return (new(shape, dtype=torch.int64), new(shape, dtype=torch.float32), new(shape[:3], dtype=torch.int64))
@@ -197,7 +197,7 @@ def collide(
     sinks: int,           # first visible keys, listed with weight 1
     window: int,          # last visible keys, likewise
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> tuple: # key numbers [B, H, 1, N], int64, the first key in unused slots; weights, float32; used slots [B, H, 1]
     """The visible keys that collide with a query in two tables, in the order of the keys, and 1 / their chances.
 
@@ -206,8 +206,8 @@ def collide(
     """
     if error := refusal(q): raise error
     if rows.shape[2] > MOST: raise ValueError(f"keys must be at most {MOST}, got {rows.shape[2]}")
-    if torch.compiler.is_compiling(): return _collide_op(q, k, rows, fit, planes, sinks, window, kv_start, kv_len)
-    with torch.cuda.device_of(q): return _collided(q, k, rows, fit, planes, sinks, window, kv_start, kv_len)
+    if torch.compiler.is_compiling(): return _collide_op(q, k, rows, fit, planes, sinks, window, kv_start, kv_end)
+    with torch.cuda.device_of(q): return _collided(q, k, rows, fit, planes, sinks, window, kv_start, kv_end)
 
 # %% ../../kernels/magicpig.ipynb #517975b1
 def write_row(

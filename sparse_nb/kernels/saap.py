@@ -713,11 +713,11 @@ def launch(
     index: Index,
     s: Settings,
     centroids=None, ask=None, guess=None, factor=None, # as for `decode`
-    scale=None, kv_start=None, kv_len=None,            # likewise
+    scale=None, kv_start=None, kv_end=None,            # likewise
     tiles: Tiles = _TILES,
 ) -> Found:
     "Launch the kernels of a step."
-    kv_start, kv_len = contiguous(kv_start, kv_len)
+    kv_start, kv_end = contiguous(kv_start, kv_end)
     (B, H, _, D), (G, N), C, LR = q.shape, k.shape[1:3], index.clusters, q.shape[1] // k.shape[1]
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     tail, second = s.tail != "drop", s.tail in ("second_order", "fitted")
@@ -747,13 +747,13 @@ def launch(
         *(0, 0) if centroids is None else centroids.stride()[:2], G, C, BR=BR, BN=tiles.route[0],
         num_warps=tiles.route[1], **sized)
     _select_kernel[triton.cdiv(C, BM), B * G](
-        guesses, *routed, index.log, index.start, end, base, rest, facts, kv_start, kv_len, N, G, C, S,
+        guesses, *routed, index.log, index.start, end, base, rest, facts, kv_start, kv_end, N, G, C, S,
         s.probes or 0, *share_in_units(s.budget or 0), DENSITY=s.density, PROBES=s.probes is not None,
         LP=triton.next_power_of_2(LR), BC=BC, BM=BM, BK=min(BC, tiles.select[1]), BS=triton.next_power_of_2(S),
         **launch_limits(*tiles.select[2:]), **same, **more)
     _read_kernel[A, B * G](
         q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, index.sums,
-        end, base, facts, index.since, index.built, kv_start, kv_len, m, l, o, sum_s, sum_x, rest_s, rest_x, scale,
+        end, base, facts, index.since, index.built, kv_start, kv_end, m, l, o, sum_s, sum_x, rest_s, rest_x, scale,
         *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G, C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN,
         BC=BC, BT=BT, TILES=TILES, STAGES=tiles.read[2],
         **launch_limits(tiles.read[1], tiles.read[4]), **sized, **more)
@@ -771,12 +771,12 @@ def _launched(q, k, v, tensors, s, *given):
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: list[torch.Tensor], budget: float, whole: bool,
         probes: int | None, density: bool, tail: str, centroids: torch.Tensor | None, ask: torch.Tensor | None,
         guess: torch.Tensor | None, factor: torch.Tensor | None, scale: float | None, kv_start: torch.Tensor | None,
-        kv_len: torch.Tensor | None) -> torch.Tensor:
+        kv_end: torch.Tensor | None) -> torch.Tensor:
     s = Settings(int(budget) if whole else budget, probes, density, tail)
-    return _launched(q, k, v, index, s, centroids, ask, guess, factor, scale, kv_start, kv_len).out
+    return _launched(q, k, v, index, s, centroids, ask, guess, factor, scale, kv_start, kv_end).out
 
 @_op.register_fake
-def _(q, k, v, index, budget, whole, probes, density, tail, centroids, ask, guess, factor, scale, kv_start, kv_len):
+def _(q, k, v, index, budget, whole, probes, density, tail, centroids, ask, guess, factor, scale, kv_start, kv_end):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 # %% ../../kernels/saap.ipynb #0b4d02aa
@@ -793,7 +793,7 @@ def decode(
     factor: torch.Tensor | None = None,     # on the variances of a second-order tail [H], float32; None: ones
     scale: float | None = None,             # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None,   # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,     # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,     # end of the valid keys of each sequence [B]
 ) -> Found:                                 # under torch.compile with nothing but `out`
     """The kernels behind `sparse_nb.saap.saap_decode`, which checks the tensors.
 
@@ -806,7 +806,7 @@ def decode(
     if index.order.shape[:2] != k.shape[:2]:
         raise ValueError(f"index must be of [B, G] = {list(k.shape[:2])}, got {list(index.order.shape[:2])}")
     if centroids is not None and centroids.stride()[2:] != (k.shape[3], 1): centroids = centroids.contiguous()
-    given, s, budget = (centroids, ask, guess, factor, scale, kv_start, kv_len), settings, settings.budget or 0
+    given, s, budget = (centroids, ask, guess, factor, scale, kv_start, kv_end), settings, settings.budget or 0
     if not torch.compiler.is_compiling(): return _launched(q, k, v, index, s, *given)
     out = _op(q, k, v, list(index), float(budget), isinstance(budget, int), s.probes, s.density, s.tail, *given)
     return Found(out, *[None] * 3)

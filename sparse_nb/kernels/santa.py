@@ -468,14 +468,14 @@ def _sizes(q, v, samples, scheme, tile, codes, settings):
     s["wide"] = max(1, s["BT"] // 1024)  # warps that hold the masses of all tiles without spilling
     return s
 
-def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv_len, scale):
+def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv_end, scale):
     "Launch the score pass over keys or codes with their units, or the pass over the features of an estimate of q"
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     R = H // G
     if units is not None: s = s | dict(BR=max(4, triton.next_power_of_2(R)), BD=max(32, s["BD"]))  # digits of q
     if estimate is None:
         relaunch(made, "scores", _score_kernel, (B * G, s["chunks"], 1),
-                 q, k, units, u, m, l, arrived, kv_start, kv_len, scale,
+                 q, k, units, u, m, l, arrived, kv_start, kv_end, scale,
                  q.stride(0), q.stride(1), q.stride(3), *k.stride(), *((0,) * 3 if units is None else units.stride()),
                  N, s["T"], s["chunks"], G, R, D,
                  s["sub"], s["BR"], s["BN"], s["BD"], s["keep"], s["stages"], s["overlap"],
@@ -485,39 +485,39 @@ def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv
     drawn = (estimate.view(B, G, R, D) != 0).any(2)
     features = torch.argsort(drawn.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)  # drawn first
     _feature_kernel[s["T"], B * G](
-        estimate, k, features, drawn.sum(-1, dtype=torch.int32), u, m, l, arrived, kv_start, kv_len, scale,
+        estimate, k, features, drawn.sum(-1, dtype=torch.int32), u, m, l, arrived, kv_start, kv_end, scale,
         *k.stride(), N, s["T"], G, R, D,
         BR=triton.next_power_of_2(R), BF=8, BN=s["BN"], PDL=s["overlap"], num_warps=4)
 
 # %% ../../kernels/santa.ipynb #727253eb
-def _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_len, m, l, out, index, slots, SEEDS):
+def _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_end, m, l, out, index, slots, SEEDS):
     "Launch the flash scheme"
     (B, H, _, D), (G, N) = q.shape, v.shape[1:3]
     T, BD, BW = s["T"], s["BD"], min(s["BD"], 32)
     part = torch.empty(B * H, T, BD, dtype=torch.float32, device=q.device)
     _flash_kernel[T, B * G](
-        q, k, v, m, l, part, index, kv_start, kv_len, seed_ptr, seed, scale,
+        q, k, v, m, l, part, index, kv_start, kv_end, seed_ptr, seed, scale,
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
         N, T, samples, slots, G, H // G, D,
         DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, BR=s["BR"],
         BS=min(16, triton.next_power_of_2(triton.cdiv(samples, T))), BN=s["BN"], BD=BD,
         SEEDS=SEEDS, num_warps=s["flash_warps"])
     _merge_kernel[B * H, triton.cdiv(D, BW)](
-        m, l, part, out, kv_start, kv_len, out.stride(0), out.stride(1), out.stride(3), N, T, G, H // G, D,
+        m, l, part, out, kv_start, kv_end, out.stride(0), out.stride(1), out.stride(3), N, T, G, H // G, D,
         BT=s["BT"], BP=64, BN=s["BN"], BD=BD, BW=BW, num_warps=max(4, s["wide"]))
 
 # %% ../../kernels/santa.ipynb #ea3bd015
 def launch(
-    q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_len, # as for `decode`, which checks them
+    q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_end, # as for `decode`, which checks them
     return_index=False, estimate=None,                             # likewise
     codes=None, units=None, rescore=False,                         # likewise
     **settings,                                                    # in place of those of `launch_settings`
 ) -> tuple:                                                        # output, and key numbers or None
     "Launch the kernels of a scheme."
-    kv_start, kv_len = contiguous(kv_start, kv_len)
+    kv_start, kv_end = contiguous(kv_start, kv_end)
     (B, H, _, D), (G, N) = q.shape, v.shape[1:3]
     if estimate is not None: settings["sub"] = 1
-    pointers = layout_of(q, k, v, kv_start, kv_len, seed if isinstance(seed, torch.Tensor) else None, codes, units)
+    pointers = layout_of(q, k, v, kv_start, kv_end, seed if isinstance(seed, torch.Tensor) else None, codes, units)
     key = q.device, pointers, samples, scheme, tile, return_index, estimate is None, rescore, *settings.items()
     s, made = _plans.get(key, lambda: _sizes(q, v, samples, scheme, tile, codes is not None, settings))
     T, P, BN, SUB, wide, R = s["T"], s["P"], s["BN"], s["sub"], s["wide"], H // G
@@ -528,21 +528,21 @@ def launch(
     index = torch.full((B, H, 1, most), -1, dtype=torch.int32, device=q.device) if return_index else None
     out, m, l = new(B, H, 1, D, dtype=q.dtype), *(new(B * H, T, dtype=torch.float32) for _ in range(2))
     if scheme == "flash":
-        _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_len, m, l, out, index, most, SEEDS)
+        _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_end, m, l, out, index, most, SEEDS)
         return out, index
     u = new(B * H, T * BN // SUB, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
     arrived = new(B * H, dtype=torch.int32)
-    _stash_scores(q, k if codes is None else codes, units, estimate, s, made, u, m, l, arrived, kv_start, kv_len, scale)
+    _stash_scores(q, k if codes is None else codes, units, estimate, s, made, u, m, l, arrived, kv_start, kv_end, scale)
     slots = None
     if scheme == "proportional":
         slots = new(B * H, 3, samples, dtype=torch.int32)  # tile, number there, and how many are there
         _budget_kernel[B * H,](
-            m, l, slots, kv_start, kv_len, N, T, samples, G, R, BT=s["BT"], BN=BN, num_warps=max(4, 2 * wide))
+            m, l, slots, kv_start, kv_end, N, T, samples, G, R, BT=s["BT"], BN=BN, num_warps=max(4, 2 * wide))
     part = new(B * H, P, s["BD"], dtype=torch.float32) if P > 1 else None
     mass = new(B * H, P, 2, dtype=torch.float32) if P > 1 and rescore else None
     PDL = s["overlap"] and scheme != "proportional"
     relaunch(made, "draws" if seed < 2**31 else "draws, long seed", _gather_kernel, (B * H, P, 1),
-             q, k, v, codes, units, u, m, l, slots, arrived, part, mass, out, index, kv_start, kv_len, seed_ptr,
+             q, k, v, codes, units, u, m, l, slots, arrived, part, mass, out, index, kv_start, kv_end, seed_ptr,
              seed, scale, q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
              *((0,) * 7 if codes is None else (*codes.stride(), *units.stride())), H * D, D, 1,
              N, T, samples, P, scheme, G, R, D, SUB, s["BS"], s["BT"], BN, s["BD"], s["BP"], SEEDS, rescore, PDL,
@@ -553,15 +553,15 @@ def launch(
 @torch.library.custom_op("sparse_nb::santa_decode", mutates_args=())
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, samples: int, scheme: str, tile: int,
         seed: torch.Tensor | None, number: int, scale: float | None,
-        kv_start: torch.Tensor | None, kv_len: torch.Tensor | None, estimate: torch.Tensor | None,
+        kv_start: torch.Tensor | None, kv_end: torch.Tensor | None, estimate: torch.Tensor | None,
         codes: torch.Tensor | None = None, units: torch.Tensor | None = None, rescore: bool = False) -> torch.Tensor:
     seed = number if seed is None else seed
     with torch.cuda.device_of(q):
-        return launch(q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_len, estimate=estimate,
+        return launch(q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_end, estimate=estimate,
                       codes=codes, units=units, rescore=rescore)[0]
 
 @_op.register_fake
-def _(q, k, v, samples, scheme, tile, seed, number, scale, kv_start, kv_len, estimate, codes=None, units=None,
+def _(q, k, v, samples, scheme, tile, seed, number, scale, kv_start, kv_end, estimate, codes=None, units=None,
       rescore=False):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
@@ -577,7 +577,7 @@ def decode(
     seed=0,                               # int in [0, 2**63), or integer tensor on the device of q, one or [B, H]
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     estimate: torch.Tensor | None = None, # float32 [B, H, 1, D], takes the place of q in the scores; not for flash
     codes: torch.Tensor | None = None,    # int8 [B, G, N, D], scored in place of k, see `Int8Keys`; not for flash
     units: torch.Tensor | None = None,    # float32 [B, G, N]: a key is about its unit times its codes
@@ -591,7 +591,7 @@ def decode(
     or hold NaN or +inf, gives NaN. Raises TypeError or ValueError for what has no kernel: dtype, size, device, setting.
     """
     _check(q, k, samples, scheme, tile, seed, estimate, codes, units, rescore)
-    rest, stored = (scale, kv_start, kv_len), (estimate, codes, units, rescore)
+    rest, stored = (scale, kv_start, kv_end), (estimate, codes, units, rescore)
     if torch.compiler.is_compiling() and not return_index:
         pair = (seed, 0) if isinstance(seed, torch.Tensor) else (None, seed)
         return _op(q, k, v, samples, scheme, tile, *pair, *rest, *stored)

@@ -607,11 +607,11 @@ def launch(
     q, k, v,                                # as for `decode`, which checks them
     index: Index,
     s: Settings,
-    scale=None, kv_start=None, kv_len=None, # likewise
+    scale=None, kv_start=None, kv_end=None, # likewise
     tiles: Tiles = _TILES,
 ) -> Found:
     "Launch the kernels of a step."
-    kv_start, kv_len = contiguous(kv_start, kv_len)
+    kv_start, kv_end = contiguous(kv_start, kv_end)
     (B, H, _, D), (G, N), LR = q.shape, k.shape[1:3], q.shape[1] // k.shape[1]
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     BD, BR = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(LR))
@@ -629,7 +629,7 @@ def launch(
     scale = (D**-0.5 if scale is None else scale) * LOG2E
     of_q, of_out = ((x.stride(0), x.stride(1), x.stride(3)) for x in (q, out))
     more, same = dict(launch_pdl=True) if PDL else {}, dict(LR=LR, PDL=PDL)
-    place = index.begin, kv_start, kv_len
+    place = index.begin, kv_start, kv_end
     of_row = dict(MEAN=s.index == "mean", LP=LP, D=D, W=BD, STEPS=BD.bit_length() - 1)
     digit = torch.bfloat16 if s.index == "mean" else torch.int8
     asked = (floats(B * G, LP, BD + 5), torch.empty(B * G, 4 * LP, BD, device=q.device, dtype=digit),
@@ -659,12 +659,12 @@ def _launched(q, k, v, rows, facts, radius, begin, sign, s, *given):
 @torch.library.custom_op("sparse_nb::sketch_walk_decode", mutates_args=("rows", "facts", "radius"))
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, facts: torch.Tensor,
         radius: torch.Tensor | None, begin: torch.Tensor, sign: torch.Tensor, block: int, density: float, index: str,
-        heads: str, scale: float | None, kv_start: torch.Tensor | None, kv_len: torch.Tensor | None) -> torch.Tensor:
+        heads: str, scale: float | None, kv_start: torch.Tensor | None, kv_end: torch.Tensor | None) -> torch.Tensor:
     s = Settings(block, density, index, heads)
-    return _launched(q, k, v, rows, facts, radius, begin, sign, s, scale, kv_start, kv_len).out
+    return _launched(q, k, v, rows, facts, radius, begin, sign, s, scale, kv_start, kv_end).out
 
 @_op.register_fake
-def _(q, k, v, rows, facts, radius, begin, sign, block, density, index, heads, scale, kv_start, kv_len):
+def _(q, k, v, rows, facts, radius, begin, sign, block, density, index, heads, scale, kv_start, kv_end):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 # %% ../../kernels/sketch_walk.ipynb #18f8712c
@@ -698,7 +698,7 @@ def decode(
     *,
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Found:                               # under torch.compile with nothing but `out`
     """The kernels behind `sparse_nb.sketch_walk.sketch_walk_decode`, which checks the tensors.
 
@@ -712,6 +712,6 @@ def decode(
     if (room := index.rows.shape[2]) < blocks: raise ValueError(f"index must have room for {blocks} blocks, got {room}")
     if (index.rows.dtype == torch.bfloat16) != (s.index == "mean") or (index.radius is None) == (s.index == "fine16"):
         raise ValueError(f"index must be packed as {s.index!r}, got another kind")
-    if not torch.compiler.is_compiling(): return _launched(q, k, v, *index, s, scale, kv_start, kv_len)
-    return Found(_op(q, k, v, *index, s.block, s.density, s.index, s.heads, scale, kv_start, kv_len),
+    if not torch.compiler.is_compiling(): return _launched(q, k, v, *index, s, scale, kv_start, kv_end)
+    return Found(_op(q, k, v, *index, s.block, s.density, s.index, s.heads, scale, kv_start, kv_end),
                  *[None] * 4)

@@ -459,12 +459,12 @@ def list_by(
     @torch.library.custom_op(f"sparse_nb::{name}", mutates_args=())
     def op(q: torch.Tensor, rows: torch.Tensor, own: list[torch.Tensor], factor: float, budget: float, share: bool,
            keys: int, unit: int, begin: torch.Tensor | None, kv_start: torch.Tensor | None,
-           kv_len: torch.Tensor | None, shared: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        place = Place(keys, *contiguous(kv_start, kv_len), begin, unit)
+           kv_end: torch.Tensor | None, shared: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        place = Place(keys, *contiguous(kv_start, kv_end), begin, unit)
         return launched(q, rows, own, factor, budget if share else int(budget), place, shared)
 
     @op.register_fake
-    def _(q, rows, own, factor, budget, share, keys, unit, begin, kv_start, kv_len, shared):
+    def _(q, rows, own, factor, budget, share, keys, unit, begin, kv_start, kv_end, shared):
         shape = q.shape[0], (rows if shared else q).shape[1], 1, _slots(budget if share else int(budget), keys)
         new = functools.partial(torch.empty, device=q.device)
         return (new(shape, dtype=torch.int64), new(shape, dtype=torch.float32), new(shape[:3], dtype=torch.int64))
@@ -480,7 +480,7 @@ def list_by(
         unit: int = 1,                        # keys of an item: of a page
         begin: torch.Tensor | None = None,    # first key of page 0 [B]
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-        kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+        kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
         shared: bool = False,                 # one list for the heads of a group, by the sums of their scores?
     ) -> tuple: # key numbers [B, H, 1, S], int64, the first key in unused slots; weights, float32; used slots [B, H, 1]
         """The visible keys of the best scores, the earlier of two equal ones first, in the order of the keys.
@@ -492,7 +492,7 @@ def list_by(
         if keys > MOST: raise ValueError(f"keys must be at most {MOST}, got {keys}")
         if torch.compiler.is_compiling():
             share = isinstance(budget, float)
-            return op(q, rows, list(own), factor, float(budget), share, keys, unit, begin, kv_start, kv_len, shared)
-        place = Place(keys, *contiguous(kv_start, kv_len), begin, unit)
+            return op(q, rows, list(own), factor, float(budget), share, keys, unit, begin, kv_start, kv_end, shared)
+        place = Place(keys, *contiguous(kv_start, kv_end), begin, unit)
         return launched(q, rows, own, factor, budget, place, shared)
     return best_keys

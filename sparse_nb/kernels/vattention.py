@@ -614,7 +614,7 @@ _BINS, GUESS = 8, 1024  # of the histogram; keys that the guess is made from
 
 def _most(x, n): return min(x, n) if isinstance(x, int) else min(n, math.ceil(n * x * (1 - 1e-12)))
 
-def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len):
+def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_end):
     "Fill in the kept keys by equal bits of signatures"
     B, H, _, D = q.shape
     G, N = codes.shape[1:3]
@@ -632,13 +632,13 @@ def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len):
         D=D, M=M, BD=max(16, triton.next_power_of_2(D)), BM=max(16, triton.next_power_of_2(M)), BZ=1,
         **same | dict(num_warps=8))
     _guess_kernel[B * L,](
-        code, codes, planes, hist, kv_start, kv_len, *keys, N, L, R, *middle,
+        code, codes, planes, hist, kv_start, kv_end, *keys, N, L, R, *middle,
         LR=LR, PLANES=PLANES, BS=GUESS, BINS=_BINS, **same)
     _count_kernel[T, B * L](
-        codes, planes, bins.view(torch.uint8), tails, hist, kv_start, kv_len, *keys, N, T, L, R, *middle,
+        codes, planes, bins.view(torch.uint8), tails, hist, kv_start, kv_end, *keys, N, T, L, R, *middle,
         LR=LR, PLANES=PLANES, BINS=_BINS, BN=BN, **same)
     _keep_kernel[T, B * L](
-        bins, tails, hist, rows, mask, kv_start, kv_len, N, T, L, mask.shape[2], rows.shape[2], *middle,
+        bins, tails, hist, rows, mask, kv_start, kv_end, N, T, L, mask.shape[2], rows.shape[2], *middle,
         BINS=_BINS, BT=triton.next_power_of_2(T), BN=BN, **same)
 
 # %% ../../kernels/vattention.ipynb #070bbb82
@@ -668,10 +668,10 @@ def launch(
     L: int,                                                   # lists
     codes=None, maps=(), kept=None, mask=None, ceiling=None,  # as for `decode`
     lengths=None, levels=None,                                # likewise
-    seed=0, scale=None, kv_start=None, kv_len=None,           # likewise
+    seed=0, scale=None, kv_start=None, kv_end=None,           # likewise
 ) -> Found:
     "Launch the kernels of a step."
-    kv_start, kv_len, lengths = contiguous(kv_start, kv_len, lengths)
+    kv_start, kv_end, lengths = contiguous(kv_start, kv_end, lengths)
     (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
     (K, CP, CE, look, sample), LR, W = _sizes(q, k, s, L, lengths is not None), H // L, triton.cdiv(N, 32)
     C, S, BD, PDL = CP + CE, K + N, look["BD"], look["PDL"]
@@ -683,7 +683,7 @@ def launch(
     norm = None if lengths is None else floats(B, H)
     if kept is None:
         mask = integers(B, L, W)
-        _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_len)
+        _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_end)
     else: rows[:, :, :K] = kept
     seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
     seeds = dict(SEEDS=seed_ptr is not None and seed_ptr.ndim == 2)
@@ -693,18 +693,18 @@ def launch(
     base = share_in_units(s.base)
     more = dict(launch_pdl=True) if PDL else {}
     _look_kernel[B * L, CP](
-        q, k, v, rows, mask, m, l, most, e, e2, o, count, lengths, *own, kv_start, kv_len, *drawn,
+        q, k, v, rows, mask, m, l, most, e, e2, o, count, lengths, *own, kv_start, kv_end, *drawn,
         *strides, N, L, H // G, W, S, K, C, CP, *middle, *base, **look, **seeds, **(more if kept is None else {}))
     promise = dict(CLT_LEAST=s.clt_least, BOUND=s.bound, PLUGIN=s.plugin,
                    BQ=triton.next_power_of_2(LR), BP=triton.next_power_of_2(CP))
     sums = (most, e, e2) if lengths is None else (None,) * 3
     if lengths is not None:
         _budget_kernel[B * L,](
-            m, l, most, e, e2, o, count, *own, levels, ceiling, stop, facts, norm, kv_start, kv_len, N, L, C, CP,
+            m, l, most, e, e2, o, count, *own, levels, ceiling, stop, facts, norm, kv_start, kv_end, N, L, C, CP,
             *middle, s.eps, s.log, s.square, s.plug, s.plug_square, **promise,
             TRIES=0 if levels is None else levels.shape[1], LR=LR, D=D, BD=BD, PDL=PDL, num_warps=4, **more)
     _sample_kernel[B * L, CE](
-        q, k, v, rows, mask, m, l, *sums, o, count, ceiling, stop, facts, kv_start, kv_len, *drawn,
+        q, k, v, rows, mask, m, l, *sums, o, count, ceiling, stop, facts, kv_start, kv_end, *drawn,
         *strides, N, L, H // G, W, S, K, C, CP, CE, *middle, *base, s.eps, s.log, s.square, s.plug,
         **promise, **sample, **seeds, **more)
     BW = min(BD, 32)
@@ -720,16 +720,16 @@ def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[float], w
         kept: torch.Tensor | None, mask: torch.Tensor | None, ceiling: torch.Tensor | None,
         lengths: torch.Tensor | None, levels: torch.Tensor | None,
         seed: torch.Tensor | None, number: int, scale: float | None,
-        kv_start: torch.Tensor | None, kv_len: torch.Tensor | None) -> torch.Tensor:
+        kv_start: torch.Tensor | None, kv_end: torch.Tensor | None) -> torch.Tensor:
     s = [int(x) if y else x for x, y in zip(parts, whole)]
     settings, seed = Settings(*s[:9], bound, plugin, *s[9:]), number if seed is None else seed
     with torch.cuda.device_of(q):
         return launch(q, k, v, settings, lists, codes, maps, kept, mask, ceiling, lengths, levels, seed, scale,
-                      kv_start, kv_len).out
+                      kv_start, kv_end).out
 
 @_op.register_fake
 def _(q, k, v, parts, whole, bound, plugin, lists, codes, maps, kept, mask, ceiling, lengths, levels, seed, number,
-      scale, kv_start, kv_len): return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+      scale, kv_start, kv_end): return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 # %% ../../kernels/vattention.ipynb #2144b7c3
 def decode(
@@ -749,7 +749,7 @@ def decode(
     seed=0,                               # as in `sparse_nb.kernels.santa.decode`
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Found:                               # under torch.compile with nothing but `out`
     """The kernels behind `sparse_nb.vattention.vattention_decode` (vAttention, Alg. 1 and 2, corrected).
 
@@ -763,7 +763,7 @@ def decode(
     if lists not in (H, G): raise ValueError(f"lists must be {H} or {G}, for each head or for each group, got {lists}")
     if N > 2**24: raise ValueError(f"k must have at most {2**24} keys, got {N}")
     if (codes is None) == (kept is None): raise ValueError("codes or kept must be given, and not both")
-    chosen, rest = (codes, maps, kept, mask, ceiling, lengths, levels), (scale, kv_start, kv_len)
+    chosen, rest = (codes, maps, kept, mask, ceiling, lengths, levels), (scale, kv_start, kv_end)
     if torch.compiler.is_compiling():
         seed = (seed, 0) if isinstance(seed, torch.Tensor) else (None, seed)
         numbers = [*settings[:9], *settings[11:]]

@@ -20,13 +20,13 @@ class Exact(PrefillByDecode, Method):
     "All visible keys: the reference that the others are measured against."
     scores_all: ClassVar[bool] = True
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None) -> Selection:
         "Every visible key with weight 1."
-        return select_sinks_window(q, k, sinks=0, window=1.0, causal=causal, kv_start=kv_start, kv_len=kv_len)
+        return select_sinks_window(q, k, sinks=0, window=1.0, causal=causal, kv_start=kv_start, kv_end=kv_end)
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False):
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False):
         "`full_attention`, and its `Stats` on request."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         if seed is not None: check_inputs(q, k, v, seed=seed)
         check_flag("return_stats", return_stats)
         out = full_attention(q, k, v, scale=scale, **masks)

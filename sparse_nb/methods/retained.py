@@ -261,7 +261,7 @@ def for_heads(
 def check_ends(end):
     "ValueError for sequences that end at different keys; a GPU is waited for."
     if (end != end[:1]).any():
-        raise ValueError(f"kv_len must be the same for all sequences, got {end[:, 0, -1].tolist()}")
+        raise ValueError(f"kv_end must be the same for all sequences, got {end[:, 0, -1].tolist()}")
 
 def within(kept, first, end):
     "Those of the kept keys [B, H, Q, n] that are visible"
@@ -275,7 +275,7 @@ def check_newest(q, state, first, end):
     check_ends(end)
     newest = state.lists.index[:, 0, 0].gather(1, state.lists.count[:, 0] - 1)
     for name, wrong, x, what in (
-            ("kv_len", end[:, 0] != newest + 1, end, "where the key that was put ends"),
+            ("kv_end", end[:, 0] != newest + 1, end, "where the key that was put ends"),
             ("kv_start", first[:, 0] > state.begin[:, None], first, "the first shown key of each sequence")):
         if wrong.any(): raise ValueError(f"{name} must be {what}, got {x[:, 0, 0].tolist()}")
 
@@ -325,14 +325,14 @@ class Evicts(Method):
             raise ValueError(f"state must hold the keys [B, G, N] = {list(k.shape[:3])}, got {got}")
         if state.fixed and state.lists is None: raise ValueError("state must look at its keys, got one that has not")
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None) -> Selection:
         """The visible keys that are held when each query is asked, with weight 1.
 
         The first query ever selected for decides; `seed` is not used. A GPU is waited for, but where the length of
         `state` is fixed. Raises as `check_inputs`, and ValueError for no `state`, one that does not fit, sequences that
         end at different keys, and after a key that was put for several queries or, on the CPU, for other bounds.
         """
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         self.check_state(state, k)
         if state.fixed and state.older is not None: state, k = state.older, k[:, :, :len(state.older)]
@@ -347,13 +347,13 @@ class Evicts(Method):
         index = kept.int().sort(dim=-1, descending=True, stable=True).indices[..., :slots]
         return make_selection(q, index, torch.arange(slots, device=q.device) < count[..., None], first, count=count)
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
                state=None):
         """As `Method.decode`. Kernels read the lists that `state` keeps where its length is fixed.
 
-        There kv_start and kv_len are not looked at: no key is listed that the query of the newest key may not see.
+        There kv_start and kv_end are not looked at: no key is listed that the query of the newest key may not see.
         """
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_flag("return_stats", return_stats)
         check_inputs(q, k, v, seed=seed, scale=scale, **masks)
         if return_stats or not reads_lists(q, k, v, state):

@@ -130,7 +130,7 @@ def select_santa(
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> Selection:                           # one slot a draw, of weight 1 / (S p_i)
     """The keys that SANTA draws (Eq. 4, section 2.1, Alg. 2 to 8), as a selection for `weighted_attention`.
 
@@ -138,7 +138,7 @@ def select_santa(
     Each sequence, head and query has a stream of its own; fold step and layer into `seed`. A key drawn twice fills two
     slots. Raises as `attention_scores`, and TypeError or ValueError for a bad `samples`, `scheme` or `tile`.
     """
-    masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+    masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
     check_inputs(q, k, scale=scale, seed=seed, **masks)
     check_sampler(samples, scheme, tile)
     seeds, bounds = stream_seeds(q, new_seed(seed)), visible_range(q, k, **masks)
@@ -292,14 +292,14 @@ def kernel_fits(q, samples, scheme, tile):
     if scheme not in ("proportional", "flash"): return True
     return tile in (16, 32, 64, 128, 256) and tile * q.element_size() * 2 ** (q.shape[3] - 1).bit_length() <= 2**17
 
-def decode_on_gpu(q, k, v, seed, return_stats, kv_start, kv_len, share=None, keys="exact", index=None, **kept):
+def decode_on_gpu(q, k, v, seed, return_stats, kv_start, kv_end, share=None, keys="exact", index=None, **kept):
     "The kernels' output, and `Stats` if asked for; `share` of each key is read, or its `index`."
     from sparse_nb.kernels.santa import decode
     if index is not None: kept |= dict(codes=index.rows, units=index.unit, rescore=keys == "rescored")
     if seed is None: seed = torch.randint(2**63 - 1, (), device=q.device)
-    if not return_stats: return decode(q, k, v, seed=seed, kv_start=kv_start, kv_len=kv_len, **kept)
-    out, drawn = decode(q, k, v, seed=seed, kv_start=kv_start, kv_len=kv_len, return_index=True, **kept)
-    visible = count_visible(q, visible_range(q, k, kv_start=kv_start, kv_len=kv_len))
+    if not return_stats: return decode(q, k, v, seed=seed, kv_start=kv_start, kv_end=kv_end, **kept)
+    out, drawn = decode(q, k, v, seed=seed, kv_start=kv_start, kv_end=kv_end, return_index=True, **kept)
+    visible = count_visible(q, visible_range(q, k, kv_start=kv_start, kv_end=kv_end))
     read = count_distinct(drawn, drawn >= 0)
     stats = Stats(visible if share is None else visible * share, read, 0, read / visible, (drawn >= 0).sum(-1))
     return out, bytes_read(stats, keys, q.shape[3])

@@ -44,19 +44,19 @@ def bernoulli_scores(
     seed=None,                            # as in `select_santa`
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> tuple[torch.Tensor, torch.Tensor]:   # scores [B, H, Q, N], -inf where hidden, and features read [B, H, Q, D], bool
     """Unbiased estimates of the scaled dot products from a few features of the keys (SANTA Eq. 5, 6, App. C).
 
     A feature is read when one of its draws is 1; heads of a group share the rows, so the group reads the union over its
     heads. Raises as `attention_scores`, and TypeError or ValueError for a bad `samples`, `stratified` or `mean_group`.
     """
-    check_inputs(q, k, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
+    check_inputs(q, k, kv_start=kv_start, kv_end=kv_end, scale=scale, seed=seed)
     check_count("samples", samples)
     check_flag("stratified", stratified)
     check_flag("mean_group", mean_group)
     estimate, hits = _bernoulli_query(q, k.shape[1], samples, stratified, mean_group, seed)
-    scores = masked_scores(estimate, k, 0, *visible_range(q, k, kv_start=kv_start, kv_len=kv_len), scale)
+    scores = masked_scores(estimate, k, 0, *visible_range(q, k, kv_start=kv_start, kv_end=kv_end), scale)
     return scores, hits > 0
 
 # %% ../../nbs/library/methods_santa_bernoulli.ipynb #13dec2b4
@@ -74,7 +74,7 @@ def bernoulli_decode(
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     backend: str = "auto",                # as in `santa_decode`
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
     return_stats: bool = False,           # also return `Stats`?
 ):                                        # [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`
     """SANTA on Bernoulli scores, stratified (section 5.3). They are unbiased; their softmax, and so the output, is not.
@@ -83,7 +83,7 @@ def bernoulli_decode(
     rows: visible keys times the share of their features that the head read. The kernels read few bytes only if the
     neighbouring tokens of a feature of k are neighbours in memory. Raises as `bernoulli_scores` and `santa_decode`.
     """
-    masks = dict(kv_start=kv_start, kv_len=kv_len)
+    masks = dict(kv_start=kv_start, kv_end=kv_end)
     check_inputs(q, k, v, scale=scale, seed=seed, **masks)
     check_count("features", features)
     check_flag("mean_group", mean_group)
@@ -94,7 +94,7 @@ def bernoulli_decode(
         if seed is None: seed = torch.randint(2**63 - 1, (), device=q.device)
         estimate, hits = _bernoulli_query(q, k.shape[1], features, True, mean_group, fold_in(seed, 0))
         share = (hits > 0).double().mean(-1)
-        return decode_on_gpu(q, k, v, fold_in(seed, 1), return_stats, kv_start, kv_len, share, scale=scale,
+        return decode_on_gpu(q, k, v, fold_in(seed, 1), return_stats, kv_start, kv_end, share, scale=scale,
                              estimate=estimate, **drawn)
     seed, bounds = new_seed(seed), visible_range(q, k, **masks)
     scores, read = bernoulli_scores(q, k, samples=features, mean_group=mean_group, seed=fold_in(seed, 0), scale=scale,

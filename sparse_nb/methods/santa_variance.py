@@ -14,9 +14,9 @@ from ..core.streams import new_seed
 from .santa import check_sampler, estimates
 
 # %% ../../nbs/library/methods_santa_variance.ipynb #bbdbed65
-def _probabilities(q, k, v, scale, kv_start, kv_len):
+def _probabilities(q, k, v, scale, kv_start, kv_end):
     "Attention weights [B, H, Q, N] and values [B, H, 1, N, D] in float64, hidden values replaced by 0."
-    first, end = visible_range(q, k, kv_start=kv_start, kv_len=kv_len)
+    first, end = visible_range(q, k, kv_start=kv_start, kv_end=kv_end)
     weights = masked_scores(q, k, 0, first, end, scale).double().softmax(-1)
     i = torch.arange(k.shape[2], device=q.device)
     unused = (i < first[:, :, 0, None]) | (i >= end[:, :, -1, None])
@@ -32,16 +32,16 @@ def variance_trace(
     scheme: str,                          # "iid" or "stratified"
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> torch.Tensor:                        # [B, H, Q], float64
     """Expected squared error of `santa_decode`, in closed form (SANTA App. M).
 
     Tr(Sigma) / S, or the sum over the strata Tr(Sigma_m) / S^2. Raises as `attention_scores`, and for a bad `samples`
     or `scheme`.
     """
-    check_inputs(q, k, v, kv_start=kv_start, kv_len=kv_len, scale=scale)
+    check_inputs(q, k, v, kv_start=kv_start, kv_end=kv_end, scale=scale)
     check_sampler(samples, scheme, 1, ("iid", "stratified"))
-    weights, values = _probabilities(q, k, v, scale, kv_start, kv_len)
+    weights, values = _probabilities(q, k, v, scale, kv_start, kv_end)
     second = (weights * values.square().sum(-1)).sum(-1)
     if scheme == "iid":
         return (second - (weights[..., None, :] @ values).squeeze(-2).square().sum(-1)).clamp(min=0) / samples
@@ -65,15 +65,15 @@ def variance_trace_replicates(
     seed=None,                            # as in `select_santa`; replicate r uses fold_in(seed, r)
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_len: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> torch.Tensor:                        # [B, H, Q], float64
     """Unbiased estimate of Tr Cov of `santa_decode`, in tiles of 128, from repeated draws (SANTA App. M).
 
     Around their own mean: it does not see a bias. Raises as `select_santa`, and for fewer than 2 `replicates`.
     """
-    check_inputs(q, k, v, kv_start=kv_start, kv_len=kv_len, scale=scale, seed=seed)
+    check_inputs(q, k, v, kv_start=kv_start, kv_end=kv_end, scale=scale, seed=seed)
     check_sampler(samples, scheme, 128)
     check_count("replicates", replicates, 2)
     out = estimates(q, k, v, samples=samples, scheme=scheme, tile=128, replicates=replicates, seed=new_seed(seed),
-                     scale=scale, kv_start=kv_start, kv_len=kv_len)
+                     scale=scale, kv_start=kv_start, kv_end=kv_end)
     return out.double().var(0).sum(-1)

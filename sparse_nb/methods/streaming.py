@@ -28,14 +28,14 @@ class Streaming(PrefillByDecode, Method):
         check_count("sinks", self.sinks, 0)
         check_budget(self.window, "window")
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None) -> Selection:
         "`select_sinks_window` with these settings."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         return select_sinks_window(q, k, sinks=self.sinks, window=self.window, **masks)
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False):
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False):
         "`window_attention`, and its `Stats` on request."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, v, scale=scale, seed=seed, **masks)
         check_flag("return_stats", return_stats)
         out = window_attention(q, k, v, sinks=self.sinks, window=self.window, scale=scale, **masks)

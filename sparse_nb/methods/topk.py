@@ -26,9 +26,9 @@ class TopK(PrefillByDecode, Method):
 
     def __post_init__(self): check_budget(self.budget)
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None) -> Selection:
         "`select_topk` with these settings; for one query, and keys on its GPU, by kernels, in the order of the keys."
-        masks = dict(kv_start=kv_start, kv_len=kv_len)
+        masks = dict(kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, causal=causal, scale=scale, seed=seed, **masks)
         if k.device != q.device or not can_list(q, k.shape[2]):
             return select_topk(q, k, budget=self.budget, causal=causal, **masks)
@@ -48,6 +48,6 @@ class TopP(PrefillByDecode, Method):
 
     def __post_init__(self): check_mass(self.mass)
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None) -> Selection:
         "`select_topp` with these settings."
-        return select_topp(q, k, mass=self.mass, causal=causal, kv_start=kv_start, kv_len=kv_len, scale=scale)
+        return select_topp(q, k, mass=self.mass, causal=causal, kv_start=kv_start, kv_end=kv_end, scale=scale)

@@ -26,7 +26,7 @@ class Uniform(PrefillByDecode, Method):
 
     def __post_init__(self): check_budget(self.samples, "samples")
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None) -> Selection:
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None) -> Selection:
         "`select_uniform` with these settings."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         return select_uniform(q, k, samples=self.samples, seed=seed, **masks)

@@ -114,7 +114,7 @@ def decoded_in_graph(
     "What `step` gives: the layer's index gets its key, and the method answers. How many it knows is still to be said."
     start, stop, newest = bounds
     q, k, v = call.query, call.key, call.value
-    settings = dict(scale=call.options.get("scaling"), kv_start=start, kv_len=stop)
+    settings = dict(scale=call.options.get("scaling"), kv_start=start, kv_end=stop)
     walks, known = dispatch.thread.in_graph.walks, {}
     if kept is not None:
         told = heard_of(dispatch.rotations, kept, call, newest, angles)

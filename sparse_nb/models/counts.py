@@ -29,7 +29,7 @@ class Decoded:
     out: torch.Tensor       # [B, H, 1, D]
     stats: Stats
     seed: torch.Tensor      # streams [B, H], or None
-    seen: dict              # scale, kv_start and kv_len
+    seen: dict              # scale, kv_start and kv_end
 
 # %% ../../nbs/library/models_counts.ipynb #8a6aa92b
 def reads_of(

@@ -138,7 +138,7 @@ class Dispatch:
             whole = kept.layer.buffer if in_place else (call.key, call.value)
             (k, v), settings = (x[:, :, :len(state)] for x in whole), settings | dict(state=state)
             if view.end < len(state) and view.stop is None:
-                settings["kv_len"] = torch.full(call.query.shape[:1], view.end, device=call.query.device)
+                settings["kv_end"] = torch.full(call.query.shape[:1], view.end, device=call.query.device)
             if kept.q_before is not None: settings["q_before"] = kept.q_before[:, :, j:j + 1]
         q = call.query if call.query.shape[2] == 1 else call.query[:, :, j:j + 1]
         with nullcontext() if self.layers is None else forward.step:  # without hooks no pass has an end
@@ -158,7 +158,7 @@ class Dispatch:
         steps = self.thread.forward.per_step(("queries", old), call, self.layers is None, look)
         for j, (view, streams) in enumerate(steps, old):
             seed = None if streams is None else streams[call.layer]
-            seen = dict(scale=call.options.get("scaling"), kv_start=view.start, kv_len=view.stop)
+            seen = dict(scale=call.options.get("scaling"), kv_start=view.start, kv_end=view.stop)
             if method is not None: out, stats = self.decode_one(method, call, j, view, seen | dict(seed=seed))
             else:
                 q, out = call.query[:, :, j:j + 1], whole[:, j:j + 1].transpose(1, 2)

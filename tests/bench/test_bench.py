@@ -692,7 +692,7 @@ def test_attention_alone_is_asked_as_the_loop_asks_it(tmp_path, monkeypatch):
     methods = {name: generate.with_networks(m, maps) for name, m in generate.generate_methods().items()}
     for kind in {*map(type, methods.values()), Exact}:
         def decode(self, q, k, v, *, whole=kind.decode, **given):
-            asked.append((k.shape[2], given.get("state"), given.get("kv_len")))
+            asked.append((k.shape[2], given.get("state"), given.get("kv_end")))
             return whole(self, q, k, v, **given)
         monkeypatch.setattr(kind, "decode", decode)
     drawn = []

@@ -67,28 +67,28 @@ SHAPES = [
     ("causal is a number", lambda f: f(q, k, causal=1), TypeError, "causal must be a bool, got int"),
     ("kv_start is a list", lambda f: f(q, k, kv_start=[0, 0]), TypeError,
      "kv_start must be an integer tensor of shape [B], got list"),
-    ("kv_len is an int", lambda f: f(q, k, kv_len=40), TypeError,
-     "kv_len must be an integer tensor of shape [B], got int"),
-    ("kv_len is float", lambda f: f(q, k, kv_len=torch.ones(2)), TypeError,
-     "kv_len must be int32 or int64, got torch.float32"),
+    ("kv_end is an int", lambda f: f(q, k, kv_end=40), TypeError,
+     "kv_end must be an integer tensor of shape [B], got int"),
+    ("kv_end is float", lambda f: f(q, k, kv_end=torch.ones(2)), TypeError,
+     "kv_end must be int32 or int64, got torch.float32"),
     ("kv_start is bool", lambda f: f(q, k, kv_start=torch.ones(2).bool()), TypeError,
      "kv_start must be int32 or int64, got torch.bool"),
     ("kv_start too long", lambda f: f(q, k, kv_start=at(0, 0, 0)), ValueError,
      "kv_start must have shape [B] = [2], got [3]"),
-    ("kv_len without axes", lambda f: f(q, k, kv_len=torch.tensor(9)), ValueError,
-     "kv_len must have shape [B] = [2], got []"),
-    ("kv_len on another device", lambda f: f(q, k, kv_len=at(9, 9, device="meta")), ValueError,
-     "kv_len must be on the device of q, cpu, got meta"),
+    ("kv_end without axes", lambda f: f(q, k, kv_end=torch.tensor(9)), ValueError,
+     "kv_end must have shape [B] = [2], got []"),
+    ("kv_end on another device", lambda f: f(q, k, kv_end=at(9, 9, device="meta")), ValueError,
+     "kv_end must be on the device of q, cpu, got meta"),
     ("kv_start negative", lambda f: f(q, k, kv_start=at(0, -1)), ValueError,
-     "got kv_start = -1 and kv_len = 40 in row 1"),
-    ("kv_len beyond N", lambda f: f(q, k, kv_len=at(41, 40)), ValueError,
-     "0 <= kv_start < kv_len <= 40 must hold, got kv_start = 0 and kv_len = 41 in row 0"),
-    ("kv_len = 0 hides everything", lambda f: f(q, k, kv_len=at(0, 40)), ValueError,
-     "got kv_start = 0 and kv_len = 0 in row 0"),
+     "got kv_start = -1 and kv_end = 40 in row 1"),
+    ("kv_end beyond N", lambda f: f(q, k, kv_end=at(41, 40)), ValueError,
+     "0 <= kv_start < kv_end <= 40 must hold, got kv_start = 0 and kv_end = 41 in row 0"),
+    ("kv_end = 0 hides everything", lambda f: f(q, k, kv_end=at(0, 40)), ValueError,
+     "got kv_start = 0 and kv_end = 0 in row 0"),
     ("kv_start = N hides everything", lambda f: f(q, k, kv_start=at(0, 40)), ValueError,
-     "got kv_start = 40 and kv_len = 40 in row 1"),
-    ("kv_start after kv_len", lambda f: f(q, k, kv_start=at(0, 9), kv_len=at(9, 8)), ValueError,
-     "got kv_start = 9 and kv_len = 8 in row 1"),
+     "got kv_start = 40 and kv_end = 40 in row 1"),
+    ("kv_start after kv_end", lambda f: f(q, k, kv_start=at(0, 9), kv_end=at(9, 8)), ValueError,
+     "got kv_start = 9 and kv_end = 8 in row 1"),
     ("a causal query sees nothing", lambda f: f(q, k, causal=True, kv_start=at(0, 38)), ValueError,
      "must leave a key to each of the 3 causal queries, got 2 keys in row 1"),
 ]
@@ -162,7 +162,7 @@ TAKES_BUDGET = [
 BUDGETED = [(f"{who}: {name}", lambda f=f, b=b: f(b), error, f"{argument} {text}")
             for who, f, argument in TAKES_BUDGET for name, b, error, text in BUDGETS]
 
-short = dict(kv_len=at(40, 20))
+short = dict(kv_end=at(40, 20))
 OTHERS = [
     ("v is a number", lambda: attention(q, k, 1.0), TypeError, "v must be a torch.Tensor, got float"),
     ("v in another dtype", lambda: attention(q, k, v.double()), TypeError,
@@ -286,7 +286,7 @@ CALLS = [
     (dict(seed=-1), "seed must lie in"),
     (dict(q=Q * math.nan), "must be finite, got NaN")]
 DECODE_CALLS = [(dict(causal=1), "causal must be a bool, got int"),
-                (dict(kv_len=torch.tensor([45, 44])), "kv_len = 45"),
+                (dict(kv_end=torch.tensor([45, 44])), "kv_end = 45"),
                 (dict(return_stats="yes"), "return_stats must be a bool, got str"), (dict(state=[1]), "state")]
 
 

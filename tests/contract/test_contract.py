@@ -184,8 +184,8 @@ def test_hidden_keys_leave_no_trace(name, kept):
 def test_keys_behind_the_end_leave_no_trace(name):
     method, (q, k, v), stop = direct(name), problem(), torch.tensor([44, 33])
     k_, v_ = (spoilt(x, (1, slice(None), slice(35, None)), (1, 0, 34), (1, 1, 33)) for x in (k, v))
-    together = method.decode(q[:, :, -5:], k_, v_, causal=True, kv_start=START, kv_len=stop, **drawn(method))
-    assert torch.equal(together, method.decode(q[:, :, -5:], k, v, causal=True, kv_start=START, kv_len=stop,
+    together = method.decode(q[:, :, -5:], k_, v_, causal=True, kv_start=START, kv_end=stop, **drawn(method))
+    assert torch.equal(together, method.decode(q[:, :, -5:], k, v, causal=True, kv_start=START, kv_end=stop,
                                                **drawn(method)))
     own = method.decode(q[1:, :, -5:], k[1:, :, 9:33], v[1:, :, 9:33], causal=True, **drawn(method, slice(1, 2)))
     assert_close(together[1:], own, 1e-12)

@@ -25,12 +25,12 @@ def make(batch=2, heads=6, groups=2, queries=3, keys=45, size=16, dtype=torch.fl
     return [torch.randn(s, generator=rng, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def naive(q, k, v, *, causal=False, kv_start=None, kv_len=None, scale=None, weight=None):
+def naive(q, k, v, *, causal=False, kv_start=None, kv_end=None, scale=None, weight=None):
     "Attention with explicit sums over visible keys, a query of a head at a time; `weight` [B, H, Q, N] is Eq. 3's w."
     out = torch.empty(q.shape, dtype=torch.float64)
     for b, h, i in itertools.product(*map(range, q.shape[:3])):
         start = 0 if kv_start is None else int(kv_start[b])
-        stop = k.shape[2] if kv_len is None else int(kv_len[b])
+        stop = k.shape[2] if kv_end is None else int(kv_end[b])
         if causal: stop += i + 1 - q.shape[2]
         g = h * k.shape[1] // q.shape[1]
         e = torch.exp(k[b, g, start:stop].double() @ q[b, h, i].double()
@@ -59,7 +59,7 @@ def test_attention_is_sdpa(heads, groups, queries, keys, size, dtype, rtol):
 def test_masks(causal, start, length, int_type):
     q, k, v = make()
     masks = dict(causal=causal, kv_start=None if start is None else torch.tensor(start, dtype=int_type),
-                 kv_len=None if length is None else torch.tensor(length, dtype=int_type))
+                 kv_end=None if length is None else torch.tensor(length, dtype=int_type))
     want = naive(q, k, v, **masks)
     assert_close(attention(q, k, v, **masks), want, 1e-13)
     assert_close(attention_weights(q, k, **masks).unflatten(1, (2, 3)) @ v[:, :, None],
@@ -72,17 +72,17 @@ def test_places_among_the_keys_beside_masks(places):
     "A query sees no key behind its place, and none behind the valid keys."
     q, k, v = make()
     places, start, stop = torch.tensor(places), torch.tensor([0, 7]), torch.tensor([42, 20])
-    out = attention(q, k, v, positions=places, kv_start=start, kv_len=stop)
-    scores = attention_scores(q, k, positions=places, kv_start=start, kv_len=stop)
+    out = attention(q, k, v, positions=places, kv_start=start, kv_end=stop)
+    scores = attention_scores(q, k, positions=places, kv_start=start, kv_end=stop)
     for i, place in enumerate(places.expand(2, 3).T):
         seen = torch.minimum(place + 1, stop)
-        assert_close(out[:, :, [i]], naive(q[:, :, [i]], k, v, kv_start=start, kv_len=seen), 1e-13)
+        assert_close(out[:, :, [i]], naive(q[:, :, [i]], k, v, kv_start=start, kv_end=seen), 1e-13)
         assert torch.equal(scores[:, 0, i].isfinite().sum(-1), seen - start)
 
 
 def test_rows_outside_start_and_len_are_never_used():
     q, k, v = make()
-    masks = dict(kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([45, 20]))
+    masks = dict(kv_start=torch.tensor([0, 7]), kv_end=torch.tensor([45, 20]))
     want = {m: m.decode(q, k, v, seed=0, causal=True, **masks) for m in METHODS}
     k[1, :, :7], k[1, :, 20:], v[1, :, :7], v[1, :, 20:] = math.nan, math.inf, math.nan, math.inf
     for method in METHODS:
@@ -162,7 +162,7 @@ def test_empty_state_is_neutral_to_the_last_bit(a):
        st.integers(34, 45))
 def test_any_parts_in_any_order_are_the_whole(cuts, random, causal, start, length):
     q, k, v = make()
-    masks = dict(causal=causal, kv_start=torch.tensor([0, start]), kv_len=torch.tensor([length, 45]))
+    masks = dict(causal=causal, kv_start=torch.tensor([0, start]), kv_end=torch.tensor([length, 45]))
     edges = [0, *sorted(cuts), 45]
     states = [partial_attention(q, k, v, begin=a, stop=b, **masks) for a, b in itertools.pairwise(edges)]
     while len(states) > 1:
@@ -223,7 +223,7 @@ def test_numerator_and_denominator_are_unbiased_for_unequal_probabilities():
 def test_streaming_keeps_ends():
     q, k, _ = make()
     kept = select_sinks_window(q, k, sinks=2, window=3, causal=True, kv_start=torch.tensor([0, 7]),
-                               kv_len=torch.tensor([45, 20])).dense(45)
+                               kv_end=torch.tensor([45, 20])).dense(45)
     assert kept[0, 5, 2].nonzero().flatten().tolist() == [0, 1, 42, 43, 44]
     assert kept[0, 0, 0].nonzero().flatten().tolist() == [0, 1, 40, 41, 42]
     assert kept[1, 3, 1].nonzero().flatten().tolist() == [7, 8, 16, 17, 18]
@@ -266,7 +266,7 @@ def test_a_block_of_queries_is_its_rows_one_by_one(method):
     q, k, v = make(queries=5)
     out = method.decode(q, k, v, causal=True, kv_start=torch.tensor([0, 9]))
     for i in range(5):
-        row = method.decode(q[:, :, i:i + 1], k, v, kv_start=torch.tensor([0, 9]), kv_len=torch.full((2,), 41 + i))
+        row = method.decode(q[:, :, i:i + 1], k, v, kv_start=torch.tensor([0, 9]), kv_end=torch.full((2,), 41 + i))
         assert_close(out[:, :, i:i + 1], row, 1e-13)
 
 
@@ -492,7 +492,7 @@ def test_a_prompt_on_a_gpu(method):
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_gpu_gives_the_same_and_is_never_waited_for(method):
     "TopP is the exception to the second half, as its documentation says: its number of slots depends on the scores."
-    masks = dict(kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([45, 20]))
+    masks = dict(kv_start=torch.tensor([0, 7]), kv_end=torch.tensor([45, 20]))
     inputs = make()
     want = method.decode(*inputs, seed=7, causal=True, **masks)
     inputs, masks, seed = ([x.cuda() for x in inputs], {name: x.cuda() for name, x in masks.items()},

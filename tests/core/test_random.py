@@ -189,7 +189,7 @@ def test_heads_queries_steps_layers_and_seeds_are_independent():
 def test_sequences_of_a_batch_draw_among_their_own_keys():
     q, k = torch.zeros(2, 1, 4000, 1), torch.zeros(2, 1, 60, 1)
     selection = select_uniform(q, k, samples=0.25, seed=0, kv_start=torch.tensor([0, 20]),
-                               kv_len=torch.tensor([60, 50]))
+                               kv_end=torch.tensor([60, 50]))
     assert selection.budget[:, 0, 0].tolist() == [15, 8]
     assert selection.weight[0].unique().tolist() == [4.0] and selection.weight[1].unique().tolist() == [0.0, 3.75]
     kept = (selection.dense(60) > 0).double().sum((1, 2))
@@ -220,14 +220,14 @@ def test_parts_of_a_batch_draw_as_in_the_whole():
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, heads, n, 8, generator=rng) for heads, n in ((6, 2), (3, 50), (3, 50)))
     start, stop, seeds, method = torch.tensor([0, 9, 20]), torch.tensor([50, 41, 50]), of_heads(11, 3, 6), Uniform(0.3)
-    whole = method.decode(q, k, v, seed=11, kv_start=start, kv_len=stop)
-    assert torch.equal(whole, method.decode(q, k, v, seed=seeds, kv_start=start, kv_len=stop))
+    whole = method.decode(q, k, v, seed=11, kv_start=start, kv_end=stop)
+    assert torch.equal(whole, method.decode(q, k, v, seed=seeds, kv_start=start, kv_end=stop))
     alone = method.select(q[1:2], k[1:2, :, 9:41], seed=seeds[1:2])
     assert torch.equal(alone.index + 9, method.select(q, k, seed=11, kv_start=start,
-                                                      kv_len=stop).index[1:2, ..., :alone.index.shape[-1]])
+                                                      kv_end=stop).index[1:2, ..., :alone.index.shape[-1]])
     # the second of three processes
-    heads = method.select(q[:, 2:4], k[:, 1:2], seed=seeds[:, 2:4], kv_start=start, kv_len=stop)
-    assert torch.equal(heads.index, method.select(q, k, seed=11, kv_start=start, kv_len=stop).index[:, 2:4])
+    heads = method.select(q[:, 2:4], k[:, 1:2], seed=seeds[:, 2:4], kv_start=start, kv_end=stop)
+    assert torch.equal(heads.index, method.select(q, k, seed=11, kv_start=start, kv_end=stop).index[:, 2:4])
 
 
 @pytest.mark.parametrize("seed, error, message",

@@ -263,7 +263,7 @@ class KeepsBefore(KeepsRows):
     def new_state(self): return Before()
     def decode(self, q, k, v, *, state=None, q_before=None, **kwargs):
         assert state.rows.shape[:2] == k.shape[:2] and 0 < len(state) <= k.shape[2]
-        stop = torch.full((len(q),), len(state)) if kwargs["kv_len"] is None else kwargs["kv_len"]
+        stop = torch.full((len(q),), len(state)) if kwargs["kv_end"] is None else kwargs["kv_end"]
         own = state.rows[torch.arange(len(q)), :, stop - 1][:, :, None]  # of the query's own place
         assert (torch.equal(state.split(own, k.shape[3])[3], by_group(q_before, k.shape[1]))
                 and torch.equal(state.split(own, k.shape[3])[2], by_group(q, k.shape[1])))

@@ -156,7 +156,7 @@ def one_step(method, monkeypatch):
         with ExitStack() as stack:
             for mode in modes: stack.enter_context(mode)
             if state is not None: state.put(k, v, at, **heard)
-            method.decode(asked, k, v, kv_start=start, kv_len=end, seed=seed, **own)
+            method.decode(asked, k, v, kv_start=start, kv_end=end, seed=seed, **own)
 
 PACKED = [TopK(budget=0.3), Quest(budget=0.3, page=4), MagicPIG(bits=4, tables=8, sinks=2, window=4),
           VAttention(sinks=2, window=4, topk=4, base=4, eps=0.5, delta=0.5), SketchWalk(4, 0.4, dense_layers=0),

@@ -33,14 +33,14 @@ def problem(B, G, R, Q, N, D, dtype=FP64, *, layout="plain", ragged=False, seed=
     stop = torch.tensor([N - b * (Q // 4) for b in range(B)], dtype=torch.int32, device=DEVICE)
     for x in (k, v):
         for b in range(B): x[b, :, :start[b]] = x[b, :, stop[b]:] = math.nan
-    return (q, k, v), dict(kv_start=start, kv_len=stop)
+    return (q, k, v), dict(kv_start=start, kv_end=stop)
 
 
 def padded(dtype):
     "q, k, v of five sequences, three of which are padding alone; what is hidden is NaN."
     (q, k, v), _ = problem(5, 1, 2, 40, 70, 16, dtype)
     masks = dict(kv_start=torch.tensor([0, 70, 200, 9, 50], device=DEVICE),
-                 kv_len=torch.tensor([70, 70, 70, 9, 66], device=DEVICE))
+                 kv_end=torch.tensor([70, 70, 70, 9, 66], device=DEVICE))
     for b, (start, stop) in enumerate(zip(*(x.tolist() for x in masks.values()))):
         for x in (k, v): x[b, :, :start] = x[b, :, stop:] = math.nan
     return (q, k, v), masks
@@ -64,11 +64,11 @@ def gapped(ends, N):
     return p, pairs(p, len(gap), False)
 
 
-def bounds(B, Q, N, causal, kv_start=None, kv_len=None):
+def bounds(B, Q, N, causal, kv_start=None, kv_end=None):
     "Which keys each query may see [B, 1, Q, N]."
     i = torch.arange(N, device=DEVICE)
     start, stop = (torch.as_tensor(d if x is None else x, device=DEVICE).expand(B).view(B, 1, 1, 1).long()
-                   for x, d in ((kv_start, 0), (kv_len, N)))
+                   for x, d in ((kv_start, 0), (kv_end, N)))
     last = stop - Q + torch.arange(Q, device=DEVICE).view(-1, 1) if causal else stop - 1
     return ((i >= start) & (i < stop) & (i <= last)).expand(B, 1, Q, N)
 
@@ -201,7 +201,7 @@ if not INTERPRETED:
 
     def test_selected_keys_agree():
         (q, k, v), masks = problem(2, 2, 2, 60, 90, 8)
-        masks = dict(kv_start=torch.tensor([0, 20]), kv_len=torch.tensor([90, 85]))
+        masks = dict(kv_start=torch.tensor([0, 20]), kv_end=torch.tensor([90, 85]))
         state = weighted_state(q, k, v, select_sinks_window(q, k, sinks=3, window=9, causal=True, **masks))
         got = streaming_prefill(q, k, v, sinks=3, window=9, return_lse=True, **masks)
         check(got, (state.output(), state.m + state.l.log()))
@@ -304,17 +304,17 @@ if not INTERPRETED:
          ValueError, "scale must be positive and finite, got 0.0"),
         (lambda: block_attention(**good, pattern=whole, kv_start=torch.tensor([-1])),
          ValueError, "kv_start must not be negative, got -1"),
-        (lambda: streaming_prefill(**good, kv_len=torch.tensor([-1])),
-         ValueError, "kv_len must not be negative, got -1"),
-        (lambda: sinks_window_pattern(good["q"], good["k"], kv_len=torch.tensor([51])),
-         ValueError, "kv_len must be at most N = 50, got 51"),
+        (lambda: streaming_prefill(**good, kv_end=torch.tensor([-1])),
+         ValueError, "kv_end must not be negative, got -1"),
+        (lambda: sinks_window_pattern(good["q"], good["k"], kv_end=torch.tensor([51])),
+         ValueError, "kv_end must be at most N = 50, got 51"),
         (lambda: block_attention(**(good | dict(k=good["k"] * math.nan)), pattern=whole),
          ValueError, "the scores of q and k must be finite"),
         (lambda: streaming_prefill(**good, sinks=-1), ValueError, "sinks must be at least 0, got -1"),
         (lambda: streaming_prefill(**good, window=0), ValueError, "window must be at least 1, got 0"),
         (lambda: streaming_prefill(**good, window=0.5), TypeError, "window must be an int, got float"),
-        (lambda: streaming_prefill(**good, kv_len=torch.tensor([0.5])),
-         TypeError, "kv_len must be int32 or int64, got torch.float32"),
+        (lambda: streaming_prefill(**good, kv_end=torch.tensor([0.5])),
+         TypeError, "kv_end must be int32 or int64, got torch.float32"),
         (lambda: streaming_prefill(**(good | dict(q=good["q"][:, :3]))),
          ValueError, "q must have a multiple of the heads of k, 2, got 3"),
         (lambda: streaming_prefill(**(good | dict(k=good["k"][:, :, :30], v=good["v"][:, :, :30]))),
@@ -451,7 +451,7 @@ def test_kernel_compiles_into_one_graph():
     (q, k, v), masks = problem(2, 1, 2, 40, 70, 16, BF16, ragged=True)
     p = lists(2, 1, 40, 70, 32, 32)
     def step(q, k, v, start, stop):
-        keep = dict(kv_start=start, kv_len=stop, return_lse=True, backend="triton")
+        keep = dict(kv_start=start, kv_end=stop, return_lse=True, backend="triton")
         return *block_attention(q, k, v, p, **keep), *streaming_prefill(q, k, v, sinks=2, window=9, **keep)
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
@@ -473,7 +473,7 @@ if GPU:
     @pytest.mark.parametrize("by", ["blocks", "streaming"])
     def test_graph_without_a_wait(by):
         (q, k, v), masks = problem(2, 2, 4, 1000, 2000, 128, BF16)
-        masks = dict(kv_start=torch.tensor([0, 7], device=DEVICE), kv_len=torch.tensor([2000, 1990], device=DEVICE))
+        masks = dict(kv_start=torch.tensor([0, 7], device=DEVICE), kv_end=torch.tensor([2000, 1990], device=DEVICE))
         mask = torch.rand(2, 2, 8, 16, device=DEVICE)
         def call():
             if by == "streaming": return streaming_prefill(q, k, v, sinks=4, window=300, **masks)

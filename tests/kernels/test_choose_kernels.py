@@ -329,7 +329,7 @@ def problem(B, G, R, N, D, dtype, ragged=False, seed=0):
     start, stop = bounds(B, N, ragged)
     if not ragged: return q, k, {}
     for b in range(B): k[b, :, :start[b]] = k[b, :, stop[b]:] = 1e4
-    return q, k, dict(kv_start=start, kv_len=stop)
+    return q, k, dict(kv_start=start, kv_end=stop)
 
 
 METHODS = {"quest": lambda budget, i: Quest(budget, (16, 5, 64)[i]),
@@ -387,7 +387,7 @@ def test_keys_as_they_lie(layout, D):
     q, k = new(2, D, 6).transpose(1, 2)[:, :, None], LAYOUTS[layout](2, 2, 150, D, new)
     start, stop = bounds(2, 150, True)
     for budget in (9, 0.2):
-        for scale in (None, 0.3): check_method(TopK(budget), q, k, kv_start=start, kv_len=stop, scale=scale)
+        for scale in (None, 0.3): check_method(TopK(budget), q, k, kv_start=start, kv_end=stop, scale=scale)
 
 
 @kernel
@@ -440,7 +440,7 @@ def test_signatures_are_counted(R, shared, ragged):
         for b in range(B): state.rows[b, :, first[b]], state.rows[b, :, end[b] - 1] = own[b, :, None], ~own[b, :, None]
         want = METHODS["hash"](0.2, 0).priorities(q, state)[:, :, 0].unflatten(1, (lists, -1)).sum(2).to(torch.int16)
     kernels, own, factor = asked_by("hash", None, G * R, G, D)
-    place, most = Place(N, masks.get("kv_start"), masks.get("kv_len")), 32 * R if shared else 32
+    place, most = Place(N, masks.get("kv_start"), masks.get("kv_end")), 32 * R if shared else 32
     def told():
         scores, counts = kernels.score(q, state.rows, own, factor, 0.2, place, Tiles(**SMALL), shared=shared)
         return scores, *counts
@@ -463,7 +463,7 @@ def test_one_list_for_a_group(name, R, D, ragged):
     state = None if name == "keys" else chosen_state(method, q, k, **masks)
     rows, unit, begin = (k if name == "keys" else state.rows), getattr(method, "page", 1), getattr(state, "begin", None)
     kernels, own, factor = asked_by(name, state, G * R, G, D)
-    place = Place(N, masks.get("kv_start"), masks.get("kv_len"), begin if name == "quest" else None, unit)
+    place = Place(N, masks.get("kv_start"), masks.get("kv_end"), begin if name == "quest" else None, unit)
     each, _ = kernels.score(q, rows, own, factor, 0.2, place, Tiles(**SMALL))
     whole = poisoned(lambda: kernels.score(q, rows, own, factor, 0.2, place, Tiles(**SMALL), shared=True)[:1])[0]
     first, end = (x[:, 0, 0] for x in visible_range(q, k, **masks))
@@ -498,7 +498,7 @@ def test_marks_beside_the_scores_are_those_of_the_scores(name, R, shared, ragged
     method = Quest(budget, page=unit) if name == "quest" else METHODS[name](budget, 0)
     state = chosen_state(method, q, k, **masks)
     kernels, own, factor = asked_by(name, state, G * R, G, 64)
-    place = Place(N, masks.get("kv_start"), masks.get("kv_len"), state.begin if name == "quest" else None, unit)
+    place = Place(N, masks.get("kv_start"), masks.get("kv_end"), state.begin if name == "quest" else None, unit)
     part, share = _bits_of(budget)
     for size in (32, 256):
         told = partial(kernels.score, q, state.rows, own, factor, budget, place, Tiles(sample=size), shared=shared)
@@ -614,7 +614,7 @@ def test_a_page_that_a_query_sees_in_part(method):
     for b, end in enumerate((122, 115)): k[b, :, end:] *= 10
     state, stop = method.build(k), torch.tensor([122, 115], device=DEVICE)
     with served_by(True, q, k):
-        got, out = method.select(q, k, state=state, kv_len=stop), method.decode(q, k, v, state=state, kv_len=stop)
+        got, out = method.select(q, k, state=state, kv_end=stop), method.decode(q, k, v, state=state, kv_end=stop)
         for b, end in enumerate(stop.tolist()):
             alone = [x[b:b + 1] for x in (q, k[:, :, :end], v[:, :, :end])]
             assert torch.equal(got.dense(130)[b, ..., :end], method.select(*alone[:2]).dense(end)[0])
@@ -746,7 +746,7 @@ def test_collisions(case, monkeypatch):
     if case["fixed"]:
         state.fix(len(state) + 10)
         k = torch.cat([k, torch.full_like(k[:, :, :10], math.nan)], 2)
-        masks = dict(kv_len=torch.full((2,), k.shape[2] - 10, device=DEVICE)) | masks
+        masks = dict(kv_end=torch.full((2,), k.shape[2] - 10, device=DEVICE)) | masks
         monkeypatch.setattr("sparse_nb.core.index.on_cpu_eagerly", lambda x: False)
     with served_by(True, q, k): got = poisoned(lambda: method.select(q, k, state=state, **masks))
     with served_by(False, q, k) as patch:
@@ -804,7 +804,7 @@ def test_one_graph_of_collisions(monkeypatch):
         monkeypatch.setattr(f"sparse_nb.core.{module}.on_cpu_eagerly", lambda x: False)
     state, stop = method.build(k[:, :, :50]), torch.tensor([60], device=DEVICE)
     state.fix(70)
-    select = lambda q, k: method.select(q, k, state=state, kv_len=stop)
+    select = lambda q, k: method.select(q, k, state=state, kv_end=stop)
     want, got = select(q, k), torch.compile(select, fullgraph=True, backend="aot_eager")(q, k)
     assert torch.equal(got.index, want.index) and torch.equal(got.weight, want.weight)
 
@@ -853,7 +853,7 @@ def one_step(name, shared, k, shown, known, setting):
     start, stop, at = (torch.full((n,), x, device=DEVICE) for n, x in ((len(k), 5), (len(k), known + 1), (1, known)))
     def step():
         if state is not None: state.put(k, k, at)
-        method.decode(q, k, k, kv_start=start, kv_len=stop, **own)
+        method.decode(q, k, k, kv_start=start, kv_end=stop, **own)
     return step, Counter(map(named, (*OF_A_STEP[name], *ATTEND)))
 
 
@@ -883,7 +883,7 @@ def test_one_graph_of_a_choice(name, monkeypatch):
     monkeypatch.setattr(selection, "has_kernels", lambda q: True)
     method, stop = ALL[name](0.3, 0), torch.tensor([60], device=DEVICE)
     own = dict(state=method.build(k)) if name in METHODS else {}
-    select = lambda q, k: method.select(q, k, **own, kv_len=stop)
+    select = lambda q, k: method.select(q, k, **own, kv_end=stop)
     want = select(q, k)
     got = torch.compile(select, fullgraph=True, backend="aot_eager")(q, k)
     assert torch.equal(got.index, want.index) and torch.equal(got.weight, want.weight)
@@ -961,7 +961,7 @@ if GPU:
         method, state, q, k, v = served(name)
         stop = torch.tensor([1500], device=DEVICE)
         own = {} if state is None else dict(state=state)
-        step = lambda: method.decode(q, k, v, **own, kv_len=stop)
+        step = lambda: method.decode(q, k, v, **own, kv_end=stop)
         want = step()
         torch.cuda.set_sync_debug_mode("error")
         try: step()

@@ -31,7 +31,7 @@ def problem(B, G, R, N, D, dtype=BF16, *, layout="plain", spans=None, seed=0):
     for x in (k, v):
         for b, (start, stop) in enumerate(spans): x[b, :, :start] = x[b, :, stop:] = math.nan
     start, stop = torch.tensor(spans, device=DEVICE).T
-    return (q, k, v), dict(kv_start=start.contiguous(), kv_len=stop.to(torch.int32))
+    return (q, k, v), dict(kv_start=start.contiguous(), kv_end=stop.to(torch.int32))
 
 
 def check(got, q, k, v, masks, scale=None):
@@ -128,13 +128,13 @@ def test_bounds_that_repeat_one_number():
     (q, k, v), _ = problem(3, 2, 4, 200, 64)
     start, stop = torch.tensor([5], device=DEVICE).expand(3), torch.tensor([90, 0, 90, 0, 90], device=DEVICE)[::2]
     for x in (k, v): x[:, :, :5], x[:, :, 90:] = math.nan, math.nan
-    check(attend_all(q, k, v, kv_start=start, kv_len=stop), q, k, v, dict(kv_start=start, kv_len=stop))
+    check(attend_all(q, k, v, kv_start=start, kv_end=stop), q, k, v, dict(kv_start=start, kv_end=stop))
 
 @kernel
 def test_kernel_lengths_beyond_the_buffer():
     (q, k, v), _ = problem(2, 1, 2, 50, 16, FP32)
-    far = dict(kv_start=torch.tensor([-3, 10], device=DEVICE), kv_len=torch.tensor([50, 10**6], device=DEVICE))
-    near = dict(kv_start=torch.tensor([0, 10], device=DEVICE), kv_len=torch.tensor([50, 50], device=DEVICE))
+    far = dict(kv_start=torch.tensor([-3, 10], device=DEVICE), kv_end=torch.tensor([50, 10**6], device=DEVICE))
+    near = dict(kv_start=torch.tensor([0, 10], device=DEVICE), kv_end=torch.tensor([50, 50], device=DEVICE))
     assert torch.equal(attend_all(q, k, v, **far), attend_all(q, k, v, **near))
 
 
@@ -147,7 +147,7 @@ def check_window(run, q, k, v, masks, sinks, window, scale=None):
     """
     shape, wide = q.shape, [x.double().nan_to_num(0) for x in (q, k, v)]
     start, stop = (torch.full(shape[:1], x) if (m := masks.get(name)) is None else m.long().cpu()
-                   for name, x in (("kv_start", 0), ("kv_len", k.shape[2])))
+                   for name, x in (("kv_start", 0), ("kv_end", k.shape[2])))
     seen = (stop > start).to(q.device)
     some = {name: x if x is None else x[seen] for name, x in masks.items()}
     chosen = select_sinks_window(wide[0][seen], wide[1][seen], sinks=sinks, window=window, **some)
@@ -218,7 +218,7 @@ def test_kernel_window_has_as_many_keys_as_the_list(share):
     lengths = torch.tensor([1, 2, 3, 10, 20, 30, 99, 100, 101, 180, 200], device=DEVICE)
     (q, k, v), _ = problem(len(lengths), 1, 1, 200, 16, FP32)
     def run(k, v): return launch(q, k, v, None, None, lengths, Tiles(64, 4, 2, 4, 0), False, sinks=1, window=share)
-    check_window(run, q, k, v, dict(kv_len=lengths), 1, share)
+    check_window(run, q, k, v, dict(kv_end=lengths), 1, share)
 
 
 @kernel
@@ -253,7 +253,7 @@ def test_kernel_window_compiles_into_one_graph():
     x, masks = problem(3, 1, 2, 70, 16, spans=[(0, 70), (69, 70), (3, 20)])
     for window in (8, 0.3):
         def step(q, k, v, start, stop):
-            return window_attention(q, k, v, window=window, kv_start=start, kv_len=stop, backend="triton")
+            return window_attention(q, k, v, window=window, kv_start=start, kv_end=stop, backend="triton")
         torch.compiler.reset()
         compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
         assert torch.equal(compiled(*x, *masks.values()), step(*x, *masks.values()))
@@ -267,7 +267,7 @@ def test_kernel_scores_that_are_no_numbers():
     k[2, :, 70, 0], k[3, :, 99, 0] = math.inf, math.nan
     v[4, :, 50] = math.inf
     stop = torch.tensor([100, 100, 100, 100, 100, 0], device=DEVICE)
-    got = attend_all(q, k, v, kv_len=stop)
+    got = attend_all(q, k, v, kv_end=stop)
     hidden = torch.ones(100, dtype=torch.bool, device=DEVICE)
     hidden[10:40] = False
     check(got[:1], q[:1], k[:1, :, hidden], v[:1, :, hidden], {})
@@ -288,7 +288,7 @@ def test_kernel_huge_scores(columns):
 @kernel
 def test_kernel_compiles_into_one_graph():
     x, masks = problem(3, 1, 2, 70, 16, spans=[(0, 70), (69, 70), (3, 20)])
-    def step(q, k, v, start, stop): return full_attention(q, k, v, kv_start=start, kv_len=stop, backend="triton")
+    def step(q, k, v, start, stop): return full_attention(q, k, v, kv_start=start, kv_end=stop, backend="triton")
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
     assert torch.equal(compiled(*x, *masks.values()), step(*x, *masks.values()))
@@ -323,7 +323,7 @@ if GPU:
     def test_long(N, G, R):
         x, _ = problem(1, G, R, N, 128, BF16)
         check(Exact().decode(*x), *x, {})
-        masks = dict(kv_len=torch.tensor([N // 3], device=DEVICE))
+        masks = dict(kv_end=torch.tensor([N // 3], device=DEVICE))
         check(Exact().decode(*x, **masks), *x, masks)
 
     @pytest.mark.gpu
@@ -332,7 +332,7 @@ if GPU:
         from sparse_nb.bench import captured
         x, _ = problem(2, 8, 4, 20000, 128, BF16)
         start, stop = torch.tensor([0, 7], device=DEVICE), torch.tensor([1, 30], device=DEVICE)
-        call = lambda: method.decode(*x, kv_start=start, kv_len=stop)
+        call = lambda: method.decode(*x, kv_start=start, kv_end=stop)
         call()
         torch.cuda.set_sync_debug_mode("error")
         try: call()
@@ -342,7 +342,7 @@ if GPU:
             stop.copy_(torch.tensor([n, max(8, n // 2)]))
             out.fill_(math.nan)
             replay()
-            masks = dict(kv_start=start, kv_len=stop)
+            masks = dict(kv_start=start, kv_end=stop)
             want = Method.decode(method, *(y.double() for y in x), **masks)
             assert_close(out, want, TOLERANCE[BF16])
             assert torch.equal(out, call())
@@ -351,7 +351,7 @@ if GPU:
     @pytest.mark.parametrize("N, sinks, window", [(131072, 4, 0.1), (131072, 1000, 20000), (5000, 4, 64)])
     def test_long_window(N, sinks, window):
         (q, k, v), _ = problem(1, 8, 4, N, 128, BF16)
-        masks, method = dict(kv_len=torch.tensor([N - 77], device=DEVICE)), Streaming(sinks, window)
+        masks, method = dict(kv_end=torch.tensor([N - 77], device=DEVICE)), Streaming(sinks, window)
         check_window(lambda k, v: method.decode(q, k, v, **masks), q, k, v, masks, sinks, window)
 
     @pytest.mark.gpu
@@ -392,7 +392,7 @@ if not INTERPRETED:
         out, stats = Exact().decode(*x, seed=0, return_stats=True, **masks)
         assert torch.equal(out, attention(*x, **masks))
         assert stats.values_read[:, 0, 0].tolist() == [40, 22]
-        with pytest.raises(ValueError, match="kv_start < kv_len"): Exact().decode(*x, kv_len=torch.tensor([0, 40]))
+        with pytest.raises(ValueError, match="kv_start < kv_end"): Exact().decode(*x, kv_end=torch.tensor([0, 40]))
         with pytest.raises(ValueError, match="seed must lie in"): Exact().decode(*x, seed=-1)
 
     @pytest.mark.skipif(not TRITON, reason="needs Triton")

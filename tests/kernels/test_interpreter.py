@@ -37,7 +37,7 @@ def before_and_after():
     stop = torch.tensor([70, 41], dtype=torch.int32)
     run = lambda: [mixture(kind) for kind in (torch.float16, torch.float32)] + [
         x for scheme in ("systematic", "proportional")
-        for x in decode(q, k, v, samples=8, scheme=scheme, tile=16, seed=3, kv_len=stop, return_index=True)]
+        for x in decode(q, k, v, samples=8, scheme=scheme, tile=16, seed=3, kv_end=stop, return_index=True)]
     plain = run()
     interpreter.patch()
     return [torch.equal(a, b) for a, b in zip(plain, run())]

@@ -678,7 +678,7 @@ def test_launches_go_to_the_device_of_the_tensors():
 def test_graph_replay_with_a_new_seed_and_length(scheme):
     p, seed = problem(2, 2, 4, 1000, 64, BF16), torch.tensor(0, device=DEVICE)
     start, stop = torch.tensor([0, 10], device=DEVICE), torch.tensor([1000, 900], dtype=torch.int32, device=DEVICE)
-    call = lambda: decode(p.q, p.k, p.v, samples=64, scheme=scheme, seed=seed, kv_start=start, kv_len=stop)
+    call = lambda: decode(p.q, p.k, p.v, samples=64, scheme=scheme, seed=seed, kv_start=start, kv_end=stop)
     replay, out = captured(call)
     seen = []
     for step in range(4):
@@ -689,7 +689,7 @@ def test_graph_replay_with_a_new_seed_and_length(scheme):
         torch.cuda.synchronize()
         assert torch.equal(out, call())
         assert torch.equal(out, decode(p.q, p.k, p.v, samples=64, scheme=scheme, seed=2**40 * step + step,
-                                       kv_start=start, kv_len=stop))
+                                       kv_start=start, kv_end=stop))
         audit(p._replace(start=start, stop=stop), *drawn(p._replace(start=start, stop=stop), samples=64, scheme=scheme,
                                                          seed=seed), samples=64, scheme=scheme, seed=seed, flips=0.05)
         seen.append(out.clone())
@@ -701,7 +701,7 @@ def test_graph_replay_with_a_new_seed_and_length(scheme):
 def test_compiles_into_one_graph(scheme):
     p = problem(2, 1, 4, sizes(1000, 40), 16, BF16, ragged=True)
     def step(q, k, v, seed, start, stop):
-        return 2 * santa_decode(q, k, v, samples=16, scheme=scheme, seed=seed, kv_start=start, kv_len=stop,
+        return 2 * santa_decode(q, k, v, samples=16, scheme=scheme, seed=seed, kv_start=start, kv_end=stop,
                                 backend="triton")
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend=sizes("inductor", "eager"))
@@ -1433,7 +1433,7 @@ def test_vattention_in_a_graph():
     p, seed = problem(2, 2, 4, 3000, 128, BF16), torch.tensor(0, device=DEVICE)
     codes, maps, stop, settings = random_codes(2, 2, 3000), networks(8, 128, 64), torch.tensor([3000, 2500],
         device=DEVICE), settings_of(STEP)
-    call = lambda: steps.decode(p.q, p.k, p.v, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_len=stop).out
+    call = lambda: steps.decode(p.q, p.k, p.v, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_end=stop).out
     replay, out = captured(call)
     for step in range(3):
         seed.fill_(2**40 * step + 3)
@@ -1443,7 +1443,7 @@ def test_vattention_in_a_graph():
         torch.cuda.synchronize()
         assert torch.equal(out, call())
     host = [pinned(x) for x in (p.k, p.v)]
-    assert torch.equal(steps.decode(p.q, *host, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_len=stop).out,
+    assert torch.equal(steps.decode(p.q, *host, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_end=stop).out,
                        call())
     for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1),
                    vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(), share=False)):
@@ -1480,7 +1480,7 @@ def reweighted_mean(p, scored, index):
     row, group = torch.arange(len(p.q), device=DEVICE).view(-1, 1, 1), torch.arange(p.q.shape[1], device=DEVICE)
     values = p.v[row, (group // (p.q.shape[1] // p.k.shape[1])).view(-1, 1), i[:, :, 0]].double()
     weight = (exact - by).softmax(-1)
-    assert not p.masks["kv_len"] is None or weight.max() > 1.05 / i.shape[-1]  # the index is coarse enough to be seen
+    assert not p.masks["kv_end"] is None or weight.max() > 1.05 / i.shape[-1]  # the index is coarse enough to be seen
     return weight @ values
 
 
@@ -1560,7 +1560,7 @@ def test_public_call_with_keys_of_eight_bits(keys):
 def test_keys_of_eight_bits_compile_into_one_graph(keys):
     p, state, _ = with_bytes(problem(2, 1, 4, sizes(1000, 40), 16, BF16, ragged=True))
     def step(q, k, v, seed, start, stop):
-        return 2 * santa_decode(q, k, v, samples=16, seed=seed, kv_start=start, kv_len=stop, backend="triton",
+        return 2 * santa_decode(q, k, v, samples=16, seed=seed, kv_start=start, kv_end=stop, backend="triton",
                                 keys=keys, state=state)
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend=sizes("inductor", "eager"))
@@ -1597,7 +1597,7 @@ def test_bytes_of_a_new_key_by_one_launch(dtype, D):
 def test_keys_of_eight_bits_in_a_graph_and_in_host_memory(keys):
     p, state, scored = with_bytes(problem(2, 2, 4, 1000, 64, BF16))
     seed, stop = torch.tensor(0, device=DEVICE), torch.tensor([1000, 900], dtype=torch.int32, device=DEVICE)
-    how = dict(samples=64, seed=seed, kv_len=stop, codes=state.rows, units=state.unit, rescore=keys == "rescored")
+    how = dict(samples=64, seed=seed, kv_end=stop, codes=state.rows, units=state.unit, rescore=keys == "rescored")
     call = lambda: decode(p.q, p.k, p.v, **how)
     replay, out = captured(call)
     for step in range(3):

@@ -32,7 +32,7 @@ class Clustered(NamedTuple):
     C: int
 
     @property
-    def masks(self): return dict(kv_start=self.start, kv_len=self.stop)
+    def masks(self): return dict(kv_start=self.start, kv_end=self.stop)
 
 
 def problem(B, G, R, N, D, dtype, *, C=8, layout="plain", ragged=False, sinks=2, near=20, spread=1.0, seed=0):
@@ -343,7 +343,7 @@ def test_sums_in_place_go_on_by_kernels(monkeypatch):
             state.put(p.k, p.v, end[:1] - 1)
             with monkeypatch.context() as patch:
                 for module in (partition, states, step): patch.setattr(module, "has_kernels", lambda q: kernels)
-                outs.append(s.decode(p.q, p.k, p.v, state=state, kv_len=end))
+                outs.append(s.decode(p.q, p.k, p.v, state=state, kv_end=end))
             end = end + 1
     for got, want in zip(outs[:4], outs[4:]): assert_close(got, want, rtol=TOLERANCE[FP32])
 
@@ -377,7 +377,7 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
     from sparse_nb.saap import saap_decode
     p = problem(2, 2, 2, 190, 16, FP32, ragged=ragged)
     k, v, fit = p.k.nan_to_num(), p.v.nan_to_num(), torch.randn(2, 8, 16, device=DEVICE)
-    masks = lambda n: dict(p.masks, kv_len=None if p.stop is None else (p.stop - 190 + n).clamp(max=n))
+    masks = lambda n: dict(p.masks, kv_end=None if p.stop is None else (p.stop - 190 + n).clamp(max=n))
     def both(window, n, row=slice(None), **kw):
         fresh = Partition(8, "spherical", 0, 0, False, fit)
         fresh.append(k[row, :, :n], v[row, :, :n])
@@ -466,7 +466,7 @@ def test_lists_of_a_fixed_length_stay_where_they_are():
         "Key n, and a step whose lists were made at key number `built`"
         for x, y in zip(cache, (k, v)): x[:, :, n] = y[:, :, n]
         state.put(*cache, torch.tensor([n], device=DEVICE))
-        masks = dict(kv_start=start, kv_len=torch.full((2,), n + 1, device=DEVICE))
+        masks = dict(kv_start=start, kv_end=torch.full((2,), n + 1, device=DEVICE))
         got = s.decode(q, *cache, state=state, backend="triton", **masks)
         wide = Saap(budget=12, sinks=2, window=20 + n - built, clusters=8)
         grown = wide.new_state()
@@ -525,7 +525,7 @@ def test_lists_are_renewed_in_their_places(few):
     grown.append(k[:, :, :86], v[:, :, :86])
     grown.fit, grown.waits = state.fit, None
     got = s.decode(q, *cache, state=state, backend="triton", kv_start=start,
-                   kv_len=torch.full((2,), 86, device=DEVICE))
+                   kv_end=torch.full((2,), 86, device=DEVICE))
     want = s.decode(q, k[:, :, :86], v[:, :, :86], state=grown, kv_start=start, backend="torch")
     if few: want[1:] = attention(q[1:], k[1:, :, 45:86], v[1:, :, 45:86])
     assert_close(got, want, rtol=1e-5)
@@ -592,7 +592,7 @@ if GPU:
         stop = torch.full((2,), 4000, dtype=torch.int32, device=DEVICE)
         def call():
             build_index(p.k, p.v, p.ids, p.since, stop - 300, p.C, index)
-            return decode(p.q, p.k, p.v, index, s, kv_len=stop).out
+            return decode(p.q, p.k, p.v, index, s, kv_end=stop).out
         call()
         torch.cuda.set_sync_debug_mode("error")
         try: call()

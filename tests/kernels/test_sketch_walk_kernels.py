@@ -40,7 +40,7 @@ def packed(p, s, n=None, room=None):
     from sparse_nb.kernels.sketch_walk import pack
     n = p.k.shape[2] if n is None else n
     stop = None if p.stop is None else p.stop.clamp(max=n)
-    state = s.state_of(p.q, p.k[:, :, :n], None, dict(causal=False, kv_start=p.start, kv_len=stop))
+    state = s.state_of(p.q, p.k[:, :, :n], None, dict(causal=False, kv_start=p.start, kv_end=stop))
     sign = signed_hadamard(p.k.shape[3], None)[:, 0].sign().to(DEVICE)
     return state, pack(s.index, state.rows, state.begin, sign, room)
 
@@ -365,7 +365,7 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
     same_packed()
     assert state.packed is not kept
     assert state.packed.rows is kept.rows  # and those that were not followed packed alone
-    both(340, kv_len=torch.tensor([340, 331], device=DEVICE))
+    both(340, kv_end=torch.tensor([340, 331], device=DEVICE))
     state.crop(330)
     both(330)
     same_packed()
@@ -411,13 +411,13 @@ def test_a_state_of_a_fixed_length(index, heads, answered):
         grow(grown, n, n + 1)
         if answered == "all":
             assert all(torch.equal(*x) for x in zip(old, fixed.buffers()))
-            got = step(fixed, k, v, "triton", kv_len=length)
+            got = step(fixed, k, v, "triton", kv_end=length)
         if n % 8: continue
         want = step(grown, p.k[:, :, :n + 1], p.v[:, :, :n + 1], "torch")
         if answered == "all": assert_close(got, want, rtol=TOLERANCE[FP32])
         else:
             for by in ("torch", "triton") if n % 16 else ("triton",):
-                assert_close(step(fixed, k, v, by, kv_len=length), want, rtol=TOLERANCE[FP32])
+                assert_close(step(fixed, k, v, by, kv_end=length), want, rtol=TOLERANCE[FP32])
         fresh = pack(index, grown.rows, grown.begin, fixed.packed.sign)
         for b in range(2):
             full = (n + 1 - int(start[b])) // 32
@@ -446,7 +446,7 @@ def test_what_a_replayed_graph_wrote_is_not_missed():
     fixed.fix(250)
     for n in range(120, 196):
         kernels.decode(p.q, k, v, fixed.packed, kernels.Settings(32, 0.4, "fine4", "group"),
-                       kv_len=torch.full((2,), n + 1, device=DEVICE))
+                       kv_end=torch.full((2,), n + 1, device=DEVICE))
     fixed.free(196, k)
     assert torch.equal(fixed.rows, grown.rows)
 
@@ -559,7 +559,7 @@ if GPU:
         index, whole = packed(p, s, 4030, room=79)[1], packed(p, s)[1]
         stop = torch.full((2,), 4030, dtype=torch.int32, device=DEVICE)
         settings = Settings(density=0.1, heads=heads)
-        call = lambda: decode(p.q, p.k, p.v, index, settings, kv_len=stop).out
+        call = lambda: decode(p.q, p.k, p.v, index, settings, kv_end=stop).out
         call()
         torch.cuda.set_sync_debug_mode("error")
         try: call()
@@ -568,7 +568,7 @@ if GPU:
         for _ in range(4030, 4200):
             stop += 1
             replay()
-        assert torch.equal(out, decode(p.q, p.k, p.v, whole, settings, kv_len=stop).out)
+        assert torch.equal(out, decode(p.q, p.k, p.v, whole, settings, kv_end=stop).out)
         assert torch.equal(index.rows[:, :, :4200 // 64], whole.rows[:, :, :4200 // 64])
 
     @pytest.mark.gpu
@@ -583,7 +583,7 @@ if GPU:
         state.fix(4200)
         def call():
             state.put(p.k, p.v, at)
-            return s.decode(p.q, p.k, p.v, state=state, kv_len=(at + 1).expand(2), backend=backend)
+            return s.decode(p.q, p.k, p.v, state=state, kv_end=(at + 1).expand(2), backend=backend)
         call()
         torch.cuda.set_sync_debug_mode("error")
         try: call()

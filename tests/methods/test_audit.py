@@ -217,19 +217,19 @@ def test_every_head_is_covered(bound):
 
 
 def test_masks_streams_and_causal():
-    keys = TopK(budget=30).select(q, k, kv_start=start, kv_len=stop)
+    keys = TopK(budget=30).select(q, k, kv_start=start, kv_end=stop)
     out = weighted_attention(q, k, v, keys)
     wild_k, wild_v = k.clone(), v.clone()
     wild_k[1, :, :35], wild_v[1, :, 281:] = 99.0, 99.0
     for bound in ("boxes", "clt"):
-        got, again = (audit(out, q, *x, keys, samples=16, seed=2, kv_start=start, kv_len=stop, bound=bound)
+        got, again = (audit(out, q, *x, keys, samples=16, seed=2, kv_start=start, kv_end=stop, bound=bound)
                       for x in ((k, v), (wild_k, wild_v)))
         assert_close(again.error, got.error, 1e-12)
         assert torch.equal(again.drawn, got.drawn)
-        other = audit(out, q, k, v, keys, samples=16, seed=3, kv_start=start, kv_len=stop, bound=bound)
+        other = audit(out, q, k, v, keys, samples=16, seed=3, kv_start=start, kv_end=stop, bound=bound)
         assert not torch.equal(got.error, other.error)
-    some = audit(out, q, wild_k, wild_v, keys, samples=300, kv_start=start, kv_len=stop)
-    assert_close(some.error, relative_error(out, attention(q, k, v, kv_start=start, kv_len=stop)), 1e-9)
+    some = audit(out, q, wild_k, wild_v, keys, samples=300, kv_start=start, kv_end=stop)
+    assert_close(some.error, relative_error(out, attention(q, k, v, kv_start=start, kv_end=stop)), 1e-9)
     causal = TopK(budget=30).select(q, k, causal=True)
     out = weighted_attention(q, k, v, causal)
     assert_close(audit(out, q, k, v, causal, samples=300, causal=True).error,

@@ -91,7 +91,7 @@ def test_priorities_are_their_definition(method, size):
 @pytest.mark.parametrize("causal", [False, True])
 def test_selection_is_the_best_of_the_visible_keys(method, causal):
     q, k, v = inputs()
-    masks = dict(causal=causal, kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([40, 31]))
+    masks = dict(causal=causal, kv_start=torch.tensor([0, 7]), kv_end=torch.tensor([40, 31]))
     state = method.build(k)
     dense = method.select(q, k, state=state, **masks).dense(40)
     for b in range(2):

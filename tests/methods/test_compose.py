@@ -27,7 +27,7 @@ ALARM = 1e-8
 q, k, v = (torch.randn(2, heads, n, 16, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
            for i, (heads, n) in enumerate(((6, 3), (2, 120), (2, 120))))
 start, stop = torch.tensor([0, 25]), torch.tensor([120, 101])
-MASKS = dict(kv_start=start, kv_len=stop)
+MASKS = dict(kv_start=start, kv_end=stop)
 HEADS = fold_in(5, torch.arange(2)[:, None], torch.arange(6))
 SELECTING = [Exact(), TopK(0.2), TopK(11), Streaming(sinks=2, window=9), Uniform(0.3), Quest(budget=0.2, page=8),
              DoubleSparsity(budget=0.2), Adamas(budget=0.2), MagicPIG(bits=3, tables=20),
@@ -58,8 +58,8 @@ class Blind(Method):
                                                    "seed must lie in [0, 2**63), got -1"),
                                                   (lambda: Then(TopK()).decode(q, k, v, return_stats=1), TypeError,
                                                    "return_stats must be a bool, got int"),
-                                                  (lambda: Then(TopK()).decode(q, k, v, kv_len=torch.tensor([0, 9])),
-                                                   ValueError, "kv_len = 0 in row 0"),
+                                                  (lambda: Then(TopK()).decode(q, k, v, kv_end=torch.tensor([0, 9])),
+                                                   ValueError, "kv_end = 0 in row 0"),
                                                   (lambda: Then(Quest()).decode(q, k, v, state=Quest().new_state()),
                                                    ValueError, "state must hold as many keys as k, 120, got 0"),
                                                   (lambda: Then(VAttention(guarantee="output")).decode(q, k, v),
@@ -169,7 +169,7 @@ def test_a_row_of_a_batch_draws_as_it_would_alone():
     whole = method.decode(q, k, v, seed=5, **MASKS)
     assert torch.equal(whole, method.decode(q, k, v, seed=HEADS, **MASKS))  # the streams, written out
     assert torch.equal(whole[1:], method.decode(q[1:], k[1:], v[1:], seed=HEADS[1:], kv_start=start[1:],
-                                                kv_len=stop[1:]))
+                                                kv_end=stop[1:]))
     assert not torch.equal(whole, method.decode(q, k, v, seed=6, **MASKS))
     torch.manual_seed(0)
     a, b = method.decode(q, k, v), method.decode(q, k, v)

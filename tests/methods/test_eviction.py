@@ -132,7 +132,7 @@ def test_parts_of_a_prompt_and_steps_at_once(method):
     together = method.select(asked, k, causal=True, state=one).dense(50)
     for j in range(10):
         n = torch.full((2,), 41 + j)
-        assert torch.equal(method.select(asked[:, :, [j]], k, kv_len=n, state=many).dense(50)[:, :, 0],
+        assert torch.equal(method.select(asked[:, :, [j]], k, kv_end=n, state=many).dense(50)[:, :, 0],
                            together[:, :, j])
     again = method.select(asked, k, causal=True, state=many).dense(50)
     assert torch.equal(again, together) and torch.equal(one.rows, many.rows)
@@ -144,8 +144,8 @@ def test_a_state_is_cut_and_picked(method):
     q = 3 * q
     state = told(method, q, k, v)
     n = torch.full((2,), 41)
-    method.select(q[:, :, 40:41], k, kv_len=n, state=state)
-    method.select(q[:, :, 48:49], k, kv_len=n + 8, state=state)
+    method.select(q[:, :, 40:41], k, kv_end=n, state=state)
+    method.select(q[:, :, 48:49], k, kv_end=n + 8, state=state)
     with pytest.raises(ValueError, match="length must be at least 40, got 39"): state.crop(39)
     state.crop(44)                                   # queries 44 to 48 were never asked
     rows = torch.tensor([1, 1, 0])
@@ -233,7 +233,7 @@ def test_a_state_of_a_fixed_length_is_one_that_grows(method, capacity):
         grown.append(k[:, :, new], v[:, :, new], q=q[:, :, new])
         fixed.put(*(x[:, :, :n + 1 if n % 2 else None] for x in cache), torch.tensor([n]), q=q[:, :, new])
         want = method.decode(q[:, :, new], k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start)
-        got = method.decode(q[:, :, new], *cache, state=fixed, kv_start=start, kv_len=torch.full((2,), n + 1))
+        got = method.decode(q[:, :, new], *cache, state=fixed, kv_start=start, kv_end=torch.full((2,), n + 1))
         assert_close(got, want, 1e-12)
         assert torch.equal(fixed.rows[:, :, :n + 1], grown.rows)
         if n == 36:
@@ -268,14 +268,14 @@ def test_queries_that_stand_before_the_first_key_that_is_put(method, monkeypatch
         assert_close(method.decode(q[:, :, [35]], *args[1:], state=fixed, kv_start=start), want[:, :, -1:], 1e-12)
     grown.append(k[:, :, 36:37], v[:, :, 36:37], q=q[:, :, 36:37])
     fixed.put(*cache, torch.tensor([36]), q=q[:, :, 36:37])
-    seen = dict(kv_start=start, kv_len=torch.tensor([37, 37]))
+    seen = dict(kv_start=start, kv_end=torch.tensor([37, 37]))
     want = method.decode(q[:, :, 36:37], k[:, :, :37], v[:, :, :37], state=grown, kv_start=start)
     assert_close(method.decode(q[:, :, 36:37], *cache, state=fixed, **seen), want, 1e-12)
     with pytest.raises(ValueError, match="q must be the query of the key that was put, got 2 queries"):
         method.decode(q[:, :, 35:37], *cache, state=fixed, **seen)
-    for wrong, message in ((dict(kv_len=torch.tensor([36, 36])), r"kv_len must be where .* ends, got \[36, 36\]"),
-                           (dict(kv_len=torch.tensor([37, 36])), "kv_len must be the same"),
-                           (dict(kv_len=None), r"kv_len must be where .* ends, got \[40, 40\]"),
+    for wrong, message in ((dict(kv_end=torch.tensor([36, 36])), r"kv_end must be where .* ends, got \[36, 36\]"),
+                           (dict(kv_end=torch.tensor([37, 36])), "kv_end must be the same"),
+                           (dict(kv_end=None), r"kv_end must be where .* ends, got \[40, 40\]"),
                            (dict(kv_start=torch.tensor([1, 4])), r"kv_start must be the first .*, got \[1, 4\]")):
         with pytest.raises(ValueError, match=message): method.decode(q[:, :, [36]], *cache, state=fixed, **seen | wrong)
 
@@ -295,7 +295,7 @@ def test_several_turns_in_a_cache_of_a_fixed_length(method):
             grown.append(k[:, :, new], v[:, :, new], q=q[:, :, new])
             for _ in range(1 + n % 2): fixed.put(*cache, torch.tensor([n]), q=q[:, :, new])  # once or twice: the same
             want = method.select(q[:, :, new], k[:, :, :n + 1], state=grown, kv_start=start)
-            got = method.select(q[:, :, new], cache[0], state=fixed, kv_start=start, kv_len=end)
+            got = method.select(q[:, :, new], cache[0], state=fixed, kv_start=start, kv_end=end)
             assert torch.equal(got.dense(n + 1), want.dense(n + 1)) and torch.equal(got.count, want.count)
             for index, count, rows in zip(fixed.lists.index, fixed.lists.count, fixed.rows[:, :, :n + 1]):
                 held = [x.nonzero()[:, 0].tolist() for x in rows.transpose(1, 2).flatten(0, 1)]
@@ -382,7 +382,7 @@ def test_what_kernels_are_given(method, monkeypatch):
         grown.append(k[:, :, new], v[:, :, new], q=asked)
         fixed.put(*cache, torch.tensor([n]), q=asked)
         want = method.decode(asked, k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start, scale=0.3)
-        given = dict(state=fixed, scale=0.3, kv_start=start, kv_len=torch.full((2,), n + 1))
+        given = dict(state=fixed, scale=0.3, kv_start=start, kv_end=torch.full((2,), n + 1))
         with monkeypatch.context() as patch:
             patch.setattr("sparse_nb.methods.retained.has_kernels", lambda q: True)
             found = [method.decode(asked, *cache, **given)]
@@ -438,13 +438,13 @@ def test_bad_input():
                            (told(method, q[:1], k[:1], v[:1]), "state must hold the keys"),
                            (told(method, q[:, :, :9], k[:, :, :9], v[:, :, :9]), "state must hold the keys")):
         with pytest.raises(ValueError, match=message): method.decode(asked, k, v, state=wrong)
-    with pytest.raises(ValueError, match="kv_len must be the same"):
-        method.decode(asked, k, v, state=state, kv_len=torch.tensor([50, 49]))
+    with pytest.raises(ValueError, match="kv_end must be the same"):
+        method.decode(asked, k, v, state=state, kv_end=torch.tensor([50, 49]))
     with pytest.raises(ValueError, match="q must be the queries of these keys"): state.append(k, v)
     with pytest.raises(TypeError, match="append takes q"): state.append(k, v, angle=None)
     method.decode(asked, k, v, state=state)
     with pytest.raises(ValueError, match="q must stand behind the 49 keys"):
-        method.decode(asked, k, v, state=state, kv_len=torch.tensor([40, 40]))
+        method.decode(asked, k, v, state=state, kv_end=torch.tensor([40, 40]))
     k[0, 0, 3] = math.nan
     with pytest.raises(ValueError, match="NaN"): method.decode(asked, k, v, state=told(method, q, k, v))
 

@@ -69,7 +69,7 @@ def test_the_place_of_a_code(bits):
 def test_selection_is_its_definition(method, causal):
     if isinstance(method, KDEformer) and method.bits > 6: method = dataclasses.replace(method, bits=6)
     q, k, _ = inputs()
-    masks = dict(causal=causal, kv_start=torch.tensor([0, 7]), kv_len=torch.tensor([40, 31]))
+    masks = dict(causal=causal, kv_start=torch.tensor([0, 7]), kv_end=torch.tensor([40, 31]))
     dense = method.select(q, k, **masks).dense(40)
     assert ((dense == 0) | (dense == 1)).all()
     for b, h, i in ((0, 0, 0), (0, 5, 2), (1, 2, 1), (1, 3, 0)):

@@ -171,7 +171,7 @@ def test_sums_in_blocks(monkeypatch):
 @pytest.mark.parametrize("router", ROUTERS[:2])
 def test_all_clusters_are_exact_attention(clusters, tail, router):
     q, k, v = inputs(queries=3)
-    masks = dict(causal=True, kv_start=torch.tensor([0, 9]), kv_len=torch.tensor([60, 41]))
+    masks = dict(causal=True, kv_start=torch.tensor([0, 9]), kv_end=torch.tensor([60, 41]))
     for how in (dict(probes=clusters), dict(budget=60), dict(budget=1.0), *[dict(unread=0)] * (router == "moments")):
         got = saap_decode(q, k, v, clusters=clusters, tail=tail, router=router, sinks=2, window=4, **how, **masks)
         assert_close(got, attention(q, k, v, **masks), 1e-12)
@@ -330,7 +330,7 @@ def test_a_row_shorter_than_its_window_is_its_own_run():
     q, k, v = inputs()
     end = torch.tensor([60, 5])
     k, v = (x.masked_fill((torch.arange(60) >= end[:, None])[:, None, :, None], math.nan) for x in (k, v))
-    out, stats = Saap(unread=0.2, **SMALL).decode(q, k, v, kv_len=end, return_stats=True)
+    out, stats = Saap(unread=0.2, **SMALL).decode(q, k, v, kv_end=end, return_stats=True)
     assert_close(out[1:], attention(q[1:], k[1:, :, :5], v[1:, :, :5]), 1e-12)
     assert (stats.values_read[1] == 5).all() and (stats.values_read[0] > 11).all()
 
@@ -392,7 +392,7 @@ def test_a_padded_row_is_its_own_run(s):
     start, end = [0, 13], [52, 60]
     hidden = (torch.arange(60) < torch.tensor(start)[:, None]) | (torch.arange(60) >= torch.tensor(end)[:, None])
     k, v = (x.masked_fill(hidden[:, None, :, None], math.nan) for x in (k, v))
-    out = s.decode(q, k, v, kv_start=torch.tensor(start), kv_len=torch.tensor(end))
+    out = s.decode(q, k, v, kv_start=torch.tensor(start), kv_end=torch.tensor(end))
     for b in range(2):
         own = slice(start[b], end[b])
         assert_close(out[b], s.decode(q[b:b + 1], k[b:b + 1, :, own], v[b:b + 1, :, own])[0], 1e-10)
@@ -482,7 +482,7 @@ def test_one_index_serves_other_windows():
     s = Saap(budget=20, **SMALL)
     state = s.build(k, v=v)
     for sinks, window, masks in ((2, 9, {}), (20, 9, {}), (0, 9, {}), (2, 200, {}), (2, 9, {}),
-                                 (2, 9, dict(kv_len=torch.tensor([400, 120]))),
+                                 (2, 9, dict(kv_end=torch.tensor([400, 120]))),
                                  (2, 9, dict(kv_start=torch.tensor([0, 50])))):
         same(dataclasses.replace(s, sinks=sinks, window=window), state, q, k, v, **masks)
 
@@ -566,7 +566,7 @@ def test_a_step_reads_what_it_chose_and_what_left_the_window(settings, how, monk
         with monkeypatch.context() as patch, RowsRead(*cache) as rows:
             if how == "compiled":
                 for module in partition, index: patch.setattr(module, "on_cpu_eagerly", lambda x: False)
-            got = s.decode(asked, *seen, state=state, kv_start=start, kv_len=end)
+            got = s.decode(asked, *seen, state=state, kv_start=start, kv_end=end)
         assert_close(got, want, 1e-12)
         assert all(x <= set(number[chosen].tolist()) for x in rows.read)
         if n > 100: most = max(most, *map(len, rows.read))
@@ -616,7 +616,7 @@ def test_an_index_of_a_fixed_length_is_one_that_grows(settings, capacity):
         fixed.put(*cache, torch.tensor([n]), **before(n, n + 1))
         asks = dict(q_before=q[:, :, n:n + 1].flip(-1)) if s.before_rope else {}
         want = s.decode(q[:, :, n:n + 1], k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start, **asks)
-        got = s.decode(q[:, :, n:n + 1], *cache, state=fixed, kv_start=start, kv_len=torch.full((2,), n + 1), **asks)
+        got = s.decode(q[:, :, n:n + 1], *cache, state=fixed, kv_start=start, kv_end=torch.full((2,), n + 1), **asks)
         assert_close(got, want, 1e-12)
         assert torch.equal(fixed.rows[:, :, :n + 1], grown.rows) and torch.equal(fixed.fit, grown.fit)
         if n == 50:
@@ -640,7 +640,7 @@ def test_what_has_no_far_key_is_read_whole_while_the_length_is_fixed():
         for x, y in zip(cache, (k, v)): x[:, :, n] = y[:, :, n]
         fixed.put(*cache, torch.tensor([n]))
     grown.append(k[:, :, 40:], v[:, :, 40:])
-    got = s.decode(q, *cache, state=fixed, kv_start=start, kv_len=end)
+    got = s.decode(q, *cache, state=fixed, kv_start=start, kv_end=end)
     assert_close(got[1:], attention(q[1:], k[1:, :, 25:], v[1:, :, 25:]), 1e-12)
     assert (got[0] - attention(q, k, v)[0]).abs().max() > 1e-3
     fixed.free(60, cache[0])
@@ -655,7 +655,7 @@ def test_what_cannot_be_fixed():
     none.fix(9)
     assert not none.fixed and len(none) == 1
     one, cache, _ = fixed_and_grown(s, k[:, :, :1], v[:, :, :1], torch.tensor([0, 0]), 1, 1)
-    out = s.decode(q, *cache, state=one, kv_len=torch.tensor([1, 1]))
+    out = s.decode(q, *cache, state=one, kv_end=torch.tensor([1, 1]))
     assert_close(out, v[:, :, :1].repeat_interleave(3, 1), 1e-12)
     with pytest.raises(ValueError, match="state must be fixed for sinks and a window of 2 and 8, got .2, 9"):
         dataclasses.replace(s, window=8).decode(q, *cache, state=one)

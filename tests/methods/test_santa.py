@@ -55,8 +55,8 @@ def everyone(f, **needed):
         (lambda: run(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
         (lambda: run(scale="1"), TypeError, "scale must be a number, got str"),
         (lambda: run(kv_start=[0, 0]), TypeError, "kv_start must be an integer tensor"),
-        (lambda: run(kv_len=torch.tensor([41, 40])), ValueError, "kv_len = 41 in row 0"),
-        (lambda: run(kv_len=torch.tensor([0, 40])), ValueError, "kv_len = 0 in row 0"),
+        (lambda: run(kv_end=torch.tensor([41, 40])), ValueError, "kv_end = 41 in row 0"),
+        (lambda: run(kv_end=torch.tensor([0, 40])), ValueError, "kv_end = 0 in row 0"),
         (lambda: run(samples=0), ValueError, "samples must be at least 1"),
         (lambda: run(samples=2.0), TypeError, "samples must be an int, got float"),
         (lambda: run(samples=True), TypeError, "samples must be an int, got bool"),
@@ -216,8 +216,8 @@ def test_without_a_seed_torchs_generator_decides():
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_row_of_a_batch_draws_as_it_would_alone(scheme):
     kept = dict(samples=16, scheme=scheme, tile=8, seed=5)
-    whole = select_santa(q, k, kv_start=start, kv_len=stop, **kept)
-    first = select_santa(q[:1], k[:1], kv_start=start[:1], kv_len=stop[:1], **kept)
+    whole = select_santa(q, k, kv_start=start, kv_end=stop, **kept)
+    first = select_santa(q[:1], k[:1], kv_start=start[:1], kv_end=stop[:1], **kept)
     assert same(first.index[0], whole.index[0][..., :first.index.shape[-1]])
     one = torch.cat([q[:1], q[:1]]), torch.cat([k[:1], k[:1]])
     assert not same(*select_santa(*one, **kept).index)  # equal rows, different streams
@@ -247,10 +247,10 @@ FOLDING = [CALLS[name] for name in CALLS if name == "replicates" or name.startsw
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_seed_for_each_sequence_and_head(call):
-    kept = dict(kv_start=start, kv_len=stop)
+    kept = dict(kv_start=start, kv_end=stop)
     whole = call(q, k, v, seed=HEADS, **kept)
     if call not in FOLDING: assert all(same(whole, call(q, k, v, seed=seed, **kept)) for seed in (5, torch.tensor(5)))
-    row = call(q[1:], k[1:], v[1:], seed=HEADS[1:], kv_start=start[1:], kv_len=stop[1:])[..., :whole.shape[-1]]
+    row = call(q[1:], k[1:], v[1:], seed=HEADS[1:], kv_start=start[1:], kv_end=stop[1:])[..., :whole.shape[-1]]
     assert same(row, whole[1:, ..., :row.shape[-1]])
     # the second of two processes
     assert same(whole[:, 3:], call(q[:, 3:], k[:, 1:], v[:, 1:], seed=HEADS[:, 3:], **kept))
@@ -283,7 +283,7 @@ def test_what_is_hidden_has_no_effect(scheme, causal):
     for row in range(2):
         bad_k[row, :, :start[row]] = bad_v[row, :,
                                            :start[row]] = bad_k[row, :, stop[row]:] = bad_v[row, :, stop[row]:] = nan
-    kept = dict(samples=24, scheme=scheme, tile=8, seed=2, causal=causal, kv_start=start, kv_len=stop)
+    kept = dict(samples=24, scheme=scheme, tile=8, seed=2, causal=causal, kv_start=start, kv_end=stop)
     clean, stats_ = santa_decode(q, k, v, return_stats=True, **kept)
     assert same(clean, santa_decode(q, bad_k, bad_v, **kept)) and clean.isfinite().all()
     index = select_santa(q, k, **kept).index
@@ -354,7 +354,7 @@ def test_flash_budgets():
                                 (7, 1, 1000)):
         assert int(select_santa(zero, keys, samples=samples, scheme="flash", tile=tile, seed=0).budget) == want
     assert select_santa(zero, keys, samples=50, scheme="flash", tile=100, seed=0,
-                        kv_len=torch.tensor([150])).budget.item() == 50
+                        kv_end=torch.tensor([150])).budget.item() == 50
 
 
 def test_nothing_of_the_input_is_changed():
@@ -437,8 +437,8 @@ def test_variance_traces_agree_with_brute_force():
                      rows.var(1, correction=0).sum() / 25, 1e-3)
     assert_close(variance_trace(a, b, c, samples=1, scheme="stratified"), one, 1e-12)
     hidden = v.clone(); hidden[1, :, :5] = hidden[1, :, 31:] = nan
-    assert same(variance_trace(q, k, hidden, samples=5, scheme="stratified", kv_start=start, kv_len=stop),
-                variance_trace(q, k, hidden.nan_to_num(), samples=5, scheme="stratified", kv_start=start, kv_len=stop))
+    assert same(variance_trace(q, k, hidden, samples=5, scheme="stratified", kv_start=start, kv_end=stop),
+                variance_trace(q, k, hidden.nan_to_num(), samples=5, scheme="stratified", kv_start=start, kv_end=stop))
 
 
 def test_replicates_are_single_runs():
@@ -481,7 +481,7 @@ def test_bernoulli_scores_are_unbiased(settings_):
 
 
 def test_bernoulli_features():
-    scores, read = bernoulli_scores(q, k, samples=2, mean_group=True, seed=0, kv_start=start, kv_len=stop)
+    scores, read = bernoulli_scores(q, k, samples=2, mean_group=True, seed=0, kv_start=start, kv_end=stop)
     assert same(read[:, 0], read[:, 1]) and same(read[:, 0], read[:, 2]) and read.dtype == torch.bool
     assert (scores[1, ..., :5] == -math.inf).all() and (
         scores[1, ..., 31:] == -math.inf).all() and scores[1, ..., 5:31].isfinite().all()
@@ -505,8 +505,8 @@ def test_bernoulli_decode_is_santa_on_bernoulli_scores(scheme):
     bad_k, bad_v = k.clone(), v.clone()
     bad_k[1, :, :5] = bad_v[1, :, :5] = bad_k[1, :, 31:] = bad_v[1, :, 31:] = nan
     out, stats_ = bernoulli_decode(q, bad_k, bad_v, features=3, samples=20, scheme=scheme, tile=8, seed=4,
-                                   kv_start=start, kv_len=stop, return_stats=True)
-    scores, read = bernoulli_scores(q, k, samples=3, seed=fold_in(4, 0), kv_start=start, kv_len=stop)
+                                   kv_start=start, kv_end=stop, return_stats=True)
+    scores, read = bernoulli_scores(q, k, samples=3, seed=fold_in(4, 0), kv_start=start, kv_end=stop)
     first, end = (x.view(2, 1, 1).expand(2, 1, 3) for x in (start, stop))
     draws = draw_keys(scores, first, end, stream_seeds(q, fold_in(4, 1))[..., None], 20, scheme, 8)
     assert same(out, average_values(v, draws, scheme, 20)[..., 0, :])
@@ -623,12 +623,12 @@ def test_promises_at_the_edges():
     whole = stats_.certificate.samples == 0
     assert whole.all() and (stats_.values_read == 40).all() and (stats_.density == 1).all() and (
         stats_.budget == 40).all()
-    one = decode(eps=0.5, delta=0.2, seed=0, kv_start=start, kv_len=start + 1)
+    one = decode(eps=0.5, delta=0.2, seed=0, kv_start=start, kv_end=start + 1)
     assert_close(one, torch.stack([v[0, :, 0], v[1, :, 5]]).repeat_interleave(3, 1)[:, :, None].expand(2, 6, 3, 8),
                  1e-6)
     norms = v.double().norm(dim=-1).float()
     norms[1, :, :5] = nan                                             # padding
-    kept = dict(eps=0.4, delta=0.2, seed=0, kv_start=start, kv_len=stop, return_stats=True)
+    kept = dict(eps=0.4, delta=0.2, seed=0, kv_start=start, kv_end=stop, return_stats=True)
     (a, first), (b, second) = decode(**kept), decode(value_norms=norms, **kept)
     assert same(a, b) and same(first.certificate.samples, second.certificate.samples)
     zero, _ = santa_decode(q, k, torch.zeros_like(v), eps=0.4, delta=0.2, seed=0, return_stats=True)
@@ -689,7 +689,7 @@ def test_means_of_schedules_use_the_same_draws_for_all(pocket, prompts_read):
 
 @pytest.mark.parametrize("scheme", SCHEMES[:3])
 def test_sampling_a_selection_of_all_keys_is_santa(scheme):
-    kept, masks = dict(samples=24, scheme=scheme, seed=HEADS), dict(causal=True, kv_start=start, kv_len=stop)
+    kept, masks = dict(samples=24, scheme=scheme, seed=HEADS), dict(causal=True, kv_start=start, kv_end=stop)
     a, b, c = (x.double() for x in (q, k, v))
     every = Exact().select(a, b, **masks)
     got, want = draw_selected(a, b, every, **kept), select_santa(a, b, **kept, **masks)
@@ -875,7 +875,7 @@ def test_hidden_keys_may_hold_anything(keys):
     spoilt = [x.clone() for x in (k, v)]
     for x in spoilt:
         for b in range(2): x[b, :, :start[b]] = x[b, :, stop[b]:] = nan
-    kept = dict(samples=16, seed=2, keys=keys, kv_start=start, kv_len=stop)
+    kept = dict(samples=16, seed=2, keys=keys, kv_start=start, kv_end=stop)
     assert same(santa_decode(q, *spoilt, **kept), santa_decode(q, k, v, **kept))
 
 
@@ -908,7 +908,7 @@ def test_errors_of_eight_bits_are_of_the_keys_that_a_query_sees():
     "Keys in the padding and behind a causal query are a thousand times as large."
     loud = k.clone()
     for b in range(2): loud[b, :, :start[b]] = loud[b, :, stop[b]:] = 1000
-    for got, want in zip(*(int8_error(q, x, kv_start=start, kv_len=stop) for x in (loud, k))):
+    for got, want in zip(*(int8_error(q, x, kv_start=start, kv_end=stop) for x in (loud, k))):
         assert torch.equal(got, want)
     loud = k.clone()
     loud[:, :, -1] = 1000

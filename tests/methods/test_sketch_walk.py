@@ -1067,7 +1067,7 @@ def test_a_fixed_state_put_key_by_key_is_one_that_grew(settings):
         if n % 7: continue
         same = dict(kv_start=start, return_stats=True)
         want, stats = s.decode(q, k_[:, :, :n + 1], v_[:, :, :n + 1], state=grown, **same)
-        got, ours = s.decode(q, k, v, state=fixed, kv_len=torch.full((3,), n + 1), **same)
+        got, ours = s.decode(q, k, v, state=fixed, kv_end=torch.full((3,), n + 1), **same)
         assert torch.equal(ours.budget, stats.budget)
         assert_close(got, want, rtol=1e-6)
     assert [x.data_ptr() for x in fixed.buffers()] == places and len(fixed) == 300
@@ -1119,7 +1119,7 @@ def test_a_fixed_state_of_a_walk_keeps_the_queries_that_no_cache_has(settings):
         for _ in range(2):  # two layers
             want, stats = s.decode(q_[:, :, n:n + 1], k_[:, :, :n + 1], v_[:, :, :n + 1], state=grown, step=walks[0],
                                    **at)
-            got, ours = s.decode(q_[:, :, n:n + 1], k, v, state=fixed, kv_len=torch.full((3,), n + 1), step=walks[1],
+            got, ours = s.decode(q_[:, :, n:n + 1], k, v, state=fixed, kv_end=torch.full((3,), n + 1), step=walks[1],
                                  **at)
             assert torch.equal(ours.budget, stats.budget)
             assert_close(got, want, rtol=1e-6)

@@ -66,7 +66,7 @@ BAD = [(lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got l
        (lambda: decode(q, k.float(), v), TypeError, "k must have the dtype of q"),
        (lambda: decode(q * nan, k, v), ValueError, "must be finite, got NaN"),
        (lambda: decode(scale=-1.0), ValueError, "scale must be positive and finite, got -1.0"),
-       (lambda: decode(kv_len=torch.tensor([0, 300])), ValueError, "kv_len = 0 in row 0"),
+       (lambda: decode(kv_end=torch.tensor([0, 300])), ValueError, "kv_end = 0 in row 0"),
        (lambda: decode(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
        (lambda: decode(return_stats=1), TypeError, "return_stats must be a bool, got int"),
        (lambda: decode(eps=0), ValueError, "eps must lie in (0, 1), got 0"),
@@ -322,8 +322,8 @@ def test_the_kernels_are_given_the_same_chances():
 def test_parts_do_not_overlap_and_weights_add_up(kw, share):
     method = VAttention(**(dict(eps=0.3, delta=0.2, share=share) | SMALL | kw))
     if method.guarantee != "denominator": chosen = None
-    else: chosen = method.select(q, k, seed=5, kv_start=start, kv_len=stop)
-    out, stats = method.decode(q, k, v, seed=5, kv_start=start, kv_len=stop, return_stats=True)
+    else: chosen = method.select(q, k, seed=5, kv_start=start, kv_end=stop)
+    out, stats = method.decode(q, k, v, seed=5, kv_start=start, kv_end=stop, return_stats=True)
     p = stats.certificate
     visible = (stop - start)[:, None, None]
     assert (p.kept + p.base + p.rest == visible).all() and (p.asked <= p.budget).all() and (
@@ -371,8 +371,8 @@ def test_heads_of_a_group_choose_together_unless_told_otherwise():
 def test_everything_read_is_exact():
     for kw in (dict(eps=1e-9), dict(eps=1e-9, replacement=True), dict(eps=1e-9, guarantee="output", bound="bernstein"),
                dict(base=300), dict(sinks=300), dict(topk=1.0), dict(sinks=10**6, window=10**6)):
-        out, stats = decode(return_stats=True, kv_start=start, kv_len=stop, **kw)
-        assert_close(out, attention(q, k, v, kv_start=start, kv_len=stop), 1e-13)
+        out, stats = decode(return_stats=True, kv_start=start, kv_end=stop, **kw)
+        assert_close(out, attention(q, k, v, kv_start=start, kv_end=stop), 1e-13)
         assert stats.certificate.exact.all() and (stats.density == 1).all()
     for n in range(1, 12):
         assert_close(vattention_decode(q[:, :, :1], k[:, :, :n], v[:, :, :n]),
@@ -395,7 +395,7 @@ def test_a_causal_query_is_promised_what_its_own_keys_say(guarantee):
               return_stats=True)
     found = decode(q / 9, keys, values, causal=True, **kw)[1].certificate
     for i, n in enumerate((298, 299, 300)):  # the same query of a call in which all see so many keys
-        alone = decode(q / 9, keys, values, kv_len=torch.tensor([n, n]), **kw)[1].certificate
+        alone = decode(q / 9, keys, values, kv_end=torch.tensor([n, n]), **kw)[1].certificate
         for name in ("sigma", "D", "norm", "asked"):
             if getattr(found, name) is None: continue
             got, want = (getattr(x, name)[:, :, i].double() for x in (found, alone))
@@ -410,7 +410,7 @@ def test_streams_and_padding():
     padded_k, padded_v = (torch.cat([torch.full((2, 2, 7, 8), 9.0, dtype=torch.float64), x], 2) for x in (k, v))
     for kw in (dict(), dict(bound="bernstein"), dict(guarantee="output", eps=0.5, delta=0.5)):
         assert_close(decode(q, padded_k, padded_v, kv_start=torch.tensor([7, 7]), **kw), decode(**kw), 1e-12)
-    assert_close(decode(q, torch.cat([k, 50 * k], 2), torch.cat([v, 50 * v], 2), kv_len=torch.tensor([300, 300]),
+    assert_close(decode(q, torch.cat([k, 50 * k], 2), torch.cat([v, 50 * v], 2), kv_end=torch.tensor([300, 300]),
                         bound="bernstein", predictor=Guess()), decode(bound="bernstein", predictor=Guess()), 1e-12)
     steps = decode(q[:1].expand(1, 6, 3, 8), k[:1], v[:1], seed=3)
     assert_close(steps, decode()[:1], 1e-12)
@@ -547,11 +547,11 @@ def test_padding_has_no_part_in_an_index_that_is_built(share):
     method = VAttention(predictor=Quest(page=8), eps=0.5, delta=0.4, plugin="plain", share=share, **SMALL)
     seed, alone = torch.arange(12).view(2, 6), slice(35, 281)
     wild_k, wild_v = (torch.where(torch.arange(300)[:, None] < start[:, None, None, None], 9.0, x) for x in (k, v))
-    both, stats = method.decode(q, wild_k, wild_v, seed=seed, kv_start=start, kv_len=stop, return_stats=True)
+    both, stats = method.decode(q, wild_k, wild_v, seed=seed, kv_start=start, kv_end=stop, return_stats=True)
     own, own_stats = method.decode(q[1:], k[1:, :, alone], v[1:, :, alone], seed=seed[1:], return_stats=True)
     assert_close(both[1:], own, 1e-12)
     assert torch.equal(stats.budget[1:], own_stats.budget) and (own_stats.density < 1).any()
-    chosen = method.select(q, wild_k, seed=seed, kv_start=start, kv_len=stop).dense(300)
+    chosen = method.select(q, wild_k, seed=seed, kv_start=start, kv_end=stop).dense(300)
     assert torch.equal(chosen[1:, ..., alone], method.select(q[1:], k[1:, :, alone], seed=seed[1:]).dense(246))
 
 

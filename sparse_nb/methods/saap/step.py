@@ -252,7 +252,7 @@ def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_before):
     from sparse_nb.kernels import saap as kernels
     first, end = visible_range(q, k, **masks)
     repeats, far = q.shape[1] // k.shape[1], lambda: far_of(s, state, first, end, 0)
-    index = lists_of(s, k, v, state, far, any(masks[x] is not None for x in ("kv_start", "kv_len")))
+    index = lists_of(s, k, v, state, far, any(masks[x] is not None for x in ("kv_start", "kv_end")))
     given = {}
     if s.tail == "fitted": given["factor"] = learnt_factor(state, q)
     if s.router != "moments":
@@ -262,7 +262,7 @@ def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_before):
     probes = None if s.probes is None else min(s.probes, state.clusters)
     settings = kernels.Settings(s.budget, probes, s.rank == "density", s.tail)
     found = kernels.decode(q, k, v, index, settings, **given, scale=scale, kv_start=masks["kv_start"],
-                           kv_len=masks["kv_len"])
+                           kv_end=masks["kv_end"])
     if not return_stats: return found.out
     chosen, near = found.facts[..., 1], (end - first)[:, :, 0] - (index.built - index.since)[:, None]
     of_heads = lambda x: x.long().repeat_interleave(repeats, 1)[..., None]
@@ -352,16 +352,16 @@ class Partitioned(Predictor):
         "The number of a key's cluster; `decode` counts what it reads itself."
         return 2
 
-    def state_for(self, q, k, state, kv_start=None, kv_len=None, causal=False, v=None):
+    def state_for(self, q, k, state, kv_start=None, kv_end=None, causal=False, v=None):
         "As `Predictor.state_for`, brought up to date for the `priorities` of the first query."
         state = indexed(self, q, k, v, state)
-        bounds = visible_range(q, k, causal=causal, kv_start=kv_start, kv_len=kv_len)
+        bounds = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
         state.follow(k, v, *far_of(self, state, *bounds, 0))
         return state
 
-    def build(self, k, *, kv_start=None, kv_len=None, v=None):
+    def build(self, k, *, kv_start=None, kv_end=None, v=None):
         "The index of all keys at once, ready for `priorities`. Raises as `State.append`."
-        return self.state_for(k, k, None, kv_start, kv_len, v=v)
+        return self.state_for(k, k, None, kv_start, kv_end, v=v)
 
     def guesses(self, q, k, state, first, end, *, scale=None):
         "As `Predictor.guesses`: each query by the means of its own far keys."
@@ -372,19 +372,19 @@ class Partitioned(Predictor):
             found.append(self.priorities(x, state, scale=scale))
         return torch.cat(found, 2)
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None,
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None,
                q_before=None) -> Selection:
         "Sinks, window and the far keys of the clusters that the router chooses, with weight 1. Raises as `decode`."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         check_asked(q_before, q)
         state = indexed(self, q, k, None, state)
         return joined([x.selection for x in steps(self, q, k, None, state, masks, scale, q_before)])
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
                state=None, q_before=None, backend="auto"):
         "`saap_decode` with these settings."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_call(q, k, v, q_before, scale=scale, seed=seed, **masks)
         check_flag("return_stats", return_stats)
         return run(self, q, k, v, indexed(self, q, k, v, state), masks, scale, return_stats, q_before,

@@ -163,15 +163,15 @@ class BlockLists(Method):
         state.append(k, k, shown=(i >= first) & (i < end))
         return state
 
-    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, state=None, step=None):
+    def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None, step=None):
         "The visible keys of the chosen blocks, with weight 1. Raises as `sketch_walk_decode`."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_step(step)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         if self.walk is not None and self.index == "oracle":
             raise ValueError("walk must be None for single queries of an oracle, which keeps no rows, got 'softmax'")
         state = self.state_of(q, k, state, masks)
-        if state.fixed and self.walk is None: state.catch_up(k, k.shape[2] if kv_len is None else kv_len)
+        if state.fixed and self.walk is None: state.catch_up(k, k.shape[2] if kv_end is None else kv_end)
         with torch.no_grad(): lists, place, first, end = self.query_lists(q, k, state, step, masks, scale, seed)
         slots = max(self.least, math.ceil(lists.shape[-1] * self.density))
         return keys_of(lists, place, first, end, self.block, q, k, slots)
@@ -199,11 +199,11 @@ class BlockLists(Method):
     def kernel_decode(self, q, k, v, state, masks, scale):
         "Attention of one query a head on a GPU."
         from sparse_nb.kernels import sketch_walk as kernels
-        index = state.for_kernels(q.shape[3], masks["kv_len"] is not None)
+        index = state.for_kernels(q.shape[3], masks["kv_end"] is not None)
         state.followed, state.awaits = state.fixed, False
         settings = kernels.Settings(self.block, self.density, self.index, self.heads)
         return kernels.decode(q, k, v, index, settings, scale=scale, kv_start=masks["kv_start"],
-                              kv_len=masks["kv_len"]).out
+                              kv_end=masks["kv_end"]).out
 
     def keys_read(self, q, k, state, masks):
         "How many keys each head reads [B, H, Q]: what is left out are whole blocks."
@@ -212,10 +212,10 @@ class BlockLists(Method):
         left = place.visible.sum(-1) - list_sizes(place.visible, place.forced, self.density, self.least)
         return (end - first - left * self.block).expand(-1, q.shape[1], -1)
 
-    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_len=None, return_stats=False,
+    def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
                state=None, step=None, backend="auto"):
         "`sketch_walk_decode` with these settings."
-        masks = dict(causal=causal, kv_start=kv_start, kv_len=kv_len)
+        masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_step(step)
         check_inputs(q, k, v, scale=scale, seed=seed, **masks)
         check_flag("return_stats", return_stats)
