@@ -10,7 +10,11 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 
-from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, OneList, Quest
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.one_list import OneList
+from sparse_nb.methods.quest import Quest
 from sparse_nb import Streaming, TopK, TopP, Uniform
 from sparse_nb.delta import Delta, delta_prefill
 from sparse_nb.evaluate import accuracy

@@ -9,7 +9,10 @@ from typing import NamedTuple
 import torch
 
 from sparse_nb.audit import audit as audited, key_boxes
-from sparse_nb.baselines import CUT, Adamas, DoubleSparsity, HashAttention, Quest
+from sparse_nb.hash_attention import HashAttention
+from sparse_nb.methods.adamas import CUT, Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.quest import Quest
 from sparse_nb.bench import SHAPES, Protocol, Shape, captured, cold_times, quartiles
 from sparse_nb import TopK
 from sparse_nb.core.index import State

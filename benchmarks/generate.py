@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.quest import Quest
 from sparse_nb.bench import Protocol, bandwidth, captured, cold_times, quartiles
 from sparse_nb import Exact, Method, Streaming, TopK
 from sparse_nb.eviction import SnapKV

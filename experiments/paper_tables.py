@@ -8,7 +8,10 @@ from itertools import islice
 
 import pandas as pd
 
-from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.quest import Quest
 from sparse_nb import Streaming, TopK
 from sparse_nb.corpus import licence, texts
 from sparse_nb.delta import Delta

@@ -2,7 +2,8 @@
 from functools import cache, partial
 from hashlib import sha1
 
-from sparse_nb.baselines import Adamas, Quest
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.quest import Quest
 from sparse_nb import Exact, Streaming, TopK
 from sparse_nb.delta import Delta
 from sparse_nb.grid import load_named

@@ -8,7 +8,11 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 
-from sparse_nb.baselines import Adamas, DoubleSparsity, HadamardCodes, MagicPIG, OneList, Quest, hadamard
+from sparse_nb.methods.adamas import Adamas, HadamardCodes, hadamard
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.one_list import OneList
+from sparse_nb.methods.quest import Quest
 from sparse_nb.core.exact import grouped, promote
 from sparse_nb import Exact, Streaming, TopK
 from sparse_nb.core.selection import Selection

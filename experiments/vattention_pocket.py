@@ -6,7 +6,11 @@ from functools import partial
 import torch
 
 from sparse_nb import hf
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
+from sparse_nb.hash_attention import HashAttention
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.quest import Quest
 from sparse_nb.core.checks import check_count
 from sparse_nb.core.exact import attention_weights
 from sparse_nb import Exact, Method, Streaming, TopK, TopP, Uniform

@@ -25,7 +25,7 @@ def demo_methods(
 ) -> dict:                 # name in the table of methods -> method
     "One method of each family. Raises TypeError or ValueError for a bad setting."
     from sparse_nb import Santa
-    from sparse_nb.baselines import DoubleSparsity
+    from sparse_nb.methods.double_sparsity import DoubleSparsity
     from sparse_nb.methods.exact import Exact
     from sparse_nb.methods.streaming import Streaming
     from sparse_nb.methods.topk import TopK

@@ -14,7 +14,8 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_nb.attention import fold_in
-from sparse_nb.baselines import Adamas, Quest
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.quest import Quest
 from sparse_nb.core.registry import CLASSES, METHODS, method_class
 from sparse_nb.hash_attention import PARTS
 from sparse_nb.hf import attention_override

@@ -4,7 +4,10 @@
 import torch
 
 from sparse_nb import pocket
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
+from sparse_nb.hash_attention import HashAttention
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.quest import Quest
 from sparse_nb.core.exact import attention, attention_weights
 from sparse_nb import Streaming, TopK
 from sparse_nb.core.learnt import weights_id

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from sparse_nb.attention import attention
-from sparse_nb.baselines import Adamas, DoubleSparsity, Quest
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.quest import Quest
 from sparse_nb.core.blocks import BlockPattern, block_attention
 from sparse_nb.core.exact import masked_scores
 from sparse_nb import Exact, Streaming

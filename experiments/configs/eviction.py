@@ -1,6 +1,6 @@
 """H2O and SnapKV beside streaming, Quest and top-k, at equal rows and at equal bytes: the pocket model's answers,
 with the question known and not known"""
-from sparse_nb.baselines import Quest
+from sparse_nb.methods.quest import Quest
 from sparse_nb import Streaming, TopK
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import Grid

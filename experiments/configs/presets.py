@@ -2,7 +2,7 @@
 answers"""
 from dataclasses import replace
 
-from sparse_nb.baselines import Adamas
+from sparse_nb.methods.adamas import Adamas
 from sparse_nb.grid import Grid
 from experiments.answers import ask
 from sparse_nb.saap import Saap

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparse_nb.baselines import Quest
+from sparse_nb.methods.quest import Quest
 from sparse_nb import Streaming, TopK
 from sparse_nb.grid import Grid
 from sparse_nb.hash_attention import HashAttention

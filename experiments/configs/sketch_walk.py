@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from sparse_nb.baselines import Quest
+from sparse_nb.methods.quest import Quest
 from sparse_nb import TopK
 from sparse_nb.core.streams import fold_in
 from sparse_nb.evaluate import bits_of

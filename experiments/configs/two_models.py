@@ -3,7 +3,10 @@ attention on the same prompts"""
 from functools import cache
 from pathlib import Path
 
-from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest, heavy_channels
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity, heavy_channels
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.quest import Quest
 from sparse_nb.compose import Then
 from sparse_nb import Streaming, TopK, TopP, Uniform
 from sparse_nb.eviction import H2O, SnapKV

@@ -5,7 +5,10 @@ from functools import partial
 
 import torch
 
-from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, Quest
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.quest import Quest
 from sparse_nb.core.exact import attention
 from sparse_nb import Exact, Streaming, TopK
 from sparse_nb.core.streams import fold_in

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_nb import bench
 from sparse_nb.attention import assert_close, attention
-from sparse_nb.baselines import Quest
+from sparse_nb.methods.quest import Quest
 from sparse_nb.bench import Protocol, Shape, cold_times, quartiles
 from sparse_nb import Exact, Streaming
 from sparse_nb.eviction import SnapKV

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
 from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform
-from sparse_nb.baselines import Quest
+from sparse_nb.methods.quest import Quest
 from sparse_nb.cli import method_from, write_whole
 from sparse_nb.compose import Then
 from sparse_nb.core.registry import CLASSES, method_class

@@ -12,7 +12,8 @@ from sparse_nb.attention import (
     Method, Selection, SoftmaxState, Streaming, TopK, TopP, Uniform, assert_close, attention, attention_scores,
     attention_weights, fold_in,
     partial_attention, philox, select_sinks_window, select_topk, select_topp, select_uniform, weighted_attention)
-from sparse_nb.baselines import MagicPIG, OneList
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.one_list import OneList
 from sparse_nb.core.registry import METHODS
 from sparse_nb.hash_attention import HashAttention
 from sparse_nb.saap import Saap

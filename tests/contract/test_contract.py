@@ -10,7 +10,9 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from sparse_nb.attention import Method, TopK, assert_close
-from sparse_nb.baselines import DoubleSparsity, OneList, Quest
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.one_list import OneList
+from sparse_nb.methods.quest import Quest
 from sparse_nb.compose import Then
 from sparse_nb.core.predictor import Predictor
 from sparse_nb.core.registry import CLASSES, METHODS, method_class

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import models
 from sparse_nb.attention import State, TopK, assert_close
-from sparse_nb.baselines import Quest
+from sparse_nb.methods.quest import Quest
 from sparse_nb.hf import answer, capture, prefill, sparsify
 from sparse_nb.models.cache import StatefulStaticLayer, keep_places, keep_state, layer_of, offload
 from sparse_nb.models.override import cache_of

@@ -18,7 +18,12 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import create_masks_for_generate
 
 from sparse_nb.attention import Selection, Streaming, TopK, TopP, Uniform
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, OneList, Quest
+from sparse_nb.hash_attention import HashAttention
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.one_list import OneList
+from sparse_nb.methods.quest import Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb import Exact

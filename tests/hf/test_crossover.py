@@ -4,7 +4,10 @@ import json
 import pytest
 import torch
 
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, Quest
+from sparse_nb.hash_attention import HashAttention
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.quest import Quest
 from sparse_nb import Exact
 from sparse_nb.core.registry import method_class
 from sparse_nb.crossover import CROSSOVERS, _at_most, _holds, crossover_keys, first_win

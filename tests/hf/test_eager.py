@@ -15,7 +15,7 @@ import sparse_nb.kernels.santa
 import sparse_nb.kernels.top_budget
 import sparse_nb.methods.santa
 from sparse_nb.attention import Exact, Streaming, TopK
-from sparse_nb.baselines import Quest
+from sparse_nb.methods.quest import Quest
 from sparse_nb.hf import sparsify
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention

@@ -15,7 +15,11 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from sparse_nb.attention import Exact, Streaming, TopK, TopP, Uniform
-from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, OneList, Quest
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.one_list import OneList
+from sparse_nb.methods.quest import Quest
 from sparse_nb.compose import Then
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.hf import prefill, sparsify

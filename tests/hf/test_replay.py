@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 from sparse_nb.attention import TopK
-from sparse_nb.baselines import Quest
+from sparse_nb.methods.quest import Quest
 from sparse_nb.hf import sparsify
 from sparse_nb.models import cache as cache_room, replay
 from sparse_nb.models.replay import places_of, replayed, weights_of

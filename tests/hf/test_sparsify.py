@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_nb.attention import Exact, State, Streaming, TopK, TopP, Uniform, assert_close, attention, fold_in
-from sparse_nb.baselines import Quest
+from sparse_nb.methods.quest import Quest
 from sparse_nb.compose import Then
 from sparse_nb.delta import Delta
 from sparse_nb.eviction import H2O, SnapKV

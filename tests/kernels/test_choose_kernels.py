@@ -18,7 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from covering import drawn
 from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb import hash_attention
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, HyperplaneBits, MagicPIG, OneList, Quest
+from sparse_nb.hash_attention import HashAttention
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import HyperplaneBits, MagicPIG
+from sparse_nb.methods.one_list import OneList
+from sparse_nb.methods.quest import Quest
 from sparse_nb.core import selection
 from sparse_nb.core.exact import assert_close, attention_scores, visible_range
 from sparse_nb import TopK
@@ -900,7 +905,7 @@ def test_packing_keeps_every_code(D):
     assert torch.equal(state.decoded(torch.float64), (x / step).round().clamp(-7, 7) * step)
     assert state.rows.shape == (2, 2, 50, 3) and state.rows.dtype == torch.int16
     codes = Adamas().build(k)
-    from sparse_nb.baselines import CUT, hadamard
+    from sparse_nb.methods.adamas import CUT, hadamard
     y = hadamard(k - k.mean(2, keepdim=True))
     cut = CUT * y.square().mean(-1, keepdim=True).sqrt()
     assert torch.equal(codes.codes(y.shape[-1]), (y > -cut).int() + (y > 0) + (y > cut))

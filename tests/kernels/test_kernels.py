@@ -35,7 +35,7 @@ tl = triton.language
 from sparse_nb.attention import (Selection, SoftmaxState, masked_scores, assert_close, attention, fold_in,
                                  from_first_visible, philox, merge_states, select_sinks_window, select_uniform,
                                  visible_range, weighted_attention, weighted_state)
-from sparse_nb import baselines, vattention
+from sparse_nb import vattention
 from sparse_nb.core import bounds
 from sparse_nb.bench import captured
 from sparse_nb.kernels import gather, host
@@ -43,6 +43,7 @@ from sparse_nb.kernels.common import compiled_usage, merge_kernel
 from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels import vattention as steps
 from sparse_nb.kernels.santa import SCHEMES, decode, put_codes
+from sparse_nb.methods.quest import Quest
 from benchmarks.recorder import run_record
 from sparse_nb.santa import largest_remainder, santa_decode, select_santa
 from sparse_nb.santa_keys import Int8Keys, quantise
@@ -1169,7 +1170,7 @@ def test_vattention_promises_about_vectors(dtype, D, R, bound, plugin, guarantee
 @pytest.mark.parametrize("guarantee", ["numerator", "output"])
 def test_vattention_reads_all_where_a_value_is_no_number(guarantee):
     p = problem(1, 2, 1, 900, 16, FP32, spread=0.2)
-    s = vattention.VAttention(0.5, 0.5, 3, 7, 0.05, 0.2, guarantee=guarantee, predictor=baselines.Quest(page=8))
+    s = vattention.VAttention(0.5, 0.5, 3, 7, 0.05, 0.2, guarantee=guarantee, predictor=Quest(page=8))
     p.v.add_(3)
     p.v[:, 1, 450] = math.nan
     out, stats = s.decode(*p[:3], seed=3, return_stats=True, backend="triton")
@@ -1184,7 +1185,7 @@ def test_vattention_promises_in_any_unit_of_the_values(guarantee, plugin):
     p = problem(1, 2, 1, 900, 16, FP32, spread=0.2)
     p.v.add_(3)
     s = vattention.VAttention(0.03, 0.3, 3, 7, 0.05, 0.3, guarantee=guarantee, plugin=plugin,
-                              predictor=baselines.Quest(page=8))
+                              predictor=Quest(page=8))
     run = lambda power: s.decode(p.q, p.k, p.v * 2.0**power, seed=3, return_stats=True, backend="triton")[1].certificate
     plain = run(0)
     assert not plain.exact.any() and (plain.asked > vattention.CLT_LEAST).any()
@@ -1197,7 +1198,7 @@ def test_vattention_reads_lengths_that_were_cut():
     "Those of an index that was cropped lie as long as they were."
     p = problem(1, 2, 2, 900, 16, FP32, spread=0.2)
     p.v.mul_(torch.linspace(0.5, 4, 900, device=DEVICE)[:, None]).add_(3)
-    s = vattention.VAttention(0.3, 0.3, 3, 7, 0.05, 0.3, guarantee="output", predictor=baselines.Quest(page=8))
+    s = vattention.VAttention(0.3, 0.3, 3, 7, 0.05, 0.3, guarantee="output", predictor=Quest(page=8))
     state, whole = s.new_state(), s.new_state()
     state.append(p.k, p.v)
     state.crop(700)
@@ -1330,10 +1331,10 @@ def test_vattention_finds_the_longest_value_wherever_it_stands():
 
 @kernel
 @pytest.mark.parametrize("predictor, share, bound, plugin", sizes(
-    [(x, share, *how) for x in ("oracle", baselines.Quest(page=8)) for share in (True, False)
+    [(x, share, *how) for x in ("oracle", Quest(page=8)) for share in (True, False)
      for how in (("clt", "upper"), ("clt", "plain"), ("bernstein", "upper"), ("hoeffding", "upper"))],
     [("oracle", True, "clt", "upper"), ("oracle", False, "bernstein", "upper"),
-     (baselines.Quest(page=8), True, "hoeffding", "upper"), (baselines.Quest(page=8), False, "clt", "plain")]), ids=str)
+     (Quest(page=8), True, "hoeffding", "upper"), (Quest(page=8), False, "clt", "plain")]), ids=str)
 def test_vattention_by_any_predictor(predictor, share, bound, plugin):
     p = problem(2, 2, 3, sizes(3000, 150), 16, FP32, ragged=True)
     k, v = (torch.where(x.isnan(), 0, x) for x in (p.k, p.v))
@@ -1400,7 +1401,7 @@ def test_vattention_compiles_into_one_graph():
         backend="inductor" if GPU else "eager")
     call = lambda q, seed: steps.decode(q * 1, p.k, p.v, settings, lists=2, codes=codes, maps=maps, seed=seed).out
     assert torch.equal(torch.compile(call, **how)(p.q, seed), call(p.q, seed))
-    quest = vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(page=8))
+    quest = vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, Quest(page=8))
     for method in (STEP, quest, dataclasses.replace(quest, guarantee="numerator"), dataclasses.replace(STEP,
                                                                                         guarantee="output")):
         call = lambda q, seed: method.decode(q * 1, p.k, p.v, seed=seed, backend="triton")
@@ -1446,7 +1447,7 @@ def test_vattention_in_a_graph():
     assert torch.equal(steps.decode(p.q, *host, settings, lists=2, codes=codes, maps=maps, seed=seed, kv_end=stop).out,
                        call())
     for method in (STEP, vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1),
-                   vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, baselines.Quest(), share=False)):
+                   vattention.VAttention(0.2, 0.1, 3, 7, 0.05, 0.1, Quest(), share=False)):
         replay, out = captured(lambda: method.decode(p.q, p.k, p.v, seed=seed))
         replay()
         assert torch.equal(out, method.decode(p.q, p.k, p.v, seed=seed))

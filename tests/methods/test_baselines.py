@@ -16,9 +16,12 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 
 from sparse_nb.attention import CLASSES, Method, Streaming, TopK, assert_close, attention, attention_scores
-from sparse_nb.baselines import (
-    CUT, PARTS, Adamas, DoubleSparsity, Fitted, HashAttention, MagicPIG, Quest, hadamard, hash_maps,
-    heavy_channels, inclusion_probability, signatures)
+from sparse_nb.core.index import Fitted
+from sparse_nb.hash_attention import PARTS, HashAttention, hash_maps, signatures
+from sparse_nb.methods.adamas import CUT, Adamas, hadamard
+from sparse_nb.methods.double_sparsity import DoubleSparsity, heavy_channels
+from sparse_nb.methods.magicpig import MagicPIG, inclusion_probability
+from sparse_nb.methods.quest import Quest
 from sparse_nb.core.block_index import BlockState
 from sparse_nb.core.learnt import weights_id
 from sparse_nb.hash_attention import POCKET_WEIGHTS, save_networks, trained_on

@@ -9,7 +9,10 @@ from safetensors import safe_open
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from sparse_nb.baselines import Adamas, ChannelCodes, DoubleSparsity, HadamardCodes, HyperplaneBits, MagicPIG, Quest
+from sparse_nb.methods.adamas import Adamas, HadamardCodes
+from sparse_nb.methods.double_sparsity import ChannelCodes, DoubleSparsity
+from sparse_nb.methods.magicpig import HyperplaneBits, MagicPIG
+from sparse_nb.methods.quest import Quest
 from sparse_nb.core.exact import attention_weights, promote
 from sparse_nb.core.selection import select_topk
 from sparse_nb.metrics import coverage

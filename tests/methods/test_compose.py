@@ -10,7 +10,11 @@ from scipy import stats
 
 from sparse_nb.attention import (
     Exact, Method, Streaming, TopK, TopP, Uniform, assert_close, attention, fold_in, weighted_attention)
-from sparse_nb.baselines import Adamas, DoubleSparsity, MagicPIG, OneList, Quest
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.one_list import OneList
+from sparse_nb.methods.quest import Quest
 from sparse_nb.compose import Then
 from sparse_nb.core.index import Fitted
 from sparse_nb.core.method import Unable

@@ -20,7 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_nb.attention import (
     Method, State, TopK, assert_close, attention, attention_scores, attention_weights, fold_in, weighted_attention)
-from sparse_nb.baselines import Adamas, DoubleSparsity, HashAttention, MagicPIG, Quest
+from sparse_nb.hash_attention import HashAttention
+from sparse_nb.methods.adamas import Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.quest import Quest
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb import vattention
 from sparse_nb.core.bounds import bernstein_radius, kl_bound, output_levels, spread_bound
