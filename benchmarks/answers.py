@@ -22,7 +22,9 @@ from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import load_named, task_of
 from sparse_nb.metrics import paired_interval
 from sparse_nb.models.capturing import Captured, capture
-from sparse_nb.patterns import FlexPrefill, VerticalSlash, pairs_read
+from sparse_nb.methods.block_reads import pairs_read
+from sparse_nb.methods.flex_prefill import FlexPrefill
+from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.ruler import RULER
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa

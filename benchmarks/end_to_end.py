@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparse_nb.bench import quartiles
 from sparse_nb import Method, Streaming
 from sparse_nb.delta import Delta
-from sparse_nb.patterns import FlexPrefill, VerticalSlash
+from sparse_nb.methods.flex_prefill import FlexPrefill
+from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.sketch_walk import SketchWalk
 from benchmarks.machine import machine
 from benchmarks.recorder import Recorder, read_record

@@ -20,7 +20,8 @@ from sparse_nb.core.blocks import BlockPattern, sinks_window_pattern
 from sparse_nb.kernels.blocks import attend_blocks, attend_streaming
 from sparse_nb.kernels.delta import (
     DeltaCall, attend_delta, launch_delta, launch_window, merge_whole, read_whole, tile_settings)
-from sparse_nb.patterns import RandomBlocks, VerticalSlash
+from sparse_nb.methods.block_controls import RandomBlocks
+from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.plots import METHOD_COLOURS, palette
 from benchmarks.prompt import BLOCK, CORRECTIONS, SKETCHES, Prompt, Setting, Truth, Work, chosen, needed
 from benchmarks.recorder import Recorder, record_path

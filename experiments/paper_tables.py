@@ -18,7 +18,8 @@ from sparse_nb.delta import Delta
 from sparse_nb.evaluate import accuracy
 from sparse_nb.grid import task_of
 from sparse_nb.metrics import paired_interval
-from sparse_nb.patterns import HiP, VerticalSlash
+from sparse_nb.methods.hip import HiP
+from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.text import speeches, text_bits, windows

@@ -21,7 +21,8 @@ from sparse_nb.evaluate import accuracy
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import task_of
 from sparse_nb.metrics import paired_interval
-from sparse_nb.patterns import FlexPrefill, VerticalSlash
+from sparse_nb.methods.flex_prefill import FlexPrefill
+from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk

@@ -8,7 +8,9 @@ from sparse_nb import Streaming
 from sparse_nb.delta import Delta, delta_prefill
 from sparse_nb.grid import Grid, load_named
 from sparse_nb.models.capturing import capture
-from sparse_nb.patterns import FlexPrefill, HiP, VerticalSlash
+from sparse_nb.methods.flex_prefill import FlexPrefill
+from sparse_nb.methods.hip import HiP
+from sparse_nb.methods.vertical_slash import VerticalSlash
 from experiments.answers import ask
 from sparse_nb.text import documents, speeches, windows
 

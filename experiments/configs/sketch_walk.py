@@ -13,7 +13,10 @@ from sparse_nb.grid import Grid, Worker, load_named, task_of
 from sparse_nb.hf import attention_override, prefill
 from sparse_nb.models.cache import fork_cache
 from sparse_nb.models.capturing import capture
-from sparse_nb.patterns import FlexPrefill, VerticalSlash, XAttention, pairs_read
+from sparse_nb.methods.block_reads import pairs_read
+from sparse_nb.methods.flex_prefill import FlexPrefill
+from sparse_nb.methods.vertical_slash import VerticalSlash
+from sparse_nb.methods.xattention import XAttention
 from experiments.answers import ask
 from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk

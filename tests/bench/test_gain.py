@@ -11,7 +11,7 @@ from sparse_nb.attention import assert_close, attention
 from sparse_nb.bench import LLAMA, Model, Protocol, Shape, decode_call, model_of, step_times
 from sparse_nb import Exact, Method, Uniform
 from sparse_nb.core.registry import CLASSES, method_class
-from sparse_nb.patterns import HiP
+from sparse_nb.methods.hip import HiP
 from sparse_nb.sketch_walk import SketchWalk
 
 transformers = pytest.importorskip("transformers")

@@ -20,7 +20,7 @@ from sparse_nb.methods.quest import Quest
 from sparse_nb.cli import method_from, write_whole
 from sparse_nb.compose import Then
 from sparse_nb.core.registry import CLASSES, method_class
-from sparse_nb.patterns import HiP
+from sparse_nb.methods.hip import HiP
 from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa

@@ -21,7 +21,8 @@ from sparse_nb.delta import Delta
 from sparse_nb.hf import sparsify
 from sparse_nb.models.compiled import no_graph
 from sparse_nb.saap import Saap
-from sparse_nb.patterns import HiP, VerticalSlash
+from sparse_nb.methods.hip import HiP
+from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention

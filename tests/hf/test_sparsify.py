@@ -17,7 +17,8 @@ from sparse_nb.delta import Delta
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.hf import UNFIT, answer, attention_override, prefill, register, sparsify
 from sparse_nb.models import override, rng
-from sparse_nb.patterns import OracleBlocks, VerticalSlash
+from sparse_nb.methods.block_controls import OracleBlocks
+from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.santa import Santa
 from sparse_nb.santa_keys import quantise
 from sparse_nb.sketch_walk import SketchWalk

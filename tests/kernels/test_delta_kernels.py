@@ -15,7 +15,8 @@ from inputs import DEVICE, GPU, INTERPRETED, LAYOUTS, kernel, poisoned
 from sparse_nb import delta
 from sparse_nb.core.blocks import block_attention
 from sparse_nb.core.exact import assert_close
-from sparse_nb.patterns import HiP, VerticalSlash
+from sparse_nb.methods.hip import HiP
+from sparse_nb.methods.vertical_slash import VerticalSlash
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 2**-8, FP16: 2**-11, FP32: 1e-5} if GPU else {BF16: 2**-7, FP16: 2**-10, FP32: 2e-6}

@@ -19,7 +19,8 @@ from sparse_nb.core.prefill import PrefillByDecode
 from sparse_nb.core.registry import method_class
 from sparse_nb.delta import CORRECTIONS, Delta, delta_prefill
 from sparse_nb.hf import sparsify
-from sparse_nb.patterns import HiP, VerticalSlash
+from sparse_nb.methods.hip import HiP
+from sparse_nb.methods.vertical_slash import VerticalSlash
 
 FP64 = torch.float64
 CASES = [(correction, aligned, 1) for correction in CORRECTIONS for aligned in (None, False, True)]

@@ -11,7 +11,10 @@ import torch
 from sparse_nb.core.exact import assert_close, attention
 from sparse_nb.delta import CORRECTIONS, Delta, delta_prefill
 from sparse_nb.hf import sparsify
-from sparse_nb.patterns import FlexPrefill, HiP, VerticalSlash, XAttention, save_choices
+from sparse_nb.methods.flex_prefill import FlexPrefill
+from sparse_nb.methods.hip import HiP
+from sparse_nb.methods.vertical_slash import VerticalSlash, save_choices
+from sparse_nb.methods.xattention import XAttention
 
 SMALL = dict(query_block=32, key_block=32)
 LINES = dict(vertical=6, slash=9, last=16, sinks=2, window=4)

@@ -9,14 +9,18 @@ import torch
 from scipy.stats import chi2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparse_nb import patterns
+import sparse_nb
 from sparse_nb.core.blocks import block_attention, sinks_window_pattern
 from sparse_nb.core.exact import assert_close, attention, attention_weights
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hf import capture, sparsify
-from sparse_nb.patterns import (
-    FlexPrefill, HiP, OracleBlocks, RandomBlocks, VerticalSlash, XAttention, js_distance, mass_read, pairs_read,
-    save_choices, search_choices, with_counts_of)
+from sparse_nb.methods.block_chooser import block_sums
+from sparse_nb.methods.block_controls import OracleBlocks, RandomBlocks, with_counts_of
+from sparse_nb.methods.block_reads import mass_read, pairs_read
+from sparse_nb.methods.flex_prefill import FlexPrefill, js_distance
+from sparse_nb.methods.hip import HiP
+from sparse_nb.methods.vertical_slash import VerticalSlash, save_choices, search_choices
+from sparse_nb.methods.xattention import XAttention
 from sparse_nb.tasks import make
 
 SMALL = dict(query_block=32, key_block=32)
@@ -643,7 +647,7 @@ def test_real_heads_are_read_better_than_by_chance(pocket):
 def test_no_choice_of_as_many_blocks_reads_more(method):
     q, k, _ = problem(B=2, Q=160, N=230)
     p = method.pattern(q, k, seed=1)
-    of_blocks = lambda p: patterns.block_sums(mass_read(p, q, k), p.query_block)
+    of_blocks = lambda p: block_sums(mass_read(p, q, k), p.query_block)
     best, drawn = with_counts_of(p, q, k), with_counts_of(p, q, k, seed=2)
     counts = p.mask().sum(-1).expand(2, -1, -1).repeat_interleave(4 // p.mask().shape[1], 1)
     assert torch.equal(best.mask().sum(-1), counts) and torch.equal(drawn.mask().sum(-1), counts)
@@ -661,4 +665,4 @@ def test_on_a_gpu(method):
 
 
 def test_all_names_are_documented():
-    assert {"VerticalSlash", "FlexPrefill", "HiP", "OracleBlocks", "RandomBlocks"} <= set(patterns.__all__)
+    assert {"VerticalSlash", "FlexPrefill", "HiP", "OracleBlocks", "RandomBlocks"} <= set(sparse_nb.__all__)

@@ -20,7 +20,7 @@ from sparse_nb.core.streams import fold_in, stream_seeds, tickets
 from sparse_nb.delta import Delta
 from sparse_nb.hf import attention_override, capture, sparsify
 from sparse_nb.metrics import relative_error
-from sparse_nb.patterns import VerticalSlash
+from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.methods.sketch_walk.index import signed_hadamard
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.tasks import make

@@ -951,9 +951,9 @@ def test_a_perplexity_that_would_leak_is_refused(llama):
     ("HiP", {}), ("OracleBlocks", {})])
 def test_losses_that_have_looked_ahead_are_let_through(llama, name, settings):
     "As the docstring of `token_bits` says: their rows know what is to come."
-    import sparse_nb.patterns as patterns
+    import sparse_nb
     from sparse_nb.text import token_bits
-    method = getattr(patterns, name)(**settings)
+    method = getattr(sparse_nb, name)(**settings)
     assert name in token_bits.__doc__ and not getattr(method, "sees_ahead", False)
     assert len(token_bits(llama, TOKENS, read=100, prefill=method)[0][0]) == 99
 
