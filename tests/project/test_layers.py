@@ -38,6 +38,34 @@ def private_names(folder):
                 yield f"{path.stem} uses {ast.unparse(node)}"
 
 
+def missing_modules(folder):
+    "Modules of the package that a module, or a function in it, imports from, and that there are not."
+    package = folder / "sparse_nb"
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom): continue
+            parts = (node.module or "").split(".") if node.module else []
+            if node.level: at = path.parents[node.level - 1]
+            elif parts[0] == "sparse_nb": at, parts = package, parts[1:]
+            else: continue
+            wanted = at.joinpath(*parts)
+            if not (wanted.is_dir() or wanted.with_suffix(".py").exists()):
+                yield f"{path.relative_to(package)} imports from {wanted.relative_to(folder)}"
+
+
+def test_modules_that_are_imported_from_are_there():
+    assert [*missing_modules(ROOT)] == []
+
+
+def test_a_missing_module_is_found(tmp_path):
+    "A kernel is imported in the function that runs it, where no test without a GPU comes by."
+    (tmp_path / "sparse_nb" / "methods").mkdir(parents=True)
+    (tmp_path / "sparse_nb" / "core.py").write_text("")
+    (tmp_path / "sparse_nb" / "methods" / "quest.py").write_text(
+        "from ..core import x\nfrom sparse_nb.core import x\nimport math\ndef f():\n    from .kernels.quest import y\n")
+    assert [*missing_modules(tmp_path)] == ["methods/quest.py imports from sparse_nb/methods/kernels/quest"]
+
+
 def test_imports_keep_the_contracts():
     code, said = lint(ROOT)
     assert code == 0 and " 0 broken" in said, said
