@@ -1,6 +1,8 @@
 """At which settings each method stands in the one table: a tenth of the keys where a share is chosen"""
 from typing import NamedTuple
 
+from sparse_nb.core.registry import METHODS
+
 MODELS = {"pocket": "pocket (8M)", "smollm2": "SmolLM2 (135M)", "qwen": "Qwen2.5-Coder (1.5B)"}  # the largest last
 PLACES = {"32k": (32768, 1), "131k": (131072, 1), "524k": (524288, 1), "32k_8": (32768, 8)}  # keys and sequences
 LENGTHS = {"32k": 32768, "131k": 131072, "524k": 524288, "1M": 1048576}
@@ -89,3 +91,6 @@ PROMPT = {
     "oracle_blocks": Prompt("oracle blocks, 10 %", dict(method="OracleBlocks", density=0.1)),
     "random_blocks": Prompt("random blocks, 10 %", dict(method="RandomBlocks", density=0.1)),
 }
+# a method without a line stands in the table as it is by default
+DECODE |= {name: Decode(row.label, dict(method=row.path.split(":")[1])) for name, row in METHODS.items()
+           if name not in DECODE | PROMPT}

@@ -14,43 +14,29 @@ __version__ = "0.1.0"
 
 from importlib import import_module
 
+from .core.registry import METHODS
+
 # %% ../nbs/a2_front_door.ipynb #2ba6e9b3
-_PLACES = {  # module: names
+_FUNCTIONS = {  # module: names beside the methods
     "hf": ("sparsify",),
     "core.method": ("Method",),
-    "methods.exact": ("Exact",),
-    "methods.streaming": ("Streaming",),
-    "methods.topk": ("TopK", "TopP"),
-    "methods.uniform": ("Uniform",),
     "core.selection": ("full_attention",),
-    "santa": ("Santa", "santa_decode"),
-    "vattention": ("VAttention", "vattention_decode"),
-    "saap": ("Saap", "saap_decode"),
-    "sketch_walk": ("SketchWalk", "sketch_walk_decode", "sketch_walk_prefill"),
-    "delta": ("Delta", "delta_prefill"),
-    "methods.quest": ("Quest",),
-    "methods.double_sparsity": ("DoubleSparsity",),
-    "methods.adamas": ("Adamas",),
-    "methods.magicpig": ("MagicPIG",),
-    "methods.one_list": ("OneList",),
-    "hash_attention": ("HashAttention",),
-    "methods.vertical_slash": ("VerticalSlash",),
-    "methods.flex_prefill": ("FlexPrefill",),
-    "methods.xattention": ("XAttention",),
-    "methods.hip": ("HiP",),
-    "methods.block_controls": ("OracleBlocks", "RandomBlocks"),
-    "lsh": ("Reformer", "KDEformer"),
-    "eviction": ("H2O", "SnapKV"),
-    "compose": ("Then",),
+    "santa": ("santa_decode",),
+    "vattention": ("vattention_decode",),
+    "saap": ("saap_decode",),
+    "sketch_walk": ("sketch_walk_decode", "sketch_walk_prefill"),
+    "delta": ("delta_prefill",),
 }
-_MODULES = {name: module for module, names in _PLACES.items() for name in names}
+_MODULES = {name: module for module, names in _FUNCTIONS.items() for name in names}
+_MODULES |= {name: module.removeprefix("sparse_nb.") for module, name in (
+    entry.path.split(":") for entry in METHODS.values())}
 
-_all_ = [  # the same names, written out for tools that read the source
+_all_ = [  # the same names, for tools that read the source; `make contents` writes them
     "sparsify", "Method", "Exact", "Streaming", "TopK", "TopP", "Uniform", "full_attention", "Santa", "santa_decode",
-    "VAttention", "vattention_decode", "Saap", "saap_decode", "SketchWalk", "sketch_walk_decode",
-    "sketch_walk_prefill", "Delta", "delta_prefill", "Quest", "DoubleSparsity", "Adamas", "MagicPIG", "OneList",
-    "HashAttention", "VerticalSlash", "FlexPrefill", "XAttention", "HiP", "OracleBlocks", "RandomBlocks", "Reformer",
-    "KDEformer", "H2O", "SnapKV", "Then"]
+    "VAttention", "vattention_decode", "Saap", "saap_decode", "SketchWalk", "sketch_walk_decode", "sketch_walk_prefill",
+    "Delta", "delta_prefill", "Quest", "DoubleSparsity", "Adamas", "MagicPIG", "OneList", "HashAttention",
+    "VerticalSlash", "FlexPrefill", "XAttention", "HiP", "OracleBlocks", "RandomBlocks", "Reformer", "KDEformer", "H2O",
+    "SnapKV", "Then"]
 
 # %% ../nbs/a2_front_door.ipynb #b63a8db5
 def __getattr__(name):

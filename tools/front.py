@@ -5,6 +5,7 @@ A part of README between `<!-- name -->` and `<!-- /name -->` is what `PARTS[nam
 the sentences around them are written by hand. What a number is and which record it comes from: benchmarks/table.py."""
 import contextlib
 import hashlib
+import importlib
 import io
 import json
 import re
@@ -184,6 +185,34 @@ CHAPTERS = {  # page -> what one learns there
 }
 
 
+SHARED = {  # page -> methods that it explains beside others; every other method has a page of its own
+    "nbs/06_selection.ipynb": ("exact", "streaming", "topk", "topp", "uniform"),
+    "nbs/60_baselines.ipynb": ("quest", "double_sparsity", "adamas", "magicpig", "one_list"),
+    "nbs/62_patterns.ipynb": ("vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", "random_blocks"),
+}
+
+
+def page_of(name):
+    "The page that explains a method: a shared one, or the notebook that its module is made of."
+    from sparse_nb.core.registry import METHODS
+    shared = next((page for page, names in SHARED.items() if name in names), None)
+    if shared: return shared
+    source = importlib.import_module(METHODS[name].path.split(":")[0]).__file__
+    made = re.search(r"File to edit: (?:\.\./)+(\S+\.ipynb)", Path(source).read_text(encoding="utf-8"))
+    return made[1]
+
+
+def more_methods():
+    "Methods that are not those of the five papers, by the page that explains them."
+    from sparse_nb.core.registry import METHODS
+    papers = [name for name, row in TABLE.items() if row["group"] == "papers" or name == "delta"]
+    names, pages = [name for name in METHODS if name not in papers], {}
+    for name in names: pages.setdefault(page_of(name), []).append(f"`{METHODS[name].path.split(':')[1]}`")
+    lines = [[", ".join(own), f"[{title(page)}]({page})"] for page, own in pages.items()]
+    return (f"<details><summary>{len(names)} more methods, baselines and controls</summary>\n\n"
+            + table(["methods", "page"], *lines) + "\n\n</details>")
+
+
 def chapters():
     "A line for each of the main chapters."
     return "\n".join(f"{k}. [{title(path)}]({path}): {said}" for k, (path, said) in enumerate(CHAPTERS.items(), 1))
@@ -208,7 +237,7 @@ def output():
 
 
 PARTS = {"headline": headline, "speed": speed, "kernels": kernels, "answers": answers, "advice": advice,
-         "claims": claims, "chapters": chapters, "output": output}
+         "claims": claims, "methods": more_methods, "chapters": chapters, "output": output}
 
 
 def filled(text, names=PARTS):
