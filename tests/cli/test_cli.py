@@ -16,11 +16,13 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
 from sparse_nb.attention import Exact, Method, Streaming, TopK, Uniform
-from sparse_nb.methods.quest import Quest
-from sparse_nb.cli import method_from, write_whole
+from sparse_nb.commands import generate as generating, loading
+from sparse_nb.commands.options import method_from
+from sparse_nb.commands.output import write_whole
 from sparse_nb.compose import Then
 from sparse_nb.core.registry import CLASSES, method_class
 from sparse_nb.methods.hip import HiP
+from sparse_nb.methods.quest import Quest
 from sparse_nb.pocket import byte_tokenizer
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
@@ -134,7 +136,7 @@ def test_the_demo_keeps_to_80_columns_and_breaks_no_word(columns):
 @pytest.mark.slow
 def test_the_picture_says_what_is_read(tiny):
     from sparse_nb import demo, tasks
-    from sparse_nb.cli import load_model
+    from sparse_nb.commands.loading import load_model
     model, tokenizer = load_model(tiny)
     _, draw = demo.compare(model, tokenizer, tasks.make("needle", 300, tokenizer=tokenizer), samples=1, density=0.05)
     said = [text.get_text() for ax in draw().axes[1:] for text in ax.texts]
@@ -245,11 +247,11 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 # models
 
 def test_a_published_name_is_no_folder_of_the_same_name(tmp_path, monkeypatch):
-    from sparse_nb import cli
     (tmp_path / "qwen").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPARSE_NB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="qwen is not in .*`sparse-nb fetch qwen` brings it"): cli.load_model("qwen")
+    with pytest.raises(ValueError, match="qwen is not in .*`sparse-nb fetch qwen` brings it"):
+        loading.load_model("qwen")
 
 @pytest.mark.parametrize("spoil, words", [
     (lambda folder: (folder / "config.json").write_text("{}"), ["--model: cannot load"]),
@@ -575,8 +577,7 @@ def test_a_prompt_of_one_token(tiny, tmp_path):
 
 
 def test_a_huge_prompt_is_refused_at_once(pocket, tmp_path, monkeypatch):
-    from sparse_nb import cli
-    monkeypatch.setattr(cli, "load_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr(generating, "load_model", lambda *args: pytest.fail("loaded"))
     monkeypatch.setattr("sparse_nb.demo.split_prompt", lambda *args: pytest.fail("tokenised"))
     (tmp_path / "huge").write_bytes(b"x" * 2**24)
     one_line(generated(tmp_path / "huge"), "--prompt-file must have at most", f"got a text of {2**24} letters")
@@ -633,8 +634,7 @@ def test_a_prompt_file_must_be_given(): one_line(run("generate"), "--prompt-file
 
 
 def test_what_can_be_checked_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch):
-    from sparse_nb import cli
-    monkeypatch.setattr(cli, "load_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr(generating, "load_model", lambda *args: pytest.fail("loaded"))
     (tmp_path / "good").write_bytes(b"hello")
     for options in (["--stats-out", "s.txt"], ["--decode", "topq"], ["--prefill", "quest"], ["--dense-layers", "a"],
                     ["--temperature", "-1"], ["--prompt-file", tmp_path]):
@@ -647,7 +647,7 @@ def tuned(file, *args): return run("tune", "--prompt-file", file, *args)
 
 
 def test_a_density_gives_settings_of_that_density(tiny, tmp_path):
-    from sparse_nb.cli import load_model
+    from sparse_nb.commands.loading import load_model
     from sparse_nb.tuning import WIDE, search
     from sparse_nb.vattention import VAttention
     model, tokenizer = load_model(tiny)

@@ -8,7 +8,7 @@ import torch
 
 from inputs import INTERPRETED
 from sparse_nb.attention import Selection, TopK, assert_close, attention, weighted_attention
-from sparse_nb.cli import method_from, rehearse
+from sparse_nb.commands.options import method_from, rehearse
 from sparse_nb.eviction import H2O, SnapKV, all_but_least, most_voted
 from sparse_nb.methods.retained import StaticRetainedKeys
 from sparse_nb.grid import needs_queries
