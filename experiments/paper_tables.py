@@ -61,7 +61,7 @@ def budgets() -> dict:
 def corrected() -> dict:
     "name -> method that reads prompts: the paper's window and gamma, uncorrected, by Eq. 6 and by the tangent."
     return {"streaming none": Delta(correction="none"), "streaming delta": Delta.paper(), "streaming tangent": Delta(),
-            "streaming wide": Delta(4096, correction="none")}  # as many keys as the window and the anchors read
+            "streaming wide": Delta(4096, correction="none")}  # the paper's wider window
 
 def based() -> dict:
     "name -> the same on the keys of other methods."
