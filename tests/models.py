@@ -206,5 +206,5 @@ def play_on_a_cpu(monkeypatch):
     found = []
     monkeypatch.setattr(replay, "captured", taped(found))
     monkeypatch.setattr(cache_room, "SPARE", 0)
-    for name in ("can_play", "on_a_gpu"): monkeypatch.setattr(graphs, name, lambda x: True)
+    for name in ("can_graph", "on_a_gpu"): monkeypatch.setattr(graphs, name, lambda x: True)
     return found

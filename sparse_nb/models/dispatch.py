@@ -17,7 +17,7 @@ from .cache import PreallocatedLayer
 from .compiled import GraphPass, compiled_step, number_of
 from .counts import Decoded
 from .forward import Call, ForwardPass, check_no_cache, decoded_queries, refuse_losses
-from .graphs import CapturedLayers
+from .graphs import LayerGraphs
 from .index import Rotations
 from .plan import at_layer, has_window, walks_layers
 from .view import prompt_view, view_of
@@ -27,7 +27,7 @@ class PerThread(threading.local):
     "The forward pass that a thread is in, and what its steps in graphs hold."
     def __init__(self):
         self.forward, self.logits_kept, self.reading = ForwardPass(), 0, False
-        self.in_graph, self.captured = GraphPass(), CapturedLayers()
+        self.in_graph, self.graphs = GraphPass(), LayerGraphs()
         self.adopted = weakref.WeakSet() # cache layers with room that have been adopted
 
 # %% ../../nbs/library/models_dispatch.ipynb #ff8c9dfd
@@ -36,7 +36,8 @@ class Dispatch:
     def __init__(self, prefill, decode, streams, own, setup="prompt", aligned=False, layers=None, exact=(), few=None):
         self.prefill, self.decode = prefill, decode # a method or None, or a dict of these by layer
         self.streams, self.own = streams, own       # of random numbers; attention layer -> the model's own function
-        self.setup, self.aligned, self.plays = setup, aligned, set() # two as in `sparsify` and `view_of`; layers played
+        self.setup, self.aligned = setup, aligned   # as in `sparsify` and `view_of`
+        self.graphed = set()                        # layers whose part of a step can be recorded
         self.layers, self.exact = layers, exact     # that it serves, None: all; that decode exactly
         self.few, self.modules = few or {}, {m.layer_idx: m for m in layers or ()} # few: as from `crossovers_of`
         self.observe, self.thread, self.rotations, self.number = None, PerThread(), Rotations(), number_of(self)
@@ -72,7 +73,7 @@ class Dispatch:
         few = key.shape[2] < self.few.get(call.layer, 0)
         if not (compiling or self.decoded or decodes is None or self.thread.reading):
             self.decoded = decoded_queries(self.setup, forward, query.shape[2], key.shape[2]) > 0
-        if not compiling and (out := self.thread.captured.step(self, call, None if few else decodes)) is not None:
+        if not compiling and (out := self.thread.graphs.step(self, call, None if few else decodes)) is not None:
             return out, None
         compiles = compiling and query.shape[2] == 1
         if reads is None and decodes is None and self.observe is None and not compiles: return self.attend(call)

@@ -18,8 +18,8 @@ from transformers import DynamicCache
 from .cache import PreallocatedLayer, keep_state, offload, preallocate
 from .dispatch import Dispatch
 from .forward import ForwardPass
-from .graphs import played_layers, wants_buffer
-from .index import Kept
+from .graphs import graphed_layers, wants_buffer
+from .index import LayerIndex
 from sparse_nb.models.override import (
     attention_configs, attention_override, cache_of, check_evaluates, check_replaceable, kind_of, modeling_files,
     parts_of)
@@ -71,11 +71,11 @@ class Hooks:
         away: bool,         # keep the keys of layers with methods in host memory?
     ):
         self.dispatch, self.parts, self.first = dispatch, parts_of(model), next(iter(plan.layers.values()))
-        dispatch.plays, self.keepers = played_layers(plan), []
+        dispatch.graphed, self.keepers = graphed_layers(plan), []
         for i, method in plan.decode.items():
             decodes = keeps_state(method) or not getattr(plan.prefill[i], "reads_state", False)
             keeper, host = method if decodes else plan.prefill[i], away and method is not None
-            if host or keeps_state(keeper) or i in dispatch.plays:
+            if host or keeps_state(keeper) or i in dispatch.graphed:
                 self.keepers.append(Keeper(plan.layers[i], keeper, keeps_state(keeper), host, decodes))
 
     def before(self):
@@ -126,19 +126,19 @@ class Hooks:
         cache, i, thread = cache_of(kwargs), module.layer_idx, dispatch.thread
         layer = cache.layers[i] if cache is not None and i < len(cache.layers) else None
         if not torch.compiler.is_compiling() and layer in thread.adopted:
-            kept = thread.forward.kept[i] = Kept(layer, layer.state if keeps else None, decodes=decodes)
+            kept = thread.forward.kept[i] = LayerIndex(layer, layer.state if keeps else None, decodes=decodes)
             if keeps and layer.turns: kept.turn = dispatch.rotations.turn(module, kwargs, kept.state)
             return
         if cache is None or getattr(module, "is_kv_shared_layer", False) or has_window(module, kwargs): return
         if getattr(layer, "is_sliding", False): return
         if torch.compiler.is_compiling():
             angles = tuple(kwargs.get("position_embeddings") or ())
-            if keeps: thread.forward.kept[i] = Kept(layer, decodes=decodes, angles=angles)
+            if keeps: thread.forward.kept[i] = LayerIndex(layer, decodes=decodes, angles=angles)
             return
         # an answer of fewer layers
         if layer is None and getattr(cache, "layer_class_to_replicate", None) is None: return
         if not away and wants_buffer(dispatch, module): layer = preallocate(cache, i)
-        kept = Kept(offload(cache, i) if away else layer, decodes=decodes)
+        kept = LayerIndex(offload(cache, i) if away else layer, decodes=decodes)
         if keeps:
             kept.layer = keep_state(cache, i, method, dispatch.counts)
             kept.state = kept.layer.state

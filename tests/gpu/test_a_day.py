@@ -425,7 +425,7 @@ def small(request):
 def test_a_day_on_a_cpu(small, monkeypatch, name):
     played = []
     monkeypatch.setattr(replay, "captured", taped(played))
-    for where, what in ((graphs, "can_play"), (graphs, "on_a_gpu"), (replay, "on_a_gpu")):
+    for where, what in ((graphs, "can_graph"), (graphs, "on_a_gpu"), (replay, "on_a_gpu")):
         monkeypatch.setattr(where, what, lambda x: True)
     small.wrong.clear()
     before = small.counted

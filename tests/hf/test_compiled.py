@@ -419,8 +419,8 @@ def test_a_gpu_replays_one_graph(method, recorded):
         if not recorded: return
         cache, played = transformers.StaticCache(config=model.config, max_cache_len=2304), []
         with pytest.MonkeyPatch.context() as patch:
-            play = replay.Recorded.__call__
-            patch.setattr(replay.Recorded, "__call__", lambda *args: played.append(1) or play(*args))
+            play = replay.GraphedStep.__call__
+            patch.setattr(replay.GraphedStep, "__call__", lambda *args: played.append(1) or play(*args))
             for _ in range(2):
                 got = model.generate(**inputs, **settings, past_key_values=cache)
                 assert torch.equal(got, want)

@@ -93,8 +93,8 @@ def test_a_context_is_read_in_parts(llama, played, method):
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_graphs_write_the_same(monkeypatch, method, padded):
     "On a GPU, with real graphs. (Lists of SAAP are made anew where a room is, so its room lasts.)"
-    model, calls, call = build("llama").cuda(), [], replay.Part.__call__
-    monkeypatch.setattr(replay.Part, "__call__", lambda self, given: calls.append(self) or call(self, given))
+    model, calls, call = build("llama").cuda(), [], replay.CapturedLayer.__call__
+    monkeypatch.setattr(replay.CapturedLayer, "__call__", lambda self, given: calls.append(self) or call(self, given))
     if not isinstance(method, Saap): monkeypatch.setattr(cache_room, "SPARE", 0)
     given = dict(ids=PADDED.cuda(), attention_mask=MASK.cuda()) if padded else dict(ids=IDS.cuda())
     with sparsify(model, decode=method, seed=3):
@@ -222,7 +222,7 @@ def broken(llama, where, error):
     "The part of a layer fails, or what comes before the second layer's."
     def breaks(*args): raise error
     with pytest.MonkeyPatch.context() as patch:
-        if where == "part": patch.setattr(replay.Part, "__call__", breaks)
+        if where == "part": patch.setattr(replay.CapturedLayer, "__call__", breaks)
         else: patch.setattr(llama.model.layers[1].self_attn.q_proj, "forward", breaks)
         yield
 
@@ -344,7 +344,7 @@ def test_what_is_not_recorded(llama, played):
         got = ids_of(llama, IDS, max_new_tokens=6, attention_mask=holes)
         with unplayed(): assert torch.equal(ids_of(llama, IDS, max_new_tokens=6, attention_mask=holes), got)
         assert not played
-        for name in ("can_play", "on_a_gpu"):
+        for name in ("can_graph", "on_a_gpu"):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(graphs, name, lambda x: False)
                 ids_of(llama, IDS, max_new_tokens=6)
@@ -388,7 +388,7 @@ def test_records_go_with_their_cache(llama, played):
     with sparsify(llama, decode=Quest(budget=12, page=4)) as session:
         cache = DynamicCache(config=llama.config)
         ids_of(llama, IDS, max_new_tokens=TOKENS, past_key_values=cache)
-        parts = session.dispatch.thread.captured.parts
+        parts = session.dispatch.thread.graphs.parts
         assert {type(x) for x in parts} == {StatefulPreallocatedLayer} and len(parts) == 2
         assert all(record.places[0] is layer.buffer for layer, record in parts.items())
         rooms = [weakref.ref(x.buffer[0]) for x in cache.layers]
@@ -406,10 +406,10 @@ def test_a_room_that_is_left_is_nobodys(llama, played, method):
         cache = DynamicCache(config=llama.config)
         one = ids_of(llama, IDS, max_new_tokens=8, past_key_values=cache)
         rooms = [weakref.ref(x.buffer[0]) for x in cache.layers]
-        assert len(session.dispatch.thread.captured.parts) == 2 and played
+        assert len(session.dispatch.thread.graphs.parts) == 2 and played
         longer = torch.cat([IDS, one, IDS], 1)
         with torch.no_grad(): llama(longer[:, cache.get_seq_length():], past_key_values=cache)
-        assert not session.dispatch.thread.captured.parts and [x() for x in rooms] == [None] * 2
+        assert not session.dispatch.thread.graphs.parts and [x() for x in rooms] == [None] * 2
 
 
 def test_a_layer_without_parameters_says_where_it_is():

@@ -346,7 +346,7 @@ class Partition(SummedInPlace):
         if kept is not None: self.kept = kept._replace(index=kept.index.pick(rows))
 
     def put(self, k, v, at, k_before=None, q_before=None, shown=None):
-        "As `State.put`: the key gets its cluster. `k_before` may be what turns keys back, `hf.Turn`."
+        "As `State.put`: the key gets its cluster. `k_before` may be what turns keys back, `models.index.InverseRope`."
         self.older, self.late = False, self.late + 1
         put_key(self, k, at, k_before)
 
