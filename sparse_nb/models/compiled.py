@@ -14,8 +14,8 @@ import torch
 
 from ..core.checks import Step
 from ..core.method import Method
-from ..methods.exact import Exact
 from ..core.selection import has_kernels
+from ..methods.exact import Exact
 from .cache import heard_one_more, layer_of
 from .forward import Call, refuse_losses
 from .plan import at_layer, has_window, keeps_state, walk_of, walks_layers
@@ -31,7 +31,7 @@ def no_graph(
 
 # %% ../../nbs/library/models_compiled.ipynb #5036f06b
 def compiled_step(
-    dispatch, # of the session
+    dispatch,          # of the session
     call: Call,        # of one query
     method,            # that decodes, or None
     few: bool,         # are there so few keys that all are read?
@@ -103,7 +103,7 @@ def heard_of(rotations, layer, call, newest, angles):
     return heard
 
 def decoded_in_graph(
-    dispatch, # of the session
+    dispatch,         # of the session
     method,           # that decodes; None: all keys are read
     call: Call,       # of one query
     bounds,           # first visible key and end of the visible ones [B], number of the newest [1]
