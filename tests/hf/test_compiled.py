@@ -512,7 +512,7 @@ GIVEN = 43 # tensors: weights, keys and values, what the step is asked
 EACH_LAYER = [  # what the first layer of a step does, and what the others do; the last tells all indexes, by 2 more
     (Exact(), 2, 2), (Streaming(sinks=4, window=16), 2, 2), (Streaming(sinks=4, window=0.3), 2, 2),
     (TopK(budget=16), 7, 7), (Santa(samples=16), 2, 2),
-    (VAttention(sinks=4, window=4, topk=4, base=16), 68, 63), (Saap(budget=8, **SAAP), 5, 5),
+    (VAttention(sinks=4, window=4, topk=4, base=16), 62, 57), (Saap(budget=8, **SAAP), 5, 5),
     (Saap(probes=1, tail="drop", before_rope=False, **SAAP), 5, 5), (Saap(budget=8, router="centroid", **SAAP), 14, 11),
     (Saap(unread=0.3, **SAAP), 190, 190),
     (Santa(samples=16, keys="int8"), 3, 3), (Santa(samples=16, keys="rescored"), 3, 3),
