@@ -171,7 +171,8 @@ def words(text): return re.findall(r"\w[\w.,%×&'/-]*", text)
 
 
 def test_it_is_short():
-    assert len(words(plain(TEXT))) <= 900
+    open_ = re.sub(r"<details>.*?</details>", "", TEXT, flags=re.S)  # a folded list grows with the methods
+    assert len(words(plain(open_))) <= 880
     paragraphs = [part for part in plain(TEXT).split("\n\n") if not re.match(r"\||\d+\. ", part.strip())]
     assert not [part for part in paragraphs if len(words(part)) > 100]
 
@@ -198,5 +199,5 @@ def test_every_method_is_named():
 
 def test_pages_are_called_by_their_titles():
     named = re.findall(r"^\| (?:`\w+`(?:, )?)+ \| \[(.+?)\]\((.+?)\) \|$", TEXT, flags=re.M)
-    assert len(named) == 7
+    assert len(named) >= 7
     for name, page in named: assert front.title(page) == name
