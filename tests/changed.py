@@ -70,12 +70,14 @@ def modules(root=ROOT):
 @lru_cache(None)
 def door(root=ROOT):
     "What the names of the front door stand for: sparse_nb.Santa -> sparse_nb.santa."
-    path = root / "sparse_nb/__init__.py"
+    path, registry = root / "sparse_nb/__init__.py", root / "sparse_nb/core/registry.py"
+    found = re.findall(r'Entry\("([\w.]+):(\w+)"', registry.read_text(encoding="utf-8")) if registry.exists() else []
+    found = {f"sparse_nb.{name}": module for module, name in found}
     for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "_PLACES":
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "_FUNCTIONS":
             places = ast.literal_eval(node.value)
-            return {f"sparse_nb.{name}": f"sparse_nb.{module}" for module, names in places.items() for name in names}
-    return {}
+            found |= {f"sparse_nb.{name}": f"sparse_nb.{module}" for module, names in places.items() for name in names}
+    return found
 
 
 @lru_cache(None)

@@ -10,8 +10,9 @@ import changed
 def project(tmp_path):
     "A small repository: two modules with a notebook each, a chapter, a benchmark, and pages that use them."
     cell = '{"cells": [{"cell_type": "code", "source": ["%s"]}]}'
-    files = {"sparse_nb/core/exact.py": "", "sparse_nb/__init__.py": "_PLACES = {'delta': ('Delta',)}",
-             "nbs/95_cli.ipynb": "from sparse_nb import Delta",
+    files = {"sparse_nb/core/exact.py": "", "sparse_nb/__init__.py": "_FUNCTIONS = {'delta': ('delta_prefill',)}",
+             "sparse_nb/core/registry.py": 'METHODS = {"delta": Entry("sparse_nb.delta:Delta", "x")}',
+             "nbs/95_cli.ipynb": "from sparse_nb import Delta", "nbs/70_hf.ipynb": "from sparse_nb import delta_prefill",
              "sparse_nb/delta.py": "from .core.exact import attention",
              "benchmarks/prefill.py": "import sparse_nb.delta", "README.md": "",
              "nbs/04_exact.ipynb": "#| default_exp core.exact", "nbs/30_delta.ipynb": "#| default_exp delta",
@@ -32,8 +33,9 @@ def project(tmp_path):
 @pytest.mark.parametrize("what, more", [
     ("README.md", []), ("nbs/03_plots.ipynb", ["nbs/03_plots.ipynb"]),
     ("benchmarks/prefill.py", ["nbs/80_bench.ipynb"]),
-    ("sparse_nb/delta.py", ["nbs/31_more.ipynb", "nbs/80_bench.ipynb", "nbs/95_cli.ipynb"]),
-    ("nbs/04_exact.ipynb", ["nbs/04_exact.ipynb", "nbs/31_more.ipynb", "nbs/80_bench.ipynb", "nbs/95_cli.ipynb"])])
+    ("sparse_nb/delta.py", ["nbs/31_more.ipynb", "nbs/70_hf.ipynb", "nbs/80_bench.ipynb", "nbs/95_cli.ipynb"]),
+    ("nbs/04_exact.ipynb", ["nbs/04_exact.ipynb", "nbs/31_more.ipynb", "nbs/70_hf.ipynb", "nbs/80_bench.ipynb",
+                            "nbs/95_cli.ipynb"])])
 def test_notebooks_that_a_change_can_break(project, what, more):
     root, _ = project
     assert changed.notebooks({what}, root) == sorted(["nbs/30_delta.ipynb", *more])
