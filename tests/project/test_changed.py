@@ -12,7 +12,8 @@ def project(tmp_path):
     cell = '{"cells": [{"cell_type": "code", "source": ["%s"]}]}'
     files = {"sparse_nb/core/exact.py": "", "sparse_nb/__init__.py": "_FUNCTIONS = {'delta': ('delta_prefill',)}",
              "sparse_nb/core/registry.py": 'METHODS = {"delta": Entry("sparse_nb.delta:Delta", "x")}',
-             "nbs/95_cli.ipynb": "from sparse_nb import Delta", "nbs/70_hf.ipynb": "from sparse_nb import delta_prefill",
+             "nbs/95_cli.ipynb": "from sparse_nb import Delta",
+             "nbs/70_hf.ipynb": "from sparse_nb import delta_prefill",
              "sparse_nb/delta.py": "from .core.exact import attention",
              "benchmarks/prefill.py": "import sparse_nb.delta", "README.md": "",
              "nbs/04_exact.ipynb": "#| default_exp core.exact", "nbs/30_delta.ipynb": "#| default_exp delta",
