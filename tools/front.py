@@ -277,8 +277,8 @@ def plot_lost(ax):
                         capsize=2, label=MODELS[model])
     for i, name in enumerate(TOLD):
         if any(lost(name, m) for m in MODELS): continue
-        said = "at other settings alone" if any(TABLE[name][f"lost_{m}"] for m in MODELS) else "not measured"
-        ax.text(1, i, said, va="center", color="0.45", fontsize=9)
+        said = "other settings" if any(TABLE[name][f"lost_{m}"] for m in MODELS) else "not measured"
+        ax.text(-1, i, said, va="center", ha="right", color="0.45", fontsize=9)  # the legend is to the right
     handles = dict(zip(*reversed(ax.get_legend_handles_labels())))
     ax.axvline(0, color="0.6", linewidth=0.8)
     ax.set_yticks(range(len(TOLD)), [TABLE[name]["label"] for name in TOLD])
