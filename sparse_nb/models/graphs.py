@@ -65,7 +65,7 @@ class Bounds(NamedTuple):
 
 @dataclass
 class LayerGraph:
-    "A layer's part of a step, recorded when it has run a few times."
+    "The part of a layer in a step, recorded when it has run a few times."
     name: tuple        # settings and shapes
     places: tuple      # what lies at the addresses that it knows, and is nobody else's as long as it is held
     seen: int = 0      # how often it has run
@@ -136,7 +136,7 @@ class LayerGraphs:
         call: Call,
         method,        # that decodes, or None: exactly
     ) -> torch.Tensor: # [B, 1, H, D]
-        "A layer's part of a step of one query over a cache with room, recorded; None where that cannot be."
+        "The part of a layer in a step of one query over a cache with room, recorded; None where that cannot be."
         forward = dispatch.thread.forward
         kept = forward.kept.get(call.layer)
         if kept is None or not isinstance(kept.layer, PreallocatedLayer): return None
