@@ -196,6 +196,10 @@ VERSIONS = [Wrong(*x) for x in [
      "methods/test_baselines.py::test_hyperplanes_are_drawn_once_and_by_seed",
      "fold_in(self.seed, torch.arange(groups,", "fold_in(self.seed, 0 * torch.arange(groups,"),
     # core
+    ("sel-checks-inside", "core/selection.py",
+     "methods/test_vattention.py::test_a_step_makes_few_calls_and_checks_at_its_door_alone",
+     "    if isinstance(budget, int): return visible.clamp(max=budget), min(budget, n)",
+     "    check_budget(budget)\n    if isinstance(budget, int): return visible.clamp(max=budget), min(budget, n)"),
     ("sel-share-eps", "core/selection.py", "core/test_attention.py::test_shares_round_up_without_noise",
      "NEARLY = 1 - 1e-12", "NEARLY = 1.0"),
     ("sel-topp-tie", "core/selection.py",

@@ -132,8 +132,8 @@ def headline():
     if name is None: return "**No method passed [the rule](nbs/appendix/one_table.ipynb#what-to-start-with).**"
     row, (small, *_, large) = TABLE[name], [model for model in MODELS if model != "pocket"]
     return (f"**With {row['label'].split(',')[0]} a token after 131k keys is {row['model_131k']['value']:.2f} times as "
-            f"fast, for {said_of(lost(name, large))} of 100 answers of a 1.5B model, and {lost(name, small)[1]:.0f} of "
-            "a 135M model.**")
+            f"fast, for {said_of(lost(name, large))} right answers in 100 prompts of a 1.5B model, and "
+            f"{lost(name, small)[1]:.0f} of a 135M model.**")
 
 
 # The rest
