@@ -138,12 +138,14 @@ def _real_model(machine):
 def _paper_tables():
     "The same of `paper_tables`"
     made = record("paper_tables")
-    parts = dict(density="decode", saap="decode", delta="prompt", sketch_walk="decode")
+    density = {x: "decode" for x in made["meta"].get("methods", {}) if x.startswith("density")}
+    parts = density | dict(saap="decode", delta="prompt", sketch_walk="decode")
     for part, role in parts.items():
         methods = {name: _settings(text) for name, text in made["meta"].get("methods", {}).get(part, {}).items()}
         if part == "sketch_walk": methods = {name: x for name, x in methods.items() if name.startswith("step")}
         yield ("nvidia_h200_paper_tables", made, role, MODELS, methods,
-               *([row for row in made["rows"] if row["part"] == x] for x in (part, "reads")))
+               *([row for row in made["rows"] if row["part"] in x] for x in (
+                   {part, "density"} if part in density else {part}, {"reads"})))
 
 def _grid(file, setups, machine="nvidia_h200"):
     "The same of grids, whose answers are words of 0 and 1; nothing of a cell of which not all prompts were asked"

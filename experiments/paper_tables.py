@@ -36,17 +36,19 @@ HARD = ("ruler_niah_multikey_2", "ruler_niah_multikey_3", "ruler_niah_multivalue
 TASKS = {"saap": ("ruler_niah_single_2", "ruler_niah_multikey_1", "ruler_niah_multikey_3", "ruler_vt", "ruler_qa_1"),
          "sketch_walk": ("qasper", "ruler_qa_1", "ruler_niah_multikey_1", "ruler_vt"), "delta": HARD, "density": HARD}
 LENGTHS = {"sketch_walk": 16384}
+GROUPS = "density", "density listening", "density sampled"  # cells of one part, by how long their methods take
 
 
 def densities() -> dict:
-    "name -> method, of vAttention's tables and SkyLight's: shares of the keys, and what a guarantee asks for."
-    shares = dict(topk=TopK, adamas=Adamas, double_sparsity=DoubleSparsity)
-    found = {f"{name}-{x}": make(x) for name, make in shares.items() for x in (0.02, 0.05, 0.1)}
-    found |= {f"quest-{page}-{x}": Quest(x, page) for page, x in ((8, 0.05), (8, 0.1), (32, 0.1))}
+    """group -> name -> method, of vAttention's tables and SkyLight's: shares of the keys, an index that needs a prompt's
+    queries, so that the prompt is read anew for it, and what a guarantee asks for."""
+    shares = lambda **makers: {f"{name}-{x}": make(x) for name, make in makers.items() for x in (0.02, 0.05, 0.1)}
     sampled = lambda eps, predictor: VAttention(eps, 0.1, topk=0.01, base=0.01, predictor=predictor)
-    found |= {f"vattention+topk-{eps}": sampled(eps, "oracle") for eps in (0.05, 0.1, 0.2, 0.4)}
-    return found | {f"vattention+adamas-{eps}": sampled(eps, Adamas(0.01)) for eps in (0.1, 0.2, 0.4)} | {
-        "magicpig": MagicPIG()}
+    found = shares(topk=TopK, adamas=Adamas) | {
+        f"quest-{page}-{x}": Quest(x, page) for page, x in ((8, 0.05), (8, 0.1), (32, 0.1))}
+    guaranteed = {f"vattention+topk-{eps}": sampled(eps, "oracle") for eps in (0.05, 0.1, 0.2, 0.4)}
+    guaranteed |= {f"vattention+adamas-{eps}": sampled(eps, Adamas(0.01)) for eps in (0.1, 0.2, 0.4)}
+    return dict(zip(GROUPS, (found, shares(double_sparsity=DoubleSparsity), guaranteed | dict(magicpig=MagicPIG()))))
 
 def budgets() -> dict:
     """name -> method: SAAP's budgets, its clusters read whole, and StreamingLLM, the paper's lower end.
@@ -72,7 +74,7 @@ def based() -> dict:
 def methods() -> dict:
     "part -> name -> method."
     both = {f"{way}-{x}": SketchWalk(density=x) for x in (0.1, 0.2) for way in ("prompt", "step", "both")}
-    return dict(density=densities(), saap=budgets(), sketch_walk=both, delta=corrected(), bases=based(),
+    return densities() | dict(saap=budgets(), sketch_walk=both, delta=corrected(), bases=based(),
                 long_ppl=corrected())
 
 
@@ -81,10 +83,11 @@ def cells(quick: bool = False) -> list:
     the end."""
     small = lambda part: "text" if part == "long_ppl" else "kv"
     if quick: return [Cell(part, "pocket", small(part), 1024, range(2)) for part in ("reads", *methods())]
-    of = lambda part, seeds: [Cell(part, "qwen", task, LENGTHS.get(part, LENGTH), seeds) for task in TASKS[part]]
+    of = lambda part, seeds: [Cell(group, "qwen", task, LENGTHS.get(part, LENGTH), seeds) for group in (
+        GROUPS if part == "density" else (part,)) for task in TASKS[part]]
     fives = [range(a, a + AT_ONCE) for a in range(0, 30, AT_ONCE)]
     texts_of = [Cell("long_ppl", "qwen", "text", LENGTH, range(a, a + 2)) for a in range(0, WINDOWS, 2)]
-    reads = [cell._replace(part="reads", seeds=range(WATCHED)) for cell in of("density", fives[0])]
+    reads = [Cell("reads", "qwen", task, LENGTH, range(WATCHED)) for task in HARD]
     found = [x for part in TASKS for x in of(part, fives[0])] + texts_of
     for seeds in fives[1:]: found += [x for part in TASKS for x in of(part, seeds)] + reads * (seeds == fives[1])
     return found + [cell._replace(part="bases", seeds=range(2)) for cell in of("delta", fives[0])]
@@ -92,13 +95,15 @@ def cells(quick: bool = False) -> list:
 def evaluate(cell: Cell) -> list:
     "A row for each method: what it got right; of the part \"reads\" what it read; of texts the bits."
     if cell.part == "long_ppl": return _bits(cell)
-    if cell.part == "reads": return _asked(cell, densities() | budgets(), watch=True)
+    if cell.part == "reads":
+        every = [*densities().values(), budgets()]
+        return _asked(cell, {name: x for some in every for name, x in some.items()}, watch=True)
     own = methods()[cell.part]
     if cell.part == "sketch_walk": return _prompts_and_steps(cell, own)
     if cell.part in ("delta", "bases"):
         return [row for name, method in own.items() for row in _asked(cell, {name: None}, prefill=method)] + (
             _asked(cell, {"exact": None}))
-    return _asked(cell, {"exact": None} | own)
+    return _asked(cell, own if cell.part in GROUPS[1:] else {"exact": None} | own)
 
 def _prompts_and_steps(cell, own):
     "Rows of methods that read prompts, decode, or do both"
@@ -162,7 +167,8 @@ def table_of(rows: list, part: str, least: float = 0.5) -> pd.DataFrame:
     """Of each method of a part: prompts, right answers of exact attention and its own, points lost with a paired 95 %
     interval, over the tasks on which exact attention has at least the share `least` of the points, and the share of
     keys read with the error, of the part "reads"."""
-    flat = pd.DataFrame([(row["method"], row["task"], row["seeds"][0] + i, x) for row in rows if row["part"] == part
+    own = [row for row in rows if row["part"] == part or part == GROUPS[0] and row["part"] in GROUPS]
+    flat = pd.DataFrame([(row["method"], row["task"], row["seeds"][0] + i, x) for row in own
                          for i, x in enumerate(row["right"])], columns=["method", "task", "seed", "own"])
     exact = flat[flat.method == "exact"].drop(columns="method").rename(columns=dict(own="exact"))
     can = exact[exact.groupby("task").exact.transform("mean") >= least]

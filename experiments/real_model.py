@@ -30,7 +30,7 @@ from sparse_nb.vattention import VAttention
 from benchmarks.answers import LENGTH, SHARE, SMALL, loaded, shares_of_pairs
 from benchmarks.workers import filled_in
 
-PROMPTS, AT_ONCE = 60, 15 # of each task; of a batch
+PROMPTS, AT_ONCE, FEW = 60, 15, 5 # of each task; of a batch, and of one that is read for a method
 TASKS = "needle", "multikey", "kv", "multivalue:keys=1", "multiquery", "frequent_words:others=9", "qa"
 
 
@@ -126,6 +126,15 @@ def prefills() -> dict:
             "delta": Delta(), "flexprefill": FlexPrefill(), "vertical_slash": VerticalSlash(500, 1500)}
 
 
+# these are evaluated on every prompt, the others on the first ones alone
+ON_ALL = {"prompts": ("sketch_walk-max-refine", "delta", "flexprefill", "vertical_slash"),
+          "need_queries": ("double_sparsity", "snapkv")}
+FIRST = {"prompts": 20, "need_queries": 10}
+
+def on(cell, methods: dict) -> dict:
+    "Those of the methods that are evaluated on a cell's prompts."
+    return {name: x for name, x in methods.items() if cell.seeds[0] < FIRST[cell.part] or name in ON_ALL[cell.part]}
+
 PARTS = "answers", "need_queries", "prompts", "quest", "read", "pairs"
 
 class Cell(NamedTuple):
@@ -160,13 +169,14 @@ def evaluate(cell: Cell) -> list:
     task, settings = task_of(cell.task)
     given = dict(prompts=len(cell.seeds), seed=cell.seeds[0], task_settings=settings,
                  chat=bool(tokenizer.chat_template))
-    few = 1 if cell.part == "prompts" else 5 if cell.part == "need_queries" else len(cell.seeds)
+    few = FEW if cell.part in FIRST else len(cell.seeds)
     if cell.part == "prompts":
         read = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how, batch=few,
                                           chunk=cell.length, **given)
-        frames = [partial(read, *way) for way in prefills().items()]
+        frames = [partial(read, *way) for way in on(cell, prefills()).items()]
     else:
-        methods = {"need_queries": need_queries, "quest": quests}.get(cell.part, decoders)()
+        methods = on(cell, need_queries()) if cell.part == "need_queries" else quests() if cell.part == "quest" else (
+            decoders())
         if cell.part == "read": methods |= only_read() | need_queries()
         if cell.part in ("answers", "quest"): methods["exact"] = None
         frames = [lambda: accuracy(model, tokenizer, task, cell.length, methods, batch=few, watch=cell.part == "read",
