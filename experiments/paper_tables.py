@@ -40,8 +40,8 @@ GROUPS = "density", "density listening", "density sampled"  # cells of one part,
 
 
 def densities() -> dict:
-    """group -> name -> method, of vAttention's tables and SkyLight's: shares of the keys, an index that needs a prompt's
-    queries, so that the prompt is read anew for it, and what a guarantee asks for."""
+    """group -> name -> method, of vAttention's tables and SkyLight's: shares of the keys, one that needs the
+    queries of a prompt, which is read anew for it, and what a guarantee asks for."""
     shares = lambda **makers: {f"{name}-{x}": make(x) for name, make in makers.items() for x in (0.02, 0.05, 0.1)}
     sampled = lambda eps, predictor: VAttention(eps, 0.1, topk=0.01, base=0.01, predictor=predictor)
     found = shares(topk=TopK, adamas=Adamas) | {
