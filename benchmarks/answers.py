@@ -33,7 +33,7 @@ from sparse_nb.tasks import make, prompt_tokens
 from sparse_nb.vattention import VAttention
 from benchmarks.workers import filled_in
 
-SHARE, LENGTH, PROMPTS, WATCHED = 0.1, 16384, 30, 4
+SHARE, LENGTH, PROMPTS, WATCHED = 0.1, 16384, 30, 1
 # what a method does -> prompts at once; "listen": it decodes, and hears the queries of a prompt, which is read for it
 ROLES = {"decode": 10, "listen": 5, "prompt": 1}
 TASKS = tuple(task for task in RULER if task != "ruler_qa_2")  # HotpotQA is not to be had from a package index
@@ -182,7 +182,7 @@ def hours(every: list, processes: int) -> float:
 
 def answers(recorder):
     "Evaluate every cell that the file lacks, and write it after each. Raises as `load_named`."
-    models = [recorder.model] if recorder.model else ["qwen"] * recorder.gpu + [*SMALL]
+    models = [recorder.model] if recorder.model else [*SMALL] + ["qwen"] * recorder.gpu
     every = cells(models, recorder.quick)
     about = dict(methods={role: {name: repr(x) for name, x in methods_of(role).items()} for role in ROLES})
     if recorder.model and not recorder.quick:

@@ -29,9 +29,8 @@ PARTS = {"written": "from the prompt's last token on", "all": "all, the prompt's
 
 
 class Cell(NamedTuple):
-    "Questions of one task, and what attends to them"
+    "Questions of one task, which all methods of a part answer"
     part: str    # one of `PARTS`
-    method: str  # "exact", or a name of `methods`
     model: str
     task: str    # in `LENGTHS`
     length: int  # tokens
@@ -43,35 +42,40 @@ def methods() -> dict:
     return {f"{name}-{size}": make(size) for name, make in made.items() for size in BUDGETS}
 
 def cells(quick: bool = False) -> list:
-    "Those of the record, a batch of questions of all methods before the next one."
-    if quick:
-        asked = [("written", "gsm8k"), *((part, "mmlu") for part in PARTS)]
-        return [Cell(part, name, "pocket", task, 1024, range(2)) for part, task in asked
-                for name in ("exact", "systematic-4")]
-    names = ["exact", *methods()]
-    paper = [name for name in names if name.startswith("systematic")]
-    asked = ("written", "gsm8k", names), ("written", "mmlu", names), ("all", "mmlu", paper), ("all", "gsm8k", paper)
-    return [Cell(part, name, "qwen", task, LENGTHS[task], range(first, min(first + AT_ONCE, QUESTIONS[task])))
-            for first in range(0, max(QUESTIONS.values()), AT_ONCE)
-            for part, task, some in asked if first < QUESTIONS[task] for name in some]
+    "Those of the record, a batch of questions of both tasks before the next one; written replies to all queries last."
+    if quick: return [Cell(part, "pocket", task, 1024, range(2)) for part in PARTS for task in LENGTHS]
+    of = lambda part, task: [Cell(part, "qwen", task, LENGTHS[task], range(a, min(a + AT_ONCE, QUESTIONS[task])))
+                             for a in range(0, QUESTIONS[task], AT_ONCE)]
+    found = [x for part, task in (("written", "mmlu"), ("written", "gsm8k"), ("all", "mmlu")) for x in of(part, task)]
+    return sorted(found, key=lambda cell: cell.seeds[0]) + of("all", "gsm8k")
 
 def of_cell(row: dict) -> tuple:
     "What tells a row's cell from others."
-    return row["part"], row["method"], row["model"], row["task"], row["length"], *row["seeds"]
+    return row["part"], row["model"], row["task"], row["length"], *row["seeds"]
+
+def asked(cell: Cell) -> list:
+    "Of a cell tables of methods, each with what reads the prompts: one reading for all that only decode."
+    own = methods()
+    if cell.model == "pocket": own = {"systematic-4": own["systematic-4"]}
+    if cell.part == "written": return [({"exact": None} | own, None)]
+    return [({name: method}, method) for name, method in own.items() if name.startswith("systematic")]
 
 def evaluate(cell: Cell) -> list:
-    "One row: what is right, question by question, what was found in the replies, and how long these are."
+    "A row for each method: what is right, question by question, what was found in the replies, how long these are."
     model, tokenizer = loaded(cell.model)
-    method = None if cell.method == "exact" else methods()[cell.method]
-    frame = accuracy(model, tokenizer, cell.task, cell.length, {cell.method: method}, prompts=len(cell.seeds),
-                     seed=cell.seeds[0], batch=BATCH[cell.task], chunk=512,
-                     task_settings=dict(data=QUICK[cell.task]) if cell.model == "pocket" else None,
-                     prefill=method if cell.part == "all" else None)
-    row = cell._asdict() | dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], right=frame.exact.astype(int).tolist())
-    if cell.task == "mmlu": return [row | dict(answers="".join(frame.answer))]
-    tokens = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in frame.answer]
-    return [row | dict(stated=frame.characters.astype(int).tolist(), answers=[*map(last_number, frame.answer)],
-                       tokens=tokens)]
+    more = dict(task_settings=dict(data=QUICK[cell.task])) if cell.model == "pocket" else {}
+    frames = [accuracy(model, tokenizer, cell.task, cell.length, some, prompts=len(cell.seeds), seed=cell.seeds[0],
+                       batch=BATCH[cell.task], chunk=512, prefill=prefill, **more) for some, prefill in asked(cell)]
+    return [_row(cell, tokenizer, *own) for frame in frames for own in frame.groupby("method", sort=False)]
+
+def _row(cell, tokenizer, method, own):
+    "The row of a method, of a table that `accuracy` makes"
+    row = cell._asdict() | dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], method=method,
+                                right=own.exact.astype(int).tolist())
+    if cell.task == "mmlu": return row | dict(answers="".join(own.answer))
+    tokens = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in own.answer]
+    return row | dict(stated=own.characters.astype(int).tolist(), answers=[*map(last_number, own.answer)],
+                      tokens=tokens)
 
 def table_of(rows: list) -> pd.DataFrame:
     """Of each task, part and method of a record: questions, share of right answers, points lost against exact attention
