@@ -130,10 +130,11 @@ def headline():
     "What the default gains and loses, in a sentence."
     name = FOUND["meta"]["default"]
     if name is None: return "**No method passed [the rule](nbs/appendix/one_table.ipynb#what-to-start-with).**"
-    row, (small, *_, large) = TABLE[name], [model for model in MODELS if model != "pocket"]
-    return (f"**With {row['label'].split(',')[0]} a token after 131k keys is {row['model_131k']['value']:.2f} times as "
-            f"fast, for {said_of(lost(name, large))} right answers in 100 prompts of a 1.5B model, and "
-            f"{lost(name, small)[1]:.0f} of a 135M model.**")
+    row, sizes = TABLE[name], {"qwen": "1.5B", "smollm2": "135M"}
+    of = lambda x: (f"{said_of(lost(name, x))} of a {sizes[x]} model ({row[f'lost_{x}']['prompts']:,} prompts)"
+                    if lost(name, x) else f"nobody knows how many of a {sizes[x]} model")
+    return (f"**{row['label'].split(',')[0]}: a speedup of {row['model_131k']['value']:.2f} for a token after 131k "
+            f"keys. Of 100 right answers it loses {' and '.join(map(of, sizes))}.**")
 
 
 # The rest
