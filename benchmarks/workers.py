@@ -1,6 +1,7 @@
 """Cells of work on all GPUs of a machine, several processes on each, and their rows as they come"""
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing import parent_process
@@ -51,6 +52,7 @@ def evaluated(
             left -= 1
             given_up.append(f"{cell}: {why}")
         else:
+            print(f"again, after {why}: {cell}", file=sys.stderr, flush=True)
             failed.append(cell)
             todo.put(cell)
     for _ in seats: todo.put(None)

@@ -163,12 +163,15 @@ def _bits(cell):
     return rows
 
 
+def joined(rows: list) -> list:
+    "Rows of a record, those of a group of a part under the part's name."
+    return [row | dict(part=row["part"].split()[0]) for row in rows]
+
 def table_of(rows: list, part: str, least: float = 0.5) -> pd.DataFrame:
     """Of each method of a part: prompts, right answers of exact attention and its own, points lost with a paired 95 %
     interval, over the tasks on which exact attention has at least the share `least` of the points, and the share of
     keys read with the error, of the part "reads"."""
-    own = [row for row in rows if row["part"] == part or part == GROUPS[0] and row["part"] in GROUPS]
-    flat = pd.DataFrame([(row["method"], row["task"], row["seeds"][0] + i, x) for row in own
+    flat = pd.DataFrame([(row["method"], row["task"], row["seeds"][0] + i, x) for row in rows if row["part"] == part
                          for i, x in enumerate(row["right"])], columns=["method", "task", "seed", "own"])
     exact = flat[flat.method == "exact"].drop(columns="method").rename(columns=dict(own="exact"))
     can = exact[exact.groupby("task").exact.transform("mean") >= least]

@@ -132,9 +132,9 @@ def headline():
     if name is None: return "**No method passed [the rule](nbs/appendix/one_table.ipynb#what-to-start-with).**"
     row, sizes = TABLE[name], {"qwen": "1.5B", "smollm2": "135M"}
     of = lambda x: (f"{said_of(lost(name, x))} of a {sizes[x]} model ({row[f'lost_{x}']['prompts']:,} prompts)"
-                    if lost(name, x) else f"nobody knows how many of a {sizes[x]} model")
-    return (f"**{row['label'].split(',')[0]}: a speedup of {row['model_131k']['value']:.2f} for a token after 131k "
-            f"keys. Of 100 right answers it loses {' and '.join(map(of, sizes))}.**")
+                    if lost(name, x) else f"an unknown number of a {sizes[x]} model")
+    return (f"**{row['label'].split(',')[0]}: speedup {row['model_131k']['value']:.2f} after 131k keys, losing of 100 "
+            f"right answers {' and '.join(map(of, sizes))}.**")
 
 
 # The rest
