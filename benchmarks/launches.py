@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_nb.bench import LEFT, SHAPES, Protocol, Shape
 from sparse_nb.core.exact import attention
-from sparse_nb.kernels import saap, sketch_walk, vattention
+from sparse_nb.kernels import saap, saap_index, sketch_walk, vattention
 from sparse_nb.methods.sketch_walk.index import Summary, block_scores, signed_hadamard
 from sparse_nb.vattention import read_rows
 from benchmarks.attention import measure_tiles
@@ -171,16 +171,16 @@ class Parted(NamedTuple):
     case: Case
     centroids: torch.Tensor # [1, G, C, D]
     ids: torch.Tensor       # cluster of each key [1, G, N]
-    index: saap.Index
+    index: saap_index.Index
 
 def parted(case: Case, clusters: int, sinks: int, window: int) -> Parted:
     "Clusters of the keys of a case, and the index of those that are far."
     device, (_, G, D) = case.device, case.shape
     generator = torch.Generator(device).manual_seed(1)
     centroids = torch.randn(1, G, clusters, D, device=device, generator=generator, dtype=torch.float32).to(case.dtype)
-    ids, bound = saap.assign(case.k, centroids), partial(torch.full, (1,), device=device)
+    ids, bound = saap_index.assign(case.k, centroids), partial(torch.full, (1,), device=device)
     bounds = bound(sinks), bound(case.n - window)
-    return Parted(case, centroids, ids, saap.build_index(case.k, case.v, ids, *bounds, clusters))
+    return Parted(case, centroids, ids, saap_index.build_index(case.k, case.v, ids, *bounds, clusters))
 
 def layers_of(
     case: Case,
@@ -280,10 +280,10 @@ def _measure_index(recorder, x):
         best, got = like.amax(-1), like.gather(-1, out[:, :, some].long()[..., None])[..., 0]
         return refuse_above(float(((best - got) / like.std()).max()), 0.01,
                             "a key is {:.3g} deviations from its nearest centroid")
-    parts = {"assign": (lambda: saap.assign(case.k, x.centroids).float(), same),
-             "lists": (lambda: saap.lists_of(x.ids, shown, C)[0].float(), None),
-             "sums": (lambda: saap.cluster_sums(case.k, None, x.ids, shown, C), None),
-             "build": (lambda: saap.build_index(case.k, case.v, x.ids, *bounds, C, index).sums, None)}
+    parts = {"assign": (lambda: saap_index.assign(case.k, x.centroids).float(), same),
+             "lists": (lambda: saap_index.lists_of(x.ids, shown, C)[0].float(), None),
+             "sums": (lambda: saap_index.cluster_sums(case.k, None, x.ids, shown, C), None),
+             "build": (lambda: saap_index.build_index(case.k, case.v, x.ids, *bounds, C, index).sums, None)}
     slow = Protocol(warmup=2, runs=10, buffer_mb=512) if recorder.gpu else None
     for part, (call, check) in parts.items():
         recorder.measure_row(call, check, plain=slow, method="index", n=case.n, H=case.shape.H, part=part,

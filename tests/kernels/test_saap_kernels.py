@@ -133,7 +133,7 @@ def read_of(index, end, base, facts):
 
 
 def index_of(p, **kw):
-    from sparse_nb.kernels.saap import build_index
+    from sparse_nb.kernels.saap_index import build_index
     return build_index(p.k, p.v, p.ids, p.since, p.built, p.C, **kw)
 
 
@@ -282,7 +282,7 @@ def test_networks_of_the_router(B, H, D, M, C, dtype):
                                                 (FP32, 24, 1, False)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nearest_centroid(dtype, D, C, plain, layout):
-    from sparse_nb.kernels.saap import assign
+    from sparse_nb.kernels.saap_index import assign
     p = problem(2, 2, 1, 130, D, dtype, layout=layout)
     fit = torch.randn(2, 2, C, D, device=DEVICE)
     shift = fit.square().sum(-1) / 2 if plain else None
@@ -296,7 +296,7 @@ def test_nearest_centroid(dtype, D, C, plain, layout):
 @kernel
 @pytest.mark.parametrize("C", [300, 256])  # tiles of 64: equal ones in the same place of theirs, or not
 def test_of_equal_centroids_the_first_wins(C):
-    from sparse_nb.kernels.saap import assign
+    from sparse_nb.kernels.saap_index import assign
     p = problem(1, 1, 1, 50, 16, FP32)
     fit = torch.randn(1, 1, C, 16, device=DEVICE)
     for x in p.k, fit: x.mul_(256).round_().div_(256)  # sums that are exact in any order
@@ -308,7 +308,7 @@ def test_of_equal_centroids_the_first_wins(C):
 @pytest.mark.parametrize("unit", [False, True])
 @pytest.mark.parametrize("dtype, layout", [(BF16, "plain"), (FP32, "feature-major"), (FP16, "by position")], ids=str)
 def test_sums_of_clusters(dtype, layout, unit):
-    from sparse_nb.kernels.saap import cluster_sums
+    from sparse_nb.kernels.saap_index import cluster_sums
     p = problem(2, 2, 1, 130, 24, dtype, layout=layout, ragged=True)
     i = torch.arange(130, device=DEVICE)
     shown = ((i >= p.start[:, None]) & (i < p.stop[:, None]))[:, None]
@@ -350,7 +350,7 @@ def test_sums_in_place_go_on_by_kernels(monkeypatch):
 
 @kernel
 def test_an_index_that_grew_is_that_of_a_rebuild():
-    from sparse_nb.kernels.saap import build_index
+    from sparse_nb.kernels.saap_index import build_index
     p = problem(2, 2, 2, 130, 16, BF16, ragged=True, near=60)
     index = index_of(p)
     addresses = [x.data_ptr() for x in index]
@@ -417,7 +417,7 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
     (BF16, 256, "plain", False, ("halves", 128, 128, 1, -1), 128)])
 def test_a_key_is_put_in_one_launch(dtype, D, layout, plain, rotation, width):
     "Turned back, compared and written where it belongs, and nowhere else; of equal centroids the first."
-    from sparse_nb.kernels.saap import Turn, put_key
+    from sparse_nb.kernels.saap_index import Turn, put_key
     from sparse_nb.models.rotation import Rotation, unrotate
     from sparse_nb.methods.saap.partition import nearest_cluster
     B, G, N, C, at = 3, 2, 50, 37, 31
@@ -493,7 +493,7 @@ def test_lists_are_renewed_in_their_places(few):
     """What has left the window since goes into the lists, and into the moments, as in lists made of all of it.
 
     A sequence that had no far key when its length was fixed has no centroids, and stays out of them."""
-    from sparse_nb.kernels.saap import build_index
+    from sparse_nb.kernels.saap_index import build_index
     from sparse_nb.methods.saap.state import listed
     from sparse_nb.saap import Saap
     p = problem(2, 2, 2, 90, 16, FP32)
@@ -586,7 +586,8 @@ if GPU:
     @pytest.mark.parametrize("tail, probes", [("first_order", None), ("second_order", None), ("drop", 7)])
     def test_graph_without_a_wait(tail, probes):
         from sparse_nb.bench import captured
-        from sparse_nb.kernels.saap import Settings, build_index, decode
+        from sparse_nb.kernels.saap import Settings, decode
+        from sparse_nb.kernels.saap_index import build_index
         p = problem(2, 2, 4, 5000, 128, BF16, C=64, near=300)
         index, s = index_of(p), Settings(0.1, probes, tail=tail)
         stop = torch.full((2,), 4000, dtype=torch.int32, device=DEVICE)
@@ -613,7 +614,7 @@ if not INTERPRETED:
     def usage(name, capability, kind, D, *, tail="first_order", warps=4, registers=None, fit=None, **own):
         "Registers, spills and shared memory of a kernel with the shipped tiles."
         triton = pytest.importorskip("triton")
-        from sparse_nb.kernels import saap
+        from sparse_nb.kernels import saap, saap_index
         from sparse_nb.kernels.common import compiled_usage
         BD = max(16, triton.next_power_of_2(D))
         types = dict.fromkeys(("order_ptr", "list_ptr", "end_ptr", "base_ptr", "fact_ptr", "since_ptr", "built_ptr",
@@ -623,7 +624,7 @@ if not INTERPRETED:
         known = dict(LR=4, D=D, BR=16, BD=BD, PDL=capability >= 90, CUT=tail != "drop", SECOND=tail == "second_order")
         if tail != "second_order": known |= dict.fromkeys(("factor_ptr", "sum_x_ptr"))
         if tail == "drop": known |= dict.fromkeys(("sum_s_ptr", "rest_ptr", "rest_s_ptr", "rest_x_ptr", "score_ptr"))
-        kernel_ = getattr(saap, f"_{name}_kernel")
+        kernel_ = getattr(saap_index if name in ("assign", "sums", "put") else saap, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
 
     @pytest.mark.kernels
@@ -657,8 +658,8 @@ if not INTERPRETED:
     @pytest.mark.parametrize("capability, kind, D", [(80, "fp16", 128), (90, "bf16", 128), (90, "fp32", 96)])
     def test_registers_and_spills_of_the_index(capability, kind, D):
         pytest.importorskip("triton")
-        from sparse_nb.kernels import saap
-        BM, BN, warps, stages = saap.assign_tile(128, 4 if kind == "fp32" else 2)
+        from sparse_nb.kernels.saap_index import assign_tile
+        BM, BN, warps, stages = assign_tile(128, 4 if kind == "fp32" else 2)
         tile = dict(BM=BM, BN=BN, STAGES=stages, shift_ptr=None)
         found = {"assign": usage("assign", capability, kind, D, warps=warps, **tile),
                  "sums": usage("sums", capability, kind, D, UNIT=False, BN=32, STAGES=3)}

@@ -38,7 +38,7 @@ def nearest_cluster(
 ) -> torch.Tensor:           # [B, G, n], int64; the first of several
     "The cluster of each key; on a GPU, centroids are compared in the dtype of the keys."
     if has_kernels(x[:, :, :1]):
-        from sparse_nb.kernels.saap import assign
+        from sparse_nb.kernels.saap_index import assign
         lengths = centroids.to(x.dtype).float().square().sum(-1) / 2 if kmeans == "plain" else None
         return assign(x, centroids, lengths, dtype=torch.int64)
     centroids = centroids.to(promote(x[..., :0, :]).dtype)
@@ -65,7 +65,7 @@ def sums_of_nearest(k, x, centroids, shown, kmeans):
     "Number and sum of the shown keys nearest to each centroid [B, G, C, 1 and D]; `x`: keys as they count, or None."
     clusters = centroids.shape[2]
     if x is None:
-        from sparse_nb.kernels.saap import cluster_sums as sums_on_gpu
+        from sparse_nb.kernels.saap_index import cluster_sums as sums_on_gpu
         ids = nearest_cluster(k, centroids, kmeans)
         sums = sums_on_gpu(k, None, ids, shown[:, None], clusters, unit=kmeans == "spherical")
         return sums[..., :1], sums[..., 2:]

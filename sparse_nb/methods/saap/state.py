@@ -198,19 +198,19 @@ class Summed(Marked):
 # %% ../../../nbs/library/methods_saap_state.ipynb #a51c0de8
 class Kept(NamedTuple):
     "Lists of a `Partition` on a GPU."
-    index: object # `sparse_nb.kernels.saap.Index`
+    index: object # `sparse_nb.kernels.saap_index.Index`
     keys: int     # how many keys there were
     ends: tuple   # sinks and window
 
 def listed(state, k, v, begin, last):
     "`Kept` of the keys that there are, with room for as many as a state of a fixed length counts."
-    from sparse_nb.kernels.saap import build_index
+    from sparse_nb.kernels.saap_index import build_index
     index = build_index(k, v, state.rows[:, :, :k.shape[2], 0], begin, last, state.clusters)
     return Kept(index._replace(order=with_room(index.order, len(state))), len(state), state.ends)
 
 def renew_lists(state, k, v, known):
     "What `Partition.renew` does where there are lists"
-    from sparse_nb.kernels.saap import build_index
+    from sparse_nb.kernels.saap_index import build_index
     first, last = state.far(known)
     if state.waits is not None: last = torch.where(state.waits, first, last)
     build_index(k, v, state.rows[..., 0], first, last, state.clusters, state.kept.index)
@@ -219,7 +219,7 @@ def renew_lists(state, k, v, known):
 # %% ../../../nbs/library/methods_saap_state.ipynb #3b47d4bc
 def put_by_kernel(state, k, at, k_before):
     "Give key number `at` its cluster by one launch. False for a rotation that no kernel undoes."
-    from sparse_nb.kernels.saap import Turn, put_key
+    from sparse_nb.kernels.saap_index import Turn, put_key
     kinds, turn, alone = dict(halves=True, neighbours=False), None, False
     if callable(k_before) and state.before:
         angles, r = k_before.position_embeddings, k_before.rotation
@@ -251,7 +251,7 @@ def sums_over(
     "Sums over the counted keys of each cluster. No other key is read, and where the length is fixed no GPU waited for."
     ids = state.rows[..., 0]
     if has_kernels(k[:, :, :1]):
-        from sparse_nb.kernels.saap import cluster_sums as sums_on_gpu
+        from sparse_nb.kernels.saap_index import cluster_sums as sums_on_gpu
         return sums_on_gpu(k, v, ids, counted, state.clusters)
     number = counted.sum(-1, keepdim=True)
     index = counted.int().sort(dim=-1, descending=True, stable=True).indices[..., :slots_used(number, state, most)]

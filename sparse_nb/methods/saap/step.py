@@ -231,7 +231,7 @@ def lists_of(s, k, v, state, far, masked):
     Where the length is fixed it is waited for by queries that no key was put for, and lists are made anew in place, but
     not in a graph.
     """
-    from sparse_nb.kernels.saap import build_index
+    from sparse_nb.kernels.saap_index import build_index
     old, n = state.kept, k.shape[2]
     fits = old is not None and old.ends == (s.sinks, s.window) and 0 <= n - old.keys < EVERY
     if fits and masked and (state.older or not state.fixed):
