@@ -34,7 +34,7 @@ from sparse_nb.vattention import VAttention
 from benchmarks.workers import filled_in
 
 SHARE, LENGTH, PROMPTS, WATCHED = 0.1, 16384, 30, 1
-# what a method does -> prompts at once; "listen": it decodes, and hears the queries of a prompt, which is read for it
+# what a method does -> prompts at once; "listen": it decodes, and observes queries of a prompt, which is read for it
 ROLES = {"decode": 10, "listen": 5, "prompt": 1}
 TASKS = tuple(task for task in RULER if task != "ruler_qa_2")  # HotpotQA is not to be had from a package index
 SMALL = {"pocket": (("kv", 2048), ("frequent_words", 2048), ("multikey", 4096), ("multivalue", 4096)),

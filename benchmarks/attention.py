@@ -145,7 +145,7 @@ def asked(case: Case, method: Predictor) -> Asked:
     "The index of its keys."
     state, place, factor = method.new_state(), Place(case.n), case.shape.D**-0.5
     if isinstance(method, HashAttention): state.held = drawn_networks(case)
-    state.append(case.k, case.v, **dict(q=case.q) if "q" in state.hears else {})
+    state.append(case.k, case.v, **dict(q=case.q) if "q" in state.observes else {})
     known = lambda kernels, factor, *own, place=place: Asked(case, method, state, kernels, factor, own, place)
     if isinstance(method, Quest):
         return known(quest, factor, place=Place(case.n, begin=state.begin, unit=method.page))

@@ -122,9 +122,9 @@ def asked_queries(
 
 
 def _tell(state, filled, i, q, asks, fixed):
-    """Let a state hear the prompt, and then its last key; to be `fixed`, it gets the room of the cache in between.
+    """Let a state observe the prompt, and then its last key; to be `fixed`, it gets the room of the cache in between.
 
-    One that `asks` hears drawn queries, too, but of the last key q, that of the next token.
+    One that `asks` observes drawn queries, too, but of the last key q, that of the next token.
     """
     k, v, n = filled.keys[i], filled.values[i], filled.n - 1
     drawn = dict(q=torch.randn_like(q.expand(-1, -1, n, -1))) if asks else {}

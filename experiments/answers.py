@@ -190,7 +190,7 @@ def finish(
     grid,      # a `grid.Grid`
     out: Path, # the record's file; the grid's stands beside it
     name: str, # of the grid
-    say=print, # hears what was done
+    say=print, # is told what was done
 ) -> Path: # of the grid's results
     "Do what the grid asks and its file lacks. Raises as `grid.run`; RuntimeError for jobs that failed."
     file = Path(out).with_suffix(f".{name}.jsonl")

@@ -119,7 +119,7 @@ class Watch:
 def _write_rows(model, cache, text, first, own, methods, new, seeds, watch, watched=0, ends=(), choices=None):
     """Greedy tokens [B, new] after `text` [B, T], whose last `own` tokens are the method's; `cache` grows.
 
-    `watch` hears of the first `watched` tokens. Once each row has written one of `ends`, the rest is the first of them.
+    `watch` is told the first `watched` tokens. Once each row has written one of `ends`, the rest is the first of them.
     With `choices` [B, C] in place of tokens their log-likelihoods.
     """
     padded, given = bool(first.any()), as_cache(model, cache)
@@ -184,15 +184,15 @@ def _longest(model):
     "Tokens that the model holds"
     return getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
-def _heard(methods):
-    "What tells indexes that must hear a prompt while it is read, of a method a layer; None: no such"
+def _observed(methods):
+    "What tells indexes that must observe a prompt while it is read, of a method a layer; None: no such"
     states = {i: method.new_state() for i, method in methods.items() if keeps_state(method)}
     wants = {"q", "q_before", "k_before"}
-    if not any(wants & {*state.hears} for state in states.values()): return None
-    return repr([(i, type(state), state.hears, state.settings()) for i, state in states.items()])
+    if not any(wants & {*state.observes} for state in states.values()): return None
+    return repr([(i, type(state), state.observes, state.settings()) for i, state in states.items()])
 
 def _read(model, ids, start, chunk, prefill, seeds, decode=None):
-    "The cache of a batch of prompts, read by `prefill` or the model's own attention; indexes of `decode` hear it"
+    "The cache of a batch of prompts, read by `prefill` or the model's own attention; indexes of `decode` observe it"
     if prefill is None and decode is None: return prefill_rows(model, ids, start, chunk=chunk)
     streams = [fold_in(s, 0) for s in seeds]
     with hf.sparsify(model, prefill=prefill, decode=decode, setup="B", seed=streams) as session:
@@ -220,9 +220,9 @@ def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, ch
         raise ValueError(f"examples must have at most the {_longest(model)} tokens that the model holds, got {tokens}")
     ids, tail, seeds = ids.to(model.device), int(taken.max()), [e.seed for e in examples]
     if choices is not None: choices = choices.to(model.device)
-    ends, heard, found = _ends(model, tokenizer, examples[0], chat), {}, {}
-    for name, method in methods.items(): heard.setdefault(_heard(method), []).append(name)
-    for index, names in heard.items():  # each is kept only while its methods write
+    ends, observed, found = _ends(model, tokenizer, examples[0], chat), {}, {}
+    for name, method in methods.items(): observed.setdefault(_observed(method), []).append(name)
+    for index, names in observed.items():  # each is kept only while its methods write
         listens = None if index is None else methods[names[0]]
         cache = _read(model, ids[:, :-tail], start, chunk, prefill, seeds, listens)
         for name in names:

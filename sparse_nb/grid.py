@@ -72,9 +72,9 @@ def _with_exact(role, methods):
 def needs_queries(
     method, # or None
 ) -> bool:
-    "Does its index have to hear the queries of a prompt, before all else?"
+    "Does its index have to observe the queries of a prompt, before all else?"
     if hasattr(method, "at_layer"): method = method.at_layer(0)
-    return method is not None and tuple(getattr(method.new_state(), "hears", ()))[:1] == ("q",)
+    return method is not None and tuple(getattr(method.new_state(), "observes", ()))[:1] == ("q",)
 
 def _check_settings(grid):
     "Raise as `Grid` for settings that are neither tasks, lengths nor methods"
@@ -264,7 +264,7 @@ def _here(grid):
 TRIES = 3  # of a job on Ray whose process dies
 
 class _Seat:
-    "What a process of a crew holds: a model, and a worker for the grid that it was told last"
+    "What a process of a crew holds: a model, and a worker for the grid that it was sent last"
     def __init__(self, kind): self.kind, self.model, self.held, self.told, self.worker = kind, None, None, None, None
 
     def _worker(self, told):

@@ -56,7 +56,7 @@ class LshCodes(State):
         self.planes = None
 
     @property
-    def hears(self):
+    def observes(self):
         "Queries, where keys are hashed by them."
         return ("q",) * self.own_query
 

@@ -218,6 +218,6 @@ def saap_decode(
     if k_before is not None:
         check_floating("k_before", k_before)
         check_reach("k_before", k_before, q)
-    heard = {} if k_before is None or state.before_rope is False else dict(k_before=to_device_of(k_before, q))
-    state.append(to_device_of(k, q), to_device_of(v, q), **heard)
+    observed = {} if k_before is None or state.before_rope is False else dict(k_before=to_device_of(k_before, q))
+    state.append(to_device_of(k, q), to_device_of(v, q), **observed)
     return run(s, q, k, v, state, masks, scale, return_stats, q_before, backend)

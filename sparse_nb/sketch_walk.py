@@ -78,7 +78,7 @@ def query_lists(s, q, k, state, step, masks, scale, seed):
     "Which blocks the queries read [B, P, Q, M], and where they stand."
     first, end = visible_range(q, k, **masks)
     place = query_blocks(s, state.begin, first, end, state.rows.shape[2])
-    if s.walk == "unmasked" and q.shape[2] > 1:  # every row of such a walk hears of the last block, so one by one
+    if s.walk == "unmasked" and q.shape[2] > 1:  # every row of such a walk observes the last block, so one by one
         step, found = {} if step is None else step, []
         for j in range(q.shape[2]):
             alone = dict(kv_start=first[:, 0, j], kv_end=end[:, 0, j])
@@ -245,7 +245,7 @@ def sketch_walk_decode(
     density: float = 0.2,                 # share of the visible blocks to read, in (0, 1]
     index: str = "fine4",                 # what is kept of a block of keys: one of `INDEXES`
     sketch: int = 64,                     # numbers of a sketch
-    walk: str | None = None,              # one of `WALKS`; then the state must have heard the queries
+    walk: str | None = None,              # one of `WALKS`; then the state must have observed the queries
     power: str = "element",               # of the shares in a walk: "element" or "matrix"
     degree: int = 8,                      # s, the exponent, 1 to 32
     heads: str = "group",                 # who shares a list: "group", "each", "all" or "averaged"

@@ -165,7 +165,7 @@ class VAttention(Method):
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
                backend="auto", state=None, q_before=None):
-        "`vattention_decode` with these settings; `q_before` is heard by a `state` that asks for queries before RoPE."
+        "`vattention_decode` with these settings; `q_before` is for a `state` that asks for queries before RoPE."
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         if q_before is not None: state.asked = q_before
         return _decode(self, q, k, v, masks, seed, scale, return_stats, backend, state)

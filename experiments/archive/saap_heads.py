@@ -150,8 +150,8 @@ def rules_row(
                     method = kind(round(budget * length), **s)
                     if where not in states:
                         states[where] = method.new_state()
-                        heard = dict(k_before=x.k_before) if states[where].before_rope else {}
-                        states[where].append(x.k, x.v, **heard)
+                        observed = dict(k_before=x.k_before) if states[where].before_rope else {}
+                        states[where].append(x.k, x.v, **observed)
                     masks = dict(causal=False, kv_start=None, kv_end=torch.tensor([n]))
                     found = next(steps(method, q, x.k, x.v, states[where], masks, x.scale, x.q_before[:, :, [i]]))
                     caught = recall(found.selection.dense(x.k.shape[2])[0, :, 0, :n] > 0)

@@ -170,7 +170,7 @@ def forced_loss(
     ids: torch.Tensor, # contexts, questions and answers [b, N]
     sizes: tuple,      # tokens of the context, and with the question
     methods: dict,     # layer -> method
-    heard: list,       # queries of the context in each layer [b, H, c, D]
+    observed: list,    # queries of the context in each layer [b, H, c, D]
     cache,             # of the context
 ) -> torch.Tensor: # [b], nats a token of the answer
     "The loss of answers that are given, where `methods` attend to contexts that were read exactly."
@@ -180,8 +180,8 @@ def forced_loss(
         i, seen = module.layer_idx, dict(causal=True, scale=scaling)
         method, more = methods[i], {}
         if (state := method.new_state()) is not None:
-            told = dict(q=torch.cat([heard[i], query], 2)) if "q" in state.hears else {}
-            state.append(key, value, **told)
+            given = dict(q=torch.cat([observed[i], query], 2)) if "q" in state.observes else {}
+            state.append(key, value, **given)
             more["state"] = state
         if step is not None and state is not None: more["step"] = step
         if method.random: more["seed"] = fold_in(0, i)
@@ -201,9 +201,9 @@ def losses(grid: Grid, worker=None, at_once: int = 8) -> list:
         for some, x in zip([seeds[i:i + at_once] for i in range(0, len(seeds), at_once)], ids.split(at_once)):
             x = x.to(model.device)
             cache = prefill(model, x[:, :sizes[0]], chunk=grid.chunk)
-            heard = [layer.q for layer in capture(model, x[:, :sizes[0]])]
+            observed = [layer.q for layer in capture(model, x[:, :sizes[0]])]
             for name, methods in arms.items():
-                nll = forced_loss(model, x, sizes[:2], methods, heard, cache).tolist()
+                nll = forced_loss(model, x, sizes[:2], methods, observed, cache).tolist()
                 row = found.setdefault(name, dict(nll=[], seed=[]))
                 row["nll"] += [float(f"{y:.5g}") for y in nll]
                 row["seed"] += some

@@ -138,7 +138,7 @@ def _batches(corpus, length, tokens, seed, device, workers):
 
 
 def _stage(model, optimizer, state, peak, stages, corpus, device, workers, late, note):
-    "Train until the stage's time is over, or it is late; `note` hears of each step"
+    "Train until the stage's time is over, or it is late; `note` is told of each step"
     ends = list(accumulate(60 * minutes for *_, minutes in stages))
     length, tokens, _ = stages[state["stage"]]
     clock = time.monotonic()
@@ -161,7 +161,7 @@ def train(
     stop_after: float = math.inf,  # minutes after which this call saves its state and ends
     names: tuple = (),             # packages whose text it reads, as in `texts`
     workers: int = 12,             # processes that make rows
-    say=print,                     # hears a line for every 100 steps
+    say=print,                     # gets a line for every 100 steps
 ) -> Path: # folder of the model as it stands, in bfloat16
     """Train the pocket model by the clock through `phases`, on a GPU if there is one.
 

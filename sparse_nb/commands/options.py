@@ -73,10 +73,10 @@ def rehearse(
     q, k = torch.randn(1, heads, 16, size), torch.randn(1, groups, 16, size)
     try:
         if hasattr(method, "at_layer"): method = method.at_layer(config.num_hidden_layers - 1)
-        told, hears = {}, getattr(state := method.new_state(), "hears", ())
-        if {"q", "k_before"} & {*hears}:  # which it may be unable to do without
-            state.append(k, k, **{name: x for name, x in dict(q=q, k_before=k, q_before=q).items() if name in hears})
-            told = dict(state=state) | (dict(q_before=q[:, :, -1:]) if "q_before" in hears else {})
-        (getattr(method, "decode", None) or method.prefill)(q[:, :, -1:], k, k.clone(), **told)
+        given, observes = {}, getattr(state := method.new_state(), "observes", ())
+        if {"q", "k_before"} & {*observes}:  # which it may be unable to do without
+            state.append(k, k, **{name: x for name, x in dict(q=q, k_before=k, q_before=q).items() if name in observes})
+            given = dict(state=state) | (dict(q_before=q[:, :, -1:]) if "q_before" in observes else {})
+        (getattr(method, "decode", None) or method.prefill)(q[:, :, -1:], k, k.clone(), **given)
     except (TypeError, ValueError, OSError, MemoryError, RuntimeError) as error:
         raise ValueError(f"{option}: {' '.join(str(error).split()) or type(error).__name__}, in {method!r}") from error

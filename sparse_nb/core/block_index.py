@@ -34,7 +34,7 @@ SPARE = 16 # blocks that an index has room for beside those it holds, or a fourt
 
 class BlockRows(State):
     "The rows of `BlockState`, and what it knows of the keys: where blocks begin, and the last keys."
-    hears: ClassVar[tuple[str, ...]] = ("shown",)
+    observes: ClassVar[tuple[str, ...]] = ("shown",)
     __slots__ = "count", "begin", "tail", "tail_shown", "held", "none"  # held: what `rows` is the beginning of
     KEPT: ClassVar[int] = 64  # so many of the last keys may be taken back exactly
 

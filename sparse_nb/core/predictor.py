@@ -117,9 +117,9 @@ class Predictor(Guesses):
     ) -> State:
         "The index of all keys at once, told which of them are hidden. Raises as `State.append`."
         state = self.new_state()
-        asked = {} if q is None or "q" not in state.hears else dict(q=q)
+        asked = {} if q is None or "q" not in state.observes else dict(q=q)
         later = queries - 1 if isinstance(state, Fitted) else 0
-        if "shown" not in state.hears or kv_start is None and kv_end is None and not later:
+        if "shown" not in state.observes or kv_start is None and kv_end is None and not later:
             state.append(k, k, **asked)
         else:
             first, end = (x[:, 0, -1:] for x in visible_range(k, k, kv_start=kv_start, kv_end=kv_end))

@@ -148,12 +148,12 @@ def score(
     scores, ask, BN = new(B, lists, place.N), new(B, lists, 4 + 3 * planes, words), max(16, BN // (2 if R > 1 else 4))
     asked = dict(R=R, WORDS=words, PLANES=planes, PDL=same["PDL"], **more)
     strides = (x // (2 * words) for x in rows.stride()[:3])
-    told = (place.start, place.stop, *strides, place.N, G)
+    sizes = (place.start, place.stop, *strides, place.N, G)
     mark, number, sample = new_marks(q, lists, budget, tiles.sample)
     _ask_kernel[B * lists,](q, ask, *of_q, lists, factor, RP=RP, D=D, W=W, STEPS=W.bit_length() - 1,
                             num_warps=ask_warps(RP), **_BY_STEPS, **asked)
-    _guess_codes_kernel[B * lists,](ask, rows, mark, *told, number, EACH=lists // G, **sample, **asked)
-    _distance_kernel[triton.cdiv(place.N, BN), B * G](ask, rows, scores, *told, EACH=lists // G, BN=BN,
+    _guess_codes_kernel[B * lists,](ask, rows, mark, *sizes, number, EACH=lists // G, **sample, **asked)
+    _distance_kernel[triton.cdiv(place.N, BN), B * G](ask, rows, scores, *sizes, EACH=lists // G, BN=BN,
                                                       num_warps=warps, **asked)
     return scores, mark
 

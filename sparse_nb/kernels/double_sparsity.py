@@ -90,10 +90,10 @@ def score(
     scores = torch.empty(B, lists, place.N, dtype=torch.float32, device=q.device)
     BS, seen = min(sample_size(place.N, tiles), 2 * tiles.sample), (place.start, place.stop, factor)
     mark, number, sample = new_marks(q, lists, budget, BS)
-    told, C = (*of_q, *rows.stride(), *fit.stride(), place.N, G), fit.shape[2]
-    _guess_channels_kernel[B * lists,](q, rows, fit, mark, *seen, *told, number, EACH=lists // G, R=R, RP=RP, C=C,
+    sizes, C = (*of_q, *rows.stride(), *fit.stride(), place.N, G), fit.shape[2]
+    _guess_channels_kernel[B * lists,](q, rows, fit, mark, *seen, *sizes, number, EACH=lists // G, R=R, RP=RP, C=C,
                                        PDL=same["PDL"], **sample, **more)
-    _channel_kernel[triton.cdiv(place.N, BN), B * G](q, rows, fit, scores, *seen, *told, C=C, BN=BN,
+    _channel_kernel[triton.cdiv(place.N, BN), B * G](q, rows, fit, scores, *seen, *sizes, C=C, BN=BN,
                                                      num_warps=max(1, warps // 2), **heads, **same, **more)
     return scores, mark
 

@@ -531,7 +531,7 @@ def decode(
     settings: Settings,
     *,
     centroids: torch.Tensor | None = None,  # that route [B, G, C, D]; None: the moments do
-    ask: torch.Tensor | None = None,        # queries that the centroids hear [B, H, 1, D]; None: q
+    ask: torch.Tensor | None = None,        # queries that the centroids observe [B, H, 1, D]; None: q
     guess: torch.Tensor | None = None,      # or logarithms of the mean weight of a cluster's keys [B, H, C], that route
     factor: torch.Tensor | None = None,     # on the variances of a second-order tail [H], float32; None: ones
     scale: float | None = None,             # factor on the dot products; None is D ** -0.5

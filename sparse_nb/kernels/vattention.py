@@ -655,11 +655,11 @@ def _sizes(q, k, s, L, vectors=False):
     look = (few if vectors else _LOOK[0], *_LOOK[1:])
     def parts(n, rows, stages, programs):
         return max(1, min(256, programs * sms // (B * L), triton.cdiv(n, 2 * fit(rows))))
-    def told(rows, stages, programs, places):
+    def launch_of(rows, stages, programs, places):
         return dict(BN=fit(rows), STAGES=stages, BC=max(128, min(1024, triton.next_power_of_2(places))), LR=LR, D=D,
                     BR=max(16, triton.next_power_of_2(LR)), BD=BD, LEAST=s.least, PDL=PDL, num_warps=4)
     CP = max(4, parts(K + _most(s.base, N), *look) // 4 * 4)  # a quarter has the first quarter of the base sample
-    return K, CP, parts(N, *_SAMPLE), told(*look, triton.cdiv(_most(s.base, N), CP)), told(*_SAMPLE, 1)
+    return K, CP, parts(N, *_SAMPLE), launch_of(*look, triton.cdiv(_most(s.base, N), CP)), launch_of(*_SAMPLE, 1)
 
 # %% ../../kernels/vattention.ipynb #daa990bd
 def launch(

@@ -49,7 +49,7 @@ class ChannelCodes(Centred):
         self.channels, self.chosen, self.queries = channels, chosen, None
 
     @property
-    def hears(self):
+    def observes(self):
         "Which keys are shown, and queries where channels are to be chosen."
         return ("shown", "q") if self.chosen is None else ("shown",)
 
@@ -80,9 +80,9 @@ class ChannelCodes(Centred):
             return torch.tensor(self.chosen, device=k.device).expand(len(k), -1, -1)
         weight = _spread(k, shown)
         if self.queries is None:
-            warnings.warn("no query was heard with the first keys, so Double Sparsity keeps the channels that spread "
-                          "most, which queries may hardly look at: read the prompt in the session, or give `chosen`",
-                          stacklevel=2)
+            warnings.warn("no query was observed with the first keys, so Double Sparsity keeps the channels that "
+                          "spread most, which queries may hardly look at: read the prompt in the session, or give "
+                          "`chosen`", stacklevel=2)
         else: weight = weight * _sizes(self.queries, k.shape[1], shown[:, :, -self.queries.shape[2]:])
         return weight.topk(self.channels).indices.sort(-1).values
 

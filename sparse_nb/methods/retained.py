@@ -45,13 +45,13 @@ class RetainedKeys(State):
         return self
 
     @property
-    def hears(self):
+    def observes(self):
         "Queries, the scale of the scores, and, until every sequence has shown a key, which are shown."
         return "q", "scale", *("shown",) * (not self.shows)
 
-    def append(self, k, v, **heard):
-        "As `State.append`; `shown` is not heard once every sequence has shown a key."
-        super().append(k, v, **{name: x for name, x in heard.items() if name != "shown" or not self.shows})
+    def append(self, k, v, **observed):
+        "As `State.append`; `shown` is not observed once every sequence has shown a key."
+        super().append(k, v, **{name: x for name, x in observed.items() if name != "shown" or not self.shows})
 
     def features(self, k, v, q=None):
         "New keys are held."
@@ -315,9 +315,9 @@ class Evicts(Method):
         return n
 
     def check_state(self, state, k):
-        "ValueError unless `state` is this method's and has heard of these keys."
+        "ValueError unless `state` is this method's and has observed these keys."
         if not isinstance(state, StaticRetainedKeys):
-            raise ValueError("state must have heard the prompt's queries (in a session of "
+            raise ValueError("state must have observed the prompt's queries (in a session of "
                              f"`sparsify`), got {'None' if state is None else type(state).__name__}")
         if state.rule != self: raise ValueError(f"state must be that of {self!r}, got one of {state.rule!r}")
         if len(state) < k.shape[2] or state.rows.shape[:2] != k.shape[:2]:

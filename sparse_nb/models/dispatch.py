@@ -41,7 +41,7 @@ class Dispatch:
         self.layers, self.exact = layers, exact     # that it serves, None: all; that decode exactly
         self.few, self.modules = few or {}, {m.layer_idx: m for m in layers or ()} # few: as from `crossovers_of`
         self.observe, self.thread, self.rotations, self.number = None, PerThread(), Rotations(), number_of(self)
-        self.counts = {} # of its static cache layers with an index, as in `heard_for`
+        self.counts = {} # of its static cache layers with an index, as in `observed_for`
         every = lambda x: [m for m in (x.values() if isinstance(x, dict) else [x]) if m is not None]
         self.decodes, self.decoded, methods = bool(every(decode)), None, every(prefill) + every(decode)
         self.random, self.walks = any(getattr(m, "random", True) for m in methods), any(map(walks_layers, methods))
@@ -85,7 +85,7 @@ class Dispatch:
         new = 0 if self.thread.reading else decoded_queries(self.setup, forward, query.shape[2], key.shape[2])
         if (kept := forward.kept.get(call.layer)) is not None:
             kept.check(call)
-            with forward.step: kept.hear(call, new, self.thread.reading)
+            with forward.step: kept.observe(call, new, self.thread.reading)
         old = query.shape[2] - new
         reads, decodes = reads if old else None, decodes if new and not few else None
         if reads is not None or decodes is not None:

@@ -224,8 +224,8 @@ def fetch(
     name: str,                  # one of `MODELS`, or "data"
     folder: Path | None = None, # where it is to lie; None: `path(name)`
     *,
-    say=print,                  # hears what happens
-    progress=lambda what, done=0, total=None: None, # hears how much of a step is done
+    say=print,                  # is told what happens
+    progress=lambda what, done=0, total=None: None, # is told how much of a step is done
 ) -> Path:                      # the folder
     """Bring a model or the data sets, or see that they are there and whole; a run that was broken off goes on with what
     it has.

@@ -19,7 +19,7 @@ from ..core.checks import Step
 from ..core.method import Method
 from ..core.registry import CLASSES
 from ..core.selection import has_kernels
-from .cache import PreallocatedLayer, heard_one_more
+from .cache import PreallocatedLayer, observed_one_more
 from .compiled import decoded_in_graph, no_graph
 from .forward import Call, refuse_losses
 from .plan import Plan, has_window, walks_layers
@@ -144,18 +144,18 @@ class LayerGraphs:
         if not is_ready(dispatch, call, kept): return None
         bounds = forward.per_step("bounds", call, False, lambda: self.bounds_of(dispatch, call))
         if bounds is None: return None
-        query, rooms, told = call.query, layer.buffer, None if kept.state is None else layer
+        query, rooms, stateful = call.query, layer.buffer, None if kept.state is None else layer
         modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled(query.device.type)
         options = [(x, None if isinstance(y, torch.Tensor) else y) for x, y in call.options.items()]
         name = method is None, query.shape, query.dtype, call.mask is not None and call.mask.shape[:-1], modes, options
-        places = rooms, told and layer.heard, bounds.streams
+        places = rooms, stateful and layer.observed, bounds.streams
         if record is None or not record.fits(name, places):
             if not can_capture(dispatch, call): return None
             record = self.parts[layer] = LayerGraph(name, places)
         def run(q, *angles):
             own, seed = replace(call, query=q, key=rooms[0], value=rooms[1]), bounds.streams[call.layer]
-            with Step(): out = decoded_in_graph(dispatch, method, own, bounds[:3], seed, told, angles)
-            if told: heard_one_more([layer], bounds.newest)
+            with Step(): out = decoded_in_graph(dispatch, method, own, bounds[:3], seed, stateful, angles)
+            if stateful: observed_one_more([layer], bounds.newest)
             return out.transpose(1, 2).contiguous()
         record.seen += 1
         given = [query, *kept.embeddings()]
@@ -163,5 +163,5 @@ class LayerGraphs:
         else:
             record.part = record.part or CapturedLayer(run, given, query.device, self.pools)
             out = record.part(given)
-        if told: layer.count = call.key.shape[2]
+        if stateful: layer.count = call.key.shape[2]
         return out

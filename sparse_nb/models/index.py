@@ -37,7 +37,7 @@ class Rotations:
         self,
         module,  # an attention layer
         kwargs,  # what it is called with
-        state,   # of the method, which hears what is turned back
+        state,   # of the method, which observes what is turned back
     ) -> InverseRope:
         "What takes queries and keys of this pass to before RoPE; None where it is not to be had and `state` spares it."
         if module not in self.found:
@@ -55,41 +55,41 @@ class LayerIndex:
     layer: object                  # of the cache
     state: object = None           # the method's index
     turn: object = None            # takes queries or keys of the pass back to before their rotation, if that is known
-    q_before: torch.Tensor = None  # its queries from before it [B, H, Q, D], where the index hears them
+    q_before: torch.Tensor = None  # its queries from before it [B, H, Q, D], where the index observes them
     decodes: bool = True           # is it the index of the method that decodes? Else of the one that reads prompts
     angles: tuple = ()             # cosines and sines of the rotation, in a compiled step
-    told: bool = False             # has the index been told of the keys of this pass?
+    observed: bool = False         # has the index observed the keys of this pass?
 
-    def hear(self, call, asks, reading=False):
+    def observe(self, call, asks, reading=False):
         "Tell the index of new keys; `asks`: how many queries, the last, are decoded; `reading`: may a prompt go on?"
         if self.state is None: return
-        if self.told:
+        if self.observed:
             what, name = "decode" if self.decodes else "prefill", type(self.layer.method).__name__
             raise ValueError(f"{what} must be a method without an index where a layer calls its attention twice in a "
                              f"step, got {name} in layer {call.layer} of {kind_of(call.module)}")
-        self.told = True
-        new, length, heard = call.query.shape[2], int(self.layer.get_seq_length()), {}
+        self.observed = True
+        new, length, observed = call.query.shape[2], int(self.layer.get_seq_length()), {}
         keys, values = call.key[:, :, :length], call.value[:, :, :length]
         if hasattr(self.state, "part") and not len(self.state):
             self.state.part = part_here(call.module, call.query.shape[1])
-        for what in self.state.hears:
+        for what in self.state.observes:
             if what == "shown":
                 show = lambda: shown_places(call.mask, call.query, length)
-                heard[what] = once(show, what, call.mask, length, *call.query.shape[::2], call.query.device)
-            if what == "q": heard[what] = call.query
-            if what == "scale": heard[what] = call.options.get("scaling")
+                observed[what] = once(show, what, call.mask, length, *call.query.shape[::2], call.query.device)
+            if what == "q": observed[what] = call.query
+            if what == "scale": observed[what] = call.options.get("scaling")
             if self.turn is None: continue
-            if what == "q_before": heard[what] = self.q_before = self.turn(call.query)
-            if what == "k_before": heard[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
+            if what == "q_before": observed[what] = self.q_before = self.turn(call.query)
+            if what == "k_before": observed[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
         if isinstance(self.layer, FixingLayer):  # what stays of a prompt is decided when its index is fixed
             undecided = (asks or reading) and getattr(self.state, "undecided", False)
-            heard["fix"] = self.decodes and not undecided and self.has_what_is_read(call)
-        try: self.layer.hear(keys, values, new, asks, **heard)
+            observed["fix"] = self.decodes and not undecided and self.has_what_is_read(call)
+        try: self.layer.observe(keys, values, new, asks, **observed)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the index of layer {call.layer} of {kind_of(call.module)})") from error
 
     def embeddings(self):
-        "The position embeddings of this pass, where the index hears of what was not yet rotated; else none."
+        "The position embeddings of this pass, where the index observes what was not yet rotated; else none."
         return () if self.turn is None else self.turn.position_embeddings
 
     def has_what_is_read(self, call):

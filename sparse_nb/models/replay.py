@@ -31,9 +31,9 @@ def places_of(
     found = []
     for x in getattr(cache, "layers", ()):
         if type(x) not in (StaticLayer, StatefulStaticLayer) or not x.is_initialized: return None
-        heard = getattr(x, "heard", None)
+        observed = getattr(x, "observed", None)
         found += (x.keys.data_ptr(), x.values.data_ptr(), x.cumulative_length.data_ptr(),
-                  None if heard is None else heard.data_ptr())
+                  None if observed is None else observed.data_ptr())
     return tuple(found) or None
 
 def weights_of(
@@ -201,9 +201,9 @@ class Replay:
         held = {name: given.pop(name) for name in CACHE_NAMES if name in given}
         leaves, _ = tree_flatten(given)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        told = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
+        kinds = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type)
-        name, records = (places, tuple(given), told, modes, repr(config)), self.thread.records
+        name, records = (places, tuple(given), kinds, modes, repr(config)), self.thread.records
         seen, compiled = records.pop(name, 0), self.compiled_as(config)
         if seen == self.warm:
             seen = GraphedStep(compiled, held, given, device)

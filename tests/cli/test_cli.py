@@ -781,7 +781,7 @@ def test_a_partition_is_made_and_used(tmp_path, files, pocket):
 @pytest.mark.parametrize("spec", ["Saap(partition='pocket')", "Saap(partition='pocket', router='mlp', tail='fitted')",
                                   "Saap(before_rope=True, router='centroid')",
                                   "VAttention(topk=4, predictor=Saap(partition='pocket', router='mlp'))"])
-def test_methods_that_hear_from_before_rope_are_rehearsed(files, spec):
+def test_methods_that_observe_from_before_rope_are_rehearsed(files, spec):
     result = generated(files / "prompt", "--decode", spec, "--max-new-tokens", 3)
     assert result.returncode == 0, result
     assert len(result.stdout) == 4

@@ -269,7 +269,7 @@ def test_bad_input(call, error, text):
 
 EVERY = {name: method_of(name, tiny=True) for name in METHODS}
 EVERY["hash_attention"] = replace(EVERY["hash_attention"], layer=0)  # outside of a session
-EVICT = "h2o", "snapkv"  # which must have heard the prompt's queries
+EVICT = "h2o", "snapkv"  # which must have observed the prompt's queries
 DECODES = [x for x, m in EVERY.items() if hasattr(m, "decode")]
 READS = [x for x, m in EVERY.items() if hasattr(m, "prefill")]
 UNSEEN = "streaming", "uniform", "random_blocks"  # read some keys, and look at no other
@@ -304,7 +304,7 @@ def test_bad_calls_of_decode(name):
     for wrong, message in (CALLS[:-1] if name in EVICT else CALLS) + DECODE_CALLS:
         refused(name, method.decode, wrong, message)
     if name in EVICT:
-        message = "state must have heard the prompt's queries .in a session of `sparsify`., got None"
+        message = "state must have observed the prompt's queries .in a session of `sparsify`., got None"
         return refused(name, method.decode, {}, message)
     for x in nan, inf:
         spoilt_keys = K.clone()

@@ -66,8 +66,8 @@ def of_a_file(method):
 DECODES = [x for x, m in EVERY.items() if hasattr(m, "decode")]
 READS = [x for x, m in EVERY.items() if hasattr(m, "prefill") and getattr(m, "block", 32) >= 32]  # in prompts
 KEEPS = [x for x in DECODES if direct(x).new_state() is not None]
-HEAR = "h2o", "snapkv", "sketch_walk, paper"  # must have heard the prompt's queries, so they decode with a state alone
-ALONE = [x for x in DECODES if x not in HEAR]
+OBSERVES = "h2o", "snapkv", "sketch_walk, paper"  # the prompt's queries, so they decode with a state alone
+ALONE = [x for x in DECODES if x not in OBSERVES]
 DRAWS = [x for x in METHODS if EVERY[x].random]
 # methods whose lists of a prompt are chosen by queries that come after the ones they are for
 LATER = "sketch_walk", "sketch_walk, paper", "vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", \
@@ -101,19 +101,19 @@ def drawn(method, rows=slice(None)):
     return dict(seed=torch.arange(8).view(2, 4)[rows]) if method.random else {}
 
 
-def told(method, q, k, v, start=None, parts=(30,)):
-    "A state that has heard all of it, in parts"
+def state_of(method, q, k, v, start=None, parts=(30,)):
+    "A state that has observed all of it, in parts"
     state, borders = method.new_state(), [0, *parts, k.shape[2]]
     beside = dict(q=q, shown=None if start is None else torch.arange(k.shape[2]) >= start[:, None])
     for a, b in zip(borders, borders[1:]):
         part = lambda x: None if x is None else x[:, a:b] if x.ndim == 2 else x[:, :, a:b]
-        state.append(part(k), part(v), **{x: part(beside[x]) for x in state.hears if x in beside})
+        state.append(part(k), part(v), **{x: part(beside[x]) for x in state.observes if x in beside})
     return state
 
 
 def answer(method, q, k, v, kept, start=None, last=5, rows=slice(None), **more):
-    "To the last queries: from the keys alone, or from a state that has heard the earlier ones"
-    if kept: more |= dict(state=told(method, q, k, v, start, (k.shape[2] - 14,)))
+    "To the last queries: from the keys alone, or from a state that has observed the earlier ones"
+    if kept: more |= dict(state=state_of(method, q, k, v, start, (k.shape[2] - 14,)))
     return method.decode(q[:, :, -last:], k, v, causal=True, kv_start=start, **drawn(method, rows), **more)
 
 
@@ -237,9 +237,9 @@ def test_later_tokens_have_no_say_in_a_prompt(name):
 @decodes
 def test_a_half_is_computed_in_float32_and_given_back_as_it_came(name, dtype):
     method, given = direct(name), problem(dtype=dtype)
-    out = answer(method, *given, name in HEAR)
+    out = answer(method, *given, name in OBSERVES)
     assert out.dtype == dtype and out.shape == (2, 4, 5, 16)
-    assert torch.equal(out, answer(method, *(x.float() for x in given), name in HEAR).to(dtype))
+    assert torch.equal(out, answer(method, *(x.float() for x in given), name in OBSERVES).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -287,29 +287,30 @@ def test_what_is_read_is_what_the_statistics_say(name, kept):
 def test_a_state_after_crop_and_reorder_is_a_fresh_one(name):
     "What was learnt from the first keys stays; the keys that come after those that were taken back are others"
     method, (q, k, v), rows = direct(name), problem(), torch.tensor([1, 0, 1])
-    def heard(q, k, v):
+    def observed(q, k, v):
         "A state that was asked at the end of the prompt, as it will be"
-        state = told(method, *(x[:, :, :30] for x in (q, k, v)), parts=())
+        state = state_of(method, *(x[:, :, :30] for x in (q, k, v)), parts=())
         for n in 30, N:
-            if n == N: state.append(k[:, :, 30:], v[:, :, 30:], **(dict(q=q[:, :, 30:]) if "q" in state.hears else {}))
+            beside = dict(q=q[:, :, 30:]) if "q" in state.observes else {}
+            if n == N: state.append(k[:, :, 30:], v[:, :, 30:], **beside)
             seeds = dict(seed=torch.arange(4 * len(q)).view(-1, 4)) if method.random else {}
             out = method.decode(q[:, :, n - 1:n], k[:, :, :n], v[:, :, :n], state=state, **seeds)
         return state, out
-    state, _ = heard(q, k, v)
+    state, _ = observed(q, k, v)
     state.crop(36)
     state.pick_rows(rows)
     other = problem(seed=9)
     q, k, v = (torch.cat([x[rows][:, :, :36], y[rows][:, :, 36:]], 2) for x, y in zip((q, k, v), other))
-    state.append(k[:, :, 36:], v[:, :, 36:], **(dict(q=q[:, :, 36:]) if "q" in state.hears else {}))
-    fresh, want = heard(q, k, v)
+    state.append(k[:, :, 36:], v[:, :, 36:], **(dict(q=q[:, :, 36:]) if "q" in state.observes else {}))
+    fresh, want = observed(q, k, v)
     assert len(state) == len(fresh) == N
     seeds = dict(seed=torch.arange(12).view(3, 4)) if method.random else {}
     assert_close(method.decode(q[:, :, -1:], k, v, state=state, **seeds), want, 1e-10)
     state.reset()
     assert len(state) == 0
     for x, y in zip((q, k, v), problem(seed=5)): x[:] = y[rows]
-    state.append(k, v, **(dict(q=q) if "q" in state.hears else {}))
-    fresh = told(method, q, k, v, parts=())
+    state.append(k, v, **(dict(q=q) if "q" in state.observes else {}))
+    fresh = state_of(method, q, k, v, parts=())
     got, want = (method.decode(q[:, :, -5:], k, v, causal=True, state=x, **seeds) for x in (state, fresh))
     assert_close(got, want, 1e-12)
 
@@ -317,12 +318,12 @@ def test_a_state_after_crop_and_reorder_is_a_fresh_one(name):
 @keeps
 def test_copies_of_a_state_go_their_own_ways(name):
     method, (q, k, v) = direct(name), problem()
-    state = told(method, *(x[:, :, :40] for x in (q, k, v)), parts=(30,))
-    other, beside = copy.deepcopy(state), lambda x: dict(q=x) if "q" in state.hears else {}
+    state = state_of(method, *(x[:, :, :40] for x in (q, k, v)), parts=(30,))
+    other, beside = copy.deepcopy(state), lambda x: dict(q=x) if "q" in state.observes else {}
     other.append(-k[:, :, 40:], 9 * v[:, :, 40:], **beside(-q[:, :, 40:]))
     state.append(k[:, :, 40:], v[:, :, 40:], **beside(q[:, :, 40:]))
     got, want = (method.decode(q[:, :, -3:], k, v, causal=True, state=x, **drawn(method))
-                 for x in (state, told(method, q, k, v, parts=(30, 40))))
+                 for x in (state, state_of(method, q, k, v, parts=(30, 40))))
     assert_close(got, want, 1e-12)
 
 
@@ -332,7 +333,7 @@ def test_copies_of_a_state_go_their_own_ways(name):
 def test_a_seed_fixes_what_is_drawn(name):
     "A number stands for a stream for each sequence and head; what draws nothing is the same with any seed or none"
     method, (q, k, v) = direct(name), problem()
-    kept = dict(state=told(method, q, k, v)) if name in HEAR else {}
+    kept = dict(state=state_of(method, q, k, v)) if name in OBSERVES else {}
     run = lambda **seed: method.decode(q[:, :, -5:], k, v, causal=True, **kept, **seed)
     assert torch.equal(run(seed=5), run(seed=5))
     assert torch.equal(run(seed=5), run(seed=head_seeds(q, 5)))

@@ -225,9 +225,9 @@ def by_group(q, groups):
     return q.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
 
 class Before(State):
-    """All that a state can hear, side by side, NaN where it is unknown; notes the calls that change the order or number
-    of its keys"""
-    hears = "shown", "q", "k_before", "q_before"
+    """All that a state can observe, side by side, NaN where it is unknown; notes the calls that change the order or
+    number of its keys"""
+    observes = "shown", "q", "k_before", "q_before"
     def __init__(self):
         super().__init__()
         self.calls = set()
@@ -372,15 +372,15 @@ def test_keys_that_came_outside_of_a_session_are_unknown(way):
     for c, keys in zip(capture(model, IDS, before_rope=True), plain):
         state = cache.layers[c.layer].state
         k, k_before, *_ = state.split(state.rows, 16)
-        unheard = [*range(30), 35] if not way else list(range(30))
+        unobserved = [*range(30), 35] if not way else list(range(30))
         assert (len(state) == (35 if way else 40) and k_before.isnan().all(-1)[0, 0].nonzero().flatten().tolist()
-                == unheard)
-        heard = [i for i in range(len(state)) if i not in unheard]
+                == unobserved)
+        observed = [i for i in range(len(state)) if i not in unobserved]
         assert torch.equal(k[:, :, :30], keys)
         assert_close(k, c.k[:, :, :len(state)], rtol=1e-4)
-        assert_close(k_before[:, :, heard], c.k_before[:, :, heard], rtol=1e-4)
+        assert_close(k_before[:, :, observed], c.k_before[:, :, observed], rtol=1e-4)
 
-def test_a_state_may_insist_on_what_it_hears():
+def test_a_state_may_insist_on_what_it_observes():
     model = build("llama")
     with pytest.raises(ValueError, match=r"read the context in the session \(the index of layer 0 of llama\)"):
         answer(model, prefill(model, IDS[:, :30]), IDS[:, 30:], Needs(budget=1.0), tokenizer=Letters())
@@ -486,8 +486,8 @@ def check_changes(kind, before, after):
         if not length: continue
         if op is not None and op[1] % 3 == 0: continue  # nobody listens
         new = min(length - layer.known(), 1)
-        if kind != "host": layer.hear(layer.keys[:, :, :length], layer.values[:, :, :length], new)
-        else: layer.hear(layer.keys, layer.values)
+        if kind != "host": layer.observe(layer.keys[:, :, :length], layer.values[:, :, :length], new)
+        else: layer.observe(layer.keys, layer.values)
         assert layer.known() == length and len(layer.state) == (room if kind == "static" else length)
         assert torch.equal(layer.keys, want.keys) and torch.equal(layer.values, want.values)
         assert torch.equal(layer.state.rows[:, :, :length], torch.cat([want.keys, want.values], -1)[:, :, :length])
@@ -520,7 +520,7 @@ def test_sequences_may_be_named_in_every_way_that_indexes_a_tensor(indices, plac
     keep_state(cache := filled(), 0, ROWS)
     place(cache)
     layer = cache.layers[0]
-    layer.hear(layer.keys, layer.values)
+    layer.observe(layer.keys, layer.values)
     cache.batch_select_indices(indices)
     assert (torch.equal(layer.state.rows, torch.cat([layer.keys, layer.values], -1)) and torch.equal(layer.keys,
         pair(5)[0][indices]))
@@ -541,7 +541,7 @@ def test_caches_that_cannot_keep_a_state_are_refused_and_left_alone(make, messag
 
 def test_a_state_of_another_method_or_of_keys_that_are_gone_is_refused():
     layer = keep_state(cache := filled(), 0, ROWS)
-    layer.hear(layer.keys, layer.values)
+    layer.observe(layer.keys, layer.values)
     assert keep_state(cache, 0, KeepsRows(budget=0.25)) is layer  # another budget, the same rows
     with pytest.raises(ValueError,
                        match=r"cache must keep the index of KeepsBefore.*, got layer 0, which keeps another index, of "
@@ -553,9 +553,9 @@ def test_a_state_of_another_method_or_of_keys_that_are_gone_is_refused():
     layer.keys, layer.values = layer.keys[:, :, :3], layer.values[:, :, :3]
     with pytest.raises(ValueError, match="cache must hold the keys of its index, got one of 5 for 3 in layer 0"):
         keep_state(cache, 0, ROWS)
-    with pytest.raises(ValueError, match="new must be at most -2"): layer.hear(layer.keys, layer.values)
+    with pytest.raises(ValueError, match="new must be at most -2"): layer.observe(layer.keys, layer.values)
     layer.state.crop(2)
-    with pytest.raises(ValueError, match="new must be at most 1, .* got 2"): layer.hear(layer.keys, layer.values, 2)
+    with pytest.raises(ValueError, match="new must be at most 1, .* got 2"): layer.observe(layer.keys, layer.values, 2)
 
 class Own:
     "A method that is none of ours and equal to itself alone"
@@ -569,10 +569,10 @@ def test_a_copy_of_a_cache_has_a_state_of_its_own(method, place):
     place(cache)
     cache.update(*pair(2, seed=2), 0)
     layer = cache.layers[0]
-    layer.hear(layer.keys, layer.values)
+    layer.observe(layer.keys, layer.values)
     rows, keys, other = layer.state.rows.clone(), layer.keys.clone(), copy.deepcopy(cache)
     other.update(*pair(2, seed=1), 0)
-    other.layers[0].hear(other.layers[0].keys, other.layers[0].values, 2)
+    other.layers[0].observe(other.layers[0].keys, other.layers[0].values, 2)
     other.reorder_cache(torch.tensor([1, 1]))
     other.layers[0].state.rows.zero_()
     assert torch.equal(layer.state.rows, rows) and torch.equal(layer.keys, keys) and len(other.layers[0].state) == 7
@@ -676,15 +676,15 @@ def test_what_a_graph_is_given_stands_for_where_all_of_an_index_lies(method, mon
         cache = StaticCache(config=config, max_cache_len=24)
         layer, n = keep_state(cache, 0, method, counts), 1 + draw(20)
         cache.update(torch.randn(1, 2, n, 8, generator=g), torch.randn(1, 2, n, 8, generator=g), 0)
-        layer.hear(layer.keys[:, :, :n], layer.values[:, :, :n], n)
+        layer.observe(layer.keys[:, :, :n], layer.values[:, :, :n], n)
         if draw(3) == 0: cache.reorder_cache(torch.tensor([0, 0]))
         if draw(5) == 0: cache = copy.deepcopy(cache)
         living.append(cache.layers[0])
         if len(living) > 6: living.pop(draw(6))
-        assert len({x.heard.data_ptr() for x in living}) == len(living)
+        assert len({x.observed.data_ptr() for x in living}) == len(living)
         for x in living:
             where = [(y.data_ptr(), y.shape, y.stride()) for y in x.state.buffers()]
-            assert layer_of(x.heard) is x and seen.setdefault(x.heard.data_ptr(), where) == where
+            assert layer_of(x.observed) is x and seen.setdefault(x.observed.data_ptr(), where) == where
         assert cache.layers[0].known() == n
     assert len(seen) < 300  # memory was given back and taken again
     held = [weakref.ref(x) for x in counts.values()]

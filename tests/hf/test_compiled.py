@@ -149,18 +149,18 @@ def one_step(method, monkeypatch):
     state, shown, own = method.new_state(), torch.arange(40) >= torch.tensor([[0], [5]]), {}
     if state is not None:
         known = dict(shown=shown, q=q[:, :, :40])
-        state.append(k[:, :, :40], v[:, :, :40], **{name: x for name, x in known.items() if name in state.hears})
+        state.append(k[:, :, :40], v[:, :, :40], **{name: x for name, x in known.items() if name in state.observes})
         state.fix(64)
         state.look_at(k[:, :, :40], v[:, :, :40])
         assert state.fixed
     start, seed = torch.tensor([0, 5]), torch.arange(8).view(2, 4)
     for n, modes in ((40, (nullcontext(),)), (41, (NoWait(), NoLook()))):
         at, end, asked = torch.tensor([n]), torch.tensor([n + 1] * 2), q[:, :, n:n + 1]
-        heard = dict(q=asked) if state is not None and "q" in state.hears else {}
+        observed = dict(q=asked) if state is not None and "q" in state.observes else {}
         own = own_arguments(state, method.new_step())
         with ExitStack() as stack:
             for mode in modes: stack.enter_context(mode)
-            if state is not None: state.put(k, v, at, **heard)
+            if state is not None: state.put(k, v, at, **observed)
             method.decode(asked, k, v, kv_start=start, kv_end=end, seed=seed, **own)
 
 PACKED = [TopK(budget=0.3), Quest(budget=0.3, page=4), MagicPIG(bits=4, tables=8, sinks=2, window=4),
@@ -316,11 +316,11 @@ def places(monkeypatch):
     For each address of that one where the others lay, whichever cache they were of.
     """
     seen, find = {}, in_graph.layer_of
-    def found(heard):
-        layer = find(heard)
+    def found(observed):
+        layer = find(observed)
         where = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in layer.state.buffers()]
-        assert seen.setdefault(heard.data_ptr(), where) == where
-        assert all(x.data_ptr() != heard.data_ptr() for x in layer.state.buffers())
+        assert seen.setdefault(observed.data_ptr(), where) == where
+        assert all(x.data_ptr() != observed.data_ptr() for x in layer.state.buffers())
         return layer
     monkeypatch.setattr(in_graph, "layer_of", found)
     return seen
@@ -378,7 +378,7 @@ def test_a_cache_that_is_used_anew_keeps_its_places(llama, method, places):
             old = [x.shape for layer in talk.static.layers for x in layer.state.buffers()]
             talk.static.reset()
             held += [torch.empty(n, dtype=torch.uint8) for x in old for n in {x.numel() * i for i in (1, 2, 4, 8)}]
-            assert all(len(layer.state) == 0 and layer.heard is None for layer in talk.static.layers)
+            assert all(len(layer.state) == 0 and layer.observed is None for layer in talk.static.layers)
             talk.ids, talk.grows = None, transformers.DynamicCache(config=llama.config)
     assert len(places) == llama.config.num_hidden_layers
 

@@ -125,7 +125,7 @@ def test_ways_to_generate(llama, played, method, way):
 def test_a_cache_goes_on(llama, played, method, setup):
     """Turns of several tokens, forks, copies, a crop, the exchange of sequences, a turn of the model alone, one in host
     memory, and another session: each writes what it writes in a cache without room."""
-    if isinstance(method, Saap): method = replace(method, before_rope=False)  # else no turn may go unheard
+    if isinstance(method, Saap): method = replace(method, before_rope=False)  # else no turn may go unobserved
     def story():
         told, cache, ids = [], DynamicCache(config=llama.config), PADDED.flip(1)
         def turn(cache, ids, **more):

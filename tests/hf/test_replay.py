@@ -72,7 +72,7 @@ def test_an_index_is_told_to_renew_what_ages(llama, played, monkeypatch):
         cache = static(llama)
         for _ in range(2):
             more = written(llama, cache)                            # steps read keys n to n + 4
-            written(llama, cache, torch.cat([IDS, more], 1))        # one key is heard, and five steps are counted on
+            written(llama, cache, torch.cat([IDS, more], 1))        # one key is observed, and five steps are counted on
             cache.reset()
     assert told == [(x, 64, 64) for x in (n + 3, n + 7, n + 10) * 2 for _ in range(layers)]
     with sparsify(llama, decode=Quest(budget=12, page=4), replay=True): written(llama, static(llama))  # nothing ages

@@ -831,7 +831,7 @@ def warned(run):
 
 @pytest.mark.parametrize("setup", ["prompt", "context"])
 def test_a_cache_that_is_not_found_is_refused(llama, monkeypatch, setup):
-    "Under a name that nobody knows no index hears of its keys, and no set-up of its context."
+    "Under a name that nobody knows no index observes its keys, and no set-up of its context."
     monkeypatch.setattr(override, "CACHE_NAMES", ("store",))
     with sparsify(llama, decode=TopK(budget=0.25), setup=setup):
         message = "cache must be an argument .* none in layer 0 of llama, whose 1 queries see 41 keys"

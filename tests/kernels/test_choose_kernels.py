@@ -629,7 +629,7 @@ def test_a_page_that_a_query_sees_in_part(method):
 def fixed_state(method, k, shown, known):
     "The index of the first `known` keys, some of them hidden, with room for all."
     state = method.new_state()
-    state.append(k[:, :, :known], k[:, :, :known], **({"shown": shown[:, :known]} if "shown" in state.hears else {}))
+    state.append(k[:, :, :known], k[:, :, :known], **({"shown": shown[:, :known]} if "shown" in state.observes else {}))
     state.fix(k.shape[2])
     assert state.fixed
     return state

@@ -118,9 +118,9 @@ def test_all_keys_give_exact_attention(method):
     for masks in (dict(), dict(causal=True), dict(causal=True, kv_start=torch.tensor([0, 7]))):
         assert_close(method.decode(q, k, v, **masks), attention(q, k, v, **masks), 1e-12)
 
-def told(state, k, shown):
-    "Append keys with what a cache says of them, to a state that hears it"
-    state.append(k, k, **({"shown": shown} if "shown" in state.hears else {}))
+def append(state, k, shown):
+    "Append keys with what a cache says of them, to a state that observes it"
+    state.append(k, k, **({"shown": shown} if "shown" in state.observes else {}))
 
 @pytest.mark.parametrize("method", METHODS, **NAMES)
 @pytest.mark.parametrize("cuts", [(40,), (12, 40), (3, 9, 30, 31, 40)])
@@ -131,13 +131,13 @@ def test_a_padded_row_in_pieces_chooses_as_the_row_alone(method, cuts):
     shown = torch.arange(40) >= torch.tensor([[0], [start]])
     spoilt = k.masked_fill(~shown[:, None, :, None], math.nan)
     for a, b in zip((0, *cuts), cuts):
-        told(state, spoilt[:, :, a:b], shown[:, a:b])
+        append(state, spoilt[:, :, a:b], shown[:, a:b])
         if b > start: alone.append(*(k[1:, :, max(a, start):b],) * 2)
     together = method.select(q, spoilt, causal=True, kv_start=torch.tensor([0, start]), state=state).dense(40)
     assert_close(together[1:, ..., start:], method.select(q[1:], k[1:, :, start:], causal=True, state=alone).dense(33))
     assert not together[1, ..., :start].any()
 
-@pytest.mark.parametrize("method", [x for x in METHODS if "shown" in x.new_state().hears], **NAMES)
+@pytest.mark.parametrize("method", [x for x in METHODS if "shown" in x.new_state().observes], **NAMES)
 def test_hidden_keys_that_count_would_be_seen(method):
     "The check above can fail: an index that is not told what is padding chooses otherwise"
     q, k, v = inputs()
@@ -212,7 +212,7 @@ def test_heavy_channels():
     assert method.build(k).numbers().tolist() == [[list(x) for x in found]]
     first = torch.stack([(q[0, 3 * g:3 * g + 3, 0].abs().mean(0) * k[0, g].std(0, correction=0)).topk(3).indices
                          for g in range(2)])
-    state = DoubleSparsity(channels=3).state_for(q, k, None)  # the first query chooses where no prompt was heard
+    state = DoubleSparsity(channels=3).state_for(q, k, None)  # the first query chooses where no prompt was observed
     assert state.numbers()[0].tolist() == first.sort(-1).values.tolist()
 
 def test_a_prompts_queries_choose_channels():
@@ -228,7 +228,7 @@ def test_a_prompts_queries_choose_channels():
         weight = (q[b, :, first:].unflatten(0, (2, 3)).abs().mean((1, 2)) * k[b, :, first:].std(1, correction=0))
         assert state.numbers()[b].tolist() == weight.topk(4).indices.sort(-1).values.tolist()
     blind = DoubleSparsity(channels=4).new_state()
-    with pytest.warns(UserWarning, match="no query was heard"): blind.append(k, v, shown=shown)
+    with pytest.warns(UserWarning, match="no query was observed"): blind.append(k, v, shown=shown)
     assert (blind.numbers() == 3).any(-1).all()
 
 @pytest.mark.parametrize("method", [Adamas(0.25), DoubleSparsity(0.25, channels=4, chosen=((0, 1, 2, 3), (4, 5, 6, 7))),
@@ -375,7 +375,7 @@ def test_a_given_state_is_the_built_one(method):
     if isinstance(state, Fitted):
         state.reset()
         for part in slice(38), slice(38, None):  # learns of query 0, and what that sees
-            state.append(k[:, :, part], v[:, :, part], **dict(q=q[:, :, :1]) if "q" in state.hears else {})
+            state.append(k[:, :, part], v[:, :, part], **dict(q=q[:, :, :1]) if "q" in state.observes else {})
     assert torch.equal(method.decode(q, k, v, causal=True, state=state), method.decode(q, k, v, causal=True))
     state.crop(30)
     with pytest.raises(ValueError, match="state must hold as many keys as k, 40, got 30"):
@@ -785,8 +785,8 @@ USED = [Quest(0.25, page=4), Adamas(0.25), HashAttention(0.25, random_maps(16, 4
 def llama(): return build("llama")
 
 def asked(method, q):
-    "What an index of `method` hears of queries"
-    return dict(q=q) if "q" in method.new_state().hears else {}
+    "What an index of `method` observes of queries"
+    return dict(q=q) if "q" in method.new_state().observes else {}
 
 def ids_of(model, ids=IDS, **kwargs):
     return model.generate(ids, **GREEDY | dict(attention_mask=torch.ones_like(ids)) | kwargs)[:, ids.shape[1]:]

@@ -46,9 +46,9 @@ def mass(name, method, state):
     selection = method.select(q, k, causal=True, state=state)
     return float((coverage(weights, selection) / most).mean()), float(selection.budget.float().mean()) / KEYS
 
-def filled(state, k, first=None, **heard):
+def filled(state, k, first=None, **observed):
     "A state after all keys, of which the first `first` came before the others."
-    for part in (k,) if first is None else (k[:, :, :first], k[:, :, first:]): state.extend(part, part, **heard)
+    for part in (k,) if first is None else (k[:, :, :first], k[:, :, first:]): state.extend(part, part, **observed)
     return state
 
 class CodesAsTheyAre(HadamardCodes):
@@ -162,7 +162,7 @@ def cached(method, k, pieces, place="growing", shown=None):
     for n in pieces:
         part = slice(begin, begin := begin + n)
         keys = layer.update(k[:, :, part], k[:, :, part])
-        layer.hear(*keys, n, shown=None if shown is None else shown[:, part])
+        layer.observe(*keys, n, shown=None if shown is None else shown[:, part])
     return layer
 
 def alike(a, b):

@@ -26,7 +26,7 @@ def inputs(seed=0, batch=2, heads=6, groups=2, keys=50, size=16, dtype=torch.flo
                  for h in (heads, groups, groups))
 
 
-def told(method, q, k, v, cuts=()):
+def state_of(method, q, k, v, cuts=()):
     state = method.new_state()
     for a, b in zip((0, *cuts), (*cuts, k.shape[2])): state.append(k[:, :, a:b], v[:, :, a:b], q=q[:, :, a:b])
     return state
@@ -80,7 +80,7 @@ def test_definition(method):
     "Keys read, and outputs, of each step after the prompt, for a sequence with padding and one without."
     q, k, v = inputs(keys=80)
     q, prompt, starts = 3 * q, 40, [0, 7]
-    state = told(method, q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt])
+    state = state_of(method, q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt])
     lists, reads = (1, 3) if method.heads == "group" else (3, 1), snapkv if isinstance(method, SnapKV) else h2o
     want = {}
     for b, start in enumerate(starts):
@@ -110,7 +110,7 @@ def test_what_is_evicted_stays_away(method):
     k[:, :, 5], v[:, :, 5], q[:, :, 40:] = 0, 100, 0
     q[:, :, :prompt, 0], k[:, :, 2:9, 0] = -3, 40    # all queries of the prompt shun key 5 and its neighbours ...
     k[:, :, 5, 0], q[:, :, 40:, 0] = 60, 50          # ... and late ones want nothing else
-    state = told(method, q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt])
+    state = state_of(method, q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt])
     for t in range(prompt, 50):
         state.append(k[:, :, [t]], v[:, :, [t]], q=q[:, :, [t]])
         asked, seen = q[:, :, [t]], (k[:, :, :t + 1], v[:, :, :t + 1])
@@ -127,7 +127,7 @@ def test_what_is_evicted_stays_away(method):
 @pytest.mark.parametrize("method", METHODS, **NAMES)
 def test_parts_of_a_prompt_and_steps_at_once(method):
     q, k, v = inputs()
-    one, many = told(method, q, k, v), told(method, q, k, v, (1, 13, 14, 37, 45))
+    one, many = state_of(method, q, k, v), state_of(method, q, k, v, (1, 13, 14, 37, 45))
     asked = q[:, :, 40:]
     together = method.select(asked, k, causal=True, state=one).dense(50)
     for j in range(10):
@@ -142,7 +142,7 @@ def test_parts_of_a_prompt_and_steps_at_once(method):
 def test_a_state_is_cut_and_picked(method):
     q, k, v = inputs()
     q = 3 * q
-    state = told(method, q, k, v)
+    state = state_of(method, q, k, v)
     n = torch.full((2,), 41)
     method.select(q[:, :, 40:41], k, kv_end=n, state=state)
     method.select(q[:, :, 48:49], k, kv_end=n + 8, state=state)
@@ -153,17 +153,17 @@ def test_a_state_is_cut_and_picked(method):
     other = tuple(x[rows] * 3 for x in inputs(seed=9))
     state.append(*(x[:, :, 44:] for x in other[1:]), q=other[0][:, :, 44:])
     mixed = tuple(torch.cat([x[rows][:, :, :44], y[:, :, 44:]], 2) for x, y in zip((q, k, v), other))
-    fresh = told(method, *mixed)
+    fresh = state_of(method, *mixed)
     want = method.select(mixed[0][:, :, 40:], mixed[1], causal=True, state=fresh).dense(50)
     for asked in 9, 0:                               # the last query first, so that nothing is asked again before it
         found = method.select(mixed[0][:, :, 40 + asked:], mixed[1], causal=True, state=state).dense(50)
         assert torch.equal(found, want[:, :, asked:])
     state.reset()
     assert len(state) == 0 and state.begun is None
-    undecided = told(method, q, k, v)
+    undecided = state_of(method, q, k, v)
     undecided.crop(20)                               # nothing was decided yet
     undecided.append(k[:, :, 20:], v[:, :, 20:], q=q[:, :, 20:])
-    fresh = told(method, q, k, v)
+    fresh = state_of(method, q, k, v)
     last = method.select(q[:, :, -1:], k, state=fresh).dense(50)
     assert torch.equal(method.select(q[:, :, -1:], k, state=undecided).dense(50), last)
 
@@ -173,7 +173,7 @@ def test_all_keys_are_exact(method):
     q, k, v = inputs()
     every = dataclasses.replace(method, budget=99)
     masks = dict(causal=True, kv_start=torch.tensor([0, 9]))
-    out, stats = every.decode(q[:, :, 40:], k, v, state=told(every, q, k, v), return_stats=True, **masks)
+    out, stats = every.decode(q[:, :, 40:], k, v, state=state_of(every, q, k, v), return_stats=True, **masks)
     assert_close(out, attention(q[:, :, 40:], k, v, **masks), 1e-12)
     assert (stats.density == 1).all()
     if isinstance(method, H2O): assert torch.equal(stats.index_bytes, 4 * stats.budget)
@@ -186,17 +186,17 @@ def test_dtypes_and_padding(method, dtype):
     "Hidden keys leave no trace, whatever stands there."
     q, k, v = inputs(dtype=dtype)
     masks = dict(kv_start=torch.tensor([0, 9]))
-    out = method.decode(q[:, :, -1:], k, v, state=told(method, q, k, v), **masks)
+    out = method.decode(q[:, :, -1:], k, v, state=state_of(method, q, k, v), **masks)
     assert out.dtype == dtype and out.isfinite().all()
     alone = tuple(x[1:, :, 9:] for x in (q, k, v))
-    assert_close(method.decode(alone[0][:, :, -1:], *alone[1:], state=told(method, *alone)), out[1:],
+    assert_close(method.decode(alone[0][:, :, -1:], *alone[1:], state=state_of(method, *alone)), out[1:],
                  2e-2 if dtype != torch.float32 else 1e-5)
 
 
 @pytest.mark.parametrize("method", [METHODS[0], METHODS[4]], **NAMES)
 def test_later_parts_are_read_without_what_is_gone(method):
     q, k, v = inputs()
-    state = told(method, q[:, :, :30], k[:, :, :30], v[:, :, :30])
+    state = state_of(method, q[:, :, :30], k[:, :, :30], v[:, :, :30])
     masks = dict(kv_start=torch.tensor([0, 4]))
     first = method.prefill(q[:, :, :30], k[:, :, :30], v[:, :, :30], state=state, **masks)
     for b, start in ((0, 0), (1, 4)):
@@ -213,8 +213,8 @@ def test_later_parts_are_read_without_what_is_gone(method):
 def fixed_and_grown(method, q, k, v, start, length, capacity, scale=None):
     "A state that was fixed after `length` keys, its cache, and a state that grows"
     shown, states = torch.arange(length) >= start[:, None], (method.new_state(), method.new_state())
-    told = dict(q=q[:, :, :length], shown=shown, scale=scale)
-    for state in states: state.append(k[:, :, :length], v[:, :, :length], **told)
+    given = dict(q=q[:, :, :length], shown=shown, scale=scale)
+    for state in states: state.append(k[:, :, :length], v[:, :, :length], **given)
     states[0].fix(capacity)
     states[0].look_at(k[:, :, :length], v[:, :, :length])
     cache = [torch.nn.functional.pad(x[:, :, :length], (0, 0, 0, capacity - length)) for x in (k, v)]
@@ -410,7 +410,7 @@ def test_what_cannot_be_fixed():
         one = fixed_and_grown(method, q, k, v, torch.tensor([0, 0]), 1, 2)[0]
         one.put(k, v, torch.tensor([1]), q=q[:, :, 1:])
         assert_close(method.decode(q[:, :, 1:], k, v, state=one), attention(q[:, :, 1:], k, v), 1e-12)
-        unread = told(method, q[:, :, :1], k[:, :, :1], v[:, :, :1])
+        unread = state_of(method, q[:, :, :1], k[:, :, :1], v[:, :, :1])
         unread.fix(2)
         with pytest.raises(ValueError, match="look at its keys"): unread.put(k, v, torch.tensor([1]), q=q[:, :, 1:])
         with pytest.raises(ValueError, match="look at its keys"): method.decode(q[:, :, 1:], k, v, state=unread)
@@ -432,11 +432,11 @@ def test_bad_settings(kind, wrong):
 
 def test_bad_input():
     method, (q, k, v) = H2O(12), inputs()
-    state, asked = told(method, q, k, v), q[:, :, -1:]
-    for wrong, message in ((None, "state must have heard the prompt.s queries .* got None"),
-                           (told(H2O(11), q, k, v), "state must be that"),
-                           (told(method, q[:1], k[:1], v[:1]), "state must hold the keys"),
-                           (told(method, q[:, :, :9], k[:, :, :9], v[:, :, :9]), "state must hold the keys")):
+    state, asked = state_of(method, q, k, v), q[:, :, -1:]
+    for wrong, message in ((None, "state must have observed the prompt.s queries .* got None"),
+                           (state_of(H2O(11), q, k, v), "state must be that"),
+                           (state_of(method, q[:1], k[:1], v[:1]), "state must hold the keys"),
+                           (state_of(method, q[:, :, :9], k[:, :, :9], v[:, :, :9]), "state must hold the keys")):
         with pytest.raises(ValueError, match=message): method.decode(asked, k, v, state=wrong)
     with pytest.raises(ValueError, match="kv_end must be the same"):
         method.decode(asked, k, v, state=state, kv_end=torch.tensor([50, 49]))
@@ -446,7 +446,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="q must stand behind the 49 keys"):
         method.decode(asked, k, v, state=state, kv_end=torch.tensor([40, 40]))
     k[0, 0, 3] = math.nan
-    with pytest.raises(ValueError, match="NaN"): method.decode(asked, k, v, state=told(method, q, k, v))
+    with pytest.raises(ValueError, match="NaN"): method.decode(asked, k, v, state=state_of(method, q, k, v))
 
 
 TEXTS = ["The key of Berlin is 4711. The key of Rome is 22. The key of Berlin is", "One, two, three, four,"]
@@ -529,7 +529,7 @@ def test_settings_of_equal_rows_and_equal_bytes_read_as_many():
     new = q[:, :, n:]
     def read(method):
         "Rows and bytes of one query after n keys, index included"
-        state = told(method, q, k, v) if isinstance(method, (H2O, SnapKV)) else method.new_state()
+        state = state_of(method, q, k, v) if isinstance(method, (H2O, SnapKV)) else method.new_state()
         if state is not None and not len(state): state.append(k, v)
         if isinstance(state, StaticRetainedKeys): state.held_at(n, k, torch.zeros(1, dtype=torch.long), None)
         stats = method.decode(new, k, v, return_stats=True, **({} if state is None else dict(state=state)))[1]

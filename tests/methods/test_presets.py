@@ -254,7 +254,7 @@ def test_sketch_walk_is_algorithms_1_and_2(kind, n, sketch):
 
 
 def test_sketch_walk_answers_several_queries_as_each_alone():
-    "Without a mask each row of the walk hears of the last block, which grows from query to query: a border is crossed."
+    "Without a mask each row of the walk observes the last block, which grows from query to query: a border is crossed."
     method, together, alone = SketchWalk.paper(0.3, sketch=16), {}, [{} for _ in range(5)]
     for layer in range(3):
         q, k, v = (torch.cat([x, -2 * x.flip(1)]) for x in problem(386, 386, seed=layer))
@@ -302,7 +302,7 @@ def test_sketch_walk_is_algorithm_2_on_captured_heads(prompts):
             for name, walk in (("walk", step), ("alone", {}), ("random", None)):
                 method = own if name != "random" else SketchWalk(density=0.2, index="random")
                 state, more = method.new_state(), {} if walk is None else dict(step=walk)
-                state.append(k, v, **(dict(q=q) if "q" in state.hears else {}))
+                state.append(k, v, **(dict(q=q) if "q" in state.observes else {}))
                 told[name] = method.decode(q[:, :, -1:], k, v, state=state, seed=layer.layer, **more)
             assert_close(told["walk"][0, :, 0], want, 1e-12)
         for name, out in told.items(): errors[name].append(float(relative_error(out, exact).mean()))

@@ -591,10 +591,10 @@ def test_the_context_is_what_the_first_far_query_sees():
     alone.append(k[1:, :, 90:140], v[1:, :, 90:140])
     assert_close(s.decode(q[1:], k[1:, :, 90:140], v[1:, :, 90:140], state=alone), outs[2][1:], 1e-12)
 
-def fixed_and_grown(s, k, v, start, length, capacity, **heard):
+def fixed_and_grown(s, k, v, start, length, capacity, **observed):
     "A state that was fixed after `length` keys, its cache, and a state that grows"
     shown, states = torch.arange(length) >= start[:, None], (s.new_state(), s.new_state())
-    for state in states: state.append(k[:, :, :length], v[:, :, :length], shown=shown, **heard)
+    for state in states: state.append(k[:, :, :length], v[:, :, :length], shown=shown, **observed)
     states[0].fix(capacity)
     states[0].look_at(k[:, :, :length], v[:, :, :length])
     cache = [torch.nn.functional.pad(x[:, :, :length], (0, 0, 0, capacity - length)) for x in (k, v)]
@@ -1117,7 +1117,7 @@ def test_a_factor_stands_between_the_orders(llama, tmp_path):
                        torch.where(odd, outs["one", "second_order"][0], outs["one", "first_order"][0]))
     assert not torch.equal(outs["one", "second_order"], outs["one", "first_order"])
 
-def test_vattention_hears_queries_before_rope(llama, file):
+def test_vattention_observes_queries_before_rope(llama, file):
     "Those of the step, from the model; another query before RoPE, other keys; and none of another shape"
     s = from_file(OF_FILES[-1], file)
     cache = DynamicCache(config=llama.config)
@@ -1153,7 +1153,7 @@ def test_a_cache_of_another_router_says_what_it_lacks(llama, file):
         with pytest.raises(ValueError, match="q_before .* got None: .* in a model, read the prompt with this router"):
             llama(IDS[:, :1], past_key_values=cache)
 
-def test_a_prompt_is_read_for_an_index_that_hears_it(llama):
+def test_a_prompt_is_read_for_an_index_that_observes_it(llama):
     "`accuracy` answers as generation does, though other methods share its reading"
     model, tokenizer = pocket.load()
     s = Saap(0.05, window=30, partition="pocket", tail="drop")

@@ -45,8 +45,8 @@ def problem(B=2, G=2, R=2, Q=150, N=230, D=16, seed=0, dtype=torch.float64):
 
 def seeds(q, seed=3): return fold_in(seed, torch.arange(q.shape[0])[:, None], torch.arange(q.shape[1]))
 
-def heard(method, q, k):
-    "An index that has heard all keys and queries"
+def state_of(method, q, k):
+    "An index that has observed all keys and queries"
     state = method.new_state()
     state.append(k, k, **({"q": q} if method.walk else {}))
     return state
@@ -67,15 +67,15 @@ def test_hidden_keys_have_no_say(method):
     shown = torch.arange(230) >= start[:, None]
     state = method.new_state()
     for a in range(0, 230, 50):
-        told = {"q": q[:, :, a:a + 50]} if method.walk else {}
-        state.append(k[:, :, a:a + 50], v[:, :, a:a + 50], shown=shown[:, a:a + 50], **told)
+        given = {"q": q[:, :, a:a + 50]} if method.walk else {}
+        state.append(k[:, :, a:a + 50], v[:, :, a:a + 50], shown=shown[:, a:a + 50], **given)
     steps = method.decode(q[:, :, -1:], k, v, kv_start=start, state=state, seed=seeds(q))
     for b, s in enumerate(start.tolist()):
         q_, k_, v_ = (x[b:b + 1, :, s:] for x in (q, k, v))
         alone = method.prefill(q_, k_, v_, seed=seeds(q)[b:b + 1], **{"step": {}} if method.walk else {})
         assert_close(out[b:b + 1, :, s:], alone, 1e-12)
         assert not out[b, :, :s].any()
-        assert_close(steps[b:b + 1], method.decode(q_[:, :, -1:], k_, v_, state=heard(method, q_, k_),
+        assert_close(steps[b:b + 1], method.decode(q_[:, :, -1:], k_, v_, state=state_of(method, q_, k_),
                                                    seed=seeds(q)[b:b + 1]), 1e-12)
 
 @pytest.mark.parametrize("method", [SketchWalk(block=32, density=1.0),
@@ -96,12 +96,12 @@ def test_random_lists_are_drawn_from_the_streams_of_first_heads(heads, lists_of)
     q, k, v = problem(Q=230)
     shared, own = (SketchWalk(**SMALL, index="random", refine=1, heads=x) for x in (heads, "each"))
     assert torch.equal(lists(shared, q, k, seed=4), lists(own, q, k, seed=4)[:, lists_of])
-    read = [s.select(q[:, :, -2:], k, causal=True, seed=4, state=heard(s, q, k)).dense(230) for s in (shared, own)]
+    read = [s.select(q[:, :, -2:], k, causal=True, seed=4, state=state_of(s, q, k)).dense(230) for s in (shared, own)]
     assert torch.equal(read[0][:, lists_of], read[1][:, lists_of]) and not torch.equal(*read)
 
 def coded(index, seed=0):
     "Rows of an index of four bits"
-    return heard(SketchWalk(index=index), *(x.float() for x in problem(B=1, N=640, Q=1, D=64, seed=seed)[:2])).rows
+    return state_of(SketchWalk(index=index), *(x.float() for x in problem(B=1, N=640, Q=1, D=64, seed=seed)[:2])).rows
 
 @pytest.mark.parametrize("index", ["fine4", "fine16"])
 def test_codes_that_may_fall_either_way(index):
@@ -187,7 +187,7 @@ def test_odd_sizes(method, Q, N):
     more = {"step": {}} if method.walk else {}
     out = method.prefill(q, k, v, seed=0, **more)
     assert out.isfinite().all() and out.any(-1).all()
-    one = method.decode(q[:, :, -1:], k, v, state=heard(method, q, k), seed=0)
+    one = method.decode(q[:, :, -1:], k, v, state=state_of(method, q, k), seed=0)
     assert one.isfinite().all()
     if N <= 32:
         assert_close(out, attention(q, k, v, causal=True), 1e-12)
@@ -200,7 +200,7 @@ def test_a_density_of_one_is_exact(method):
     more = {"step": {}} if method.walk else {}
     exact = attention(q[:, :, 90:], k, v, causal=True, kv_start=start)
     assert_close(method.prefill(q, k, v, seed=0, kv_start=start, **more)[:, :, 90:], exact, 1e-12)
-    assert_close(method.decode(q[:, :, -1:], k, v, state=heard(method, q, k), seed=0),
+    assert_close(method.decode(q[:, :, -1:], k, v, state=state_of(method, q, k), seed=0),
                  attention(q[:, :, -1:], k, v), 1e-12)
 
 def test_shares_that_underflow_keep_their_order():
@@ -216,7 +216,7 @@ def test_scores_of_nothing_are_no_trouble():
     for method in PLAIN + WALKING:
         more = {"step": {}} if method.walk else {}
         assert method.prefill(q, k, v + 1, seed=1, **more).isfinite().all()
-        assert (method.decode(q[:, :, :1], k, v + 1, state=heard(method, q, k), seed=1) == 1).all()
+        assert (method.decode(q[:, :, :1], k, v + 1, state=state_of(method, q, k), seed=1) == 1).all()
 
 @pytest.mark.parametrize("method", GUESSING + WALKING, ids=repr)
 def test_scores_that_are_no_numbers(method):
@@ -276,7 +276,8 @@ def test_the_papers_algorithms(walk, size, sketch):
         assert_close(step[0][0, 0] / step[0][0, 0].amax(-1, keepdim=True), R / R.amax(-1, keepdim=True), 1e-10)
         q_bar = q[0].mean(0)[:224].unflatten(0, (7, 32)).mean(1)
         one, u = algorithm_2(q[0, :, -1], k[0], q_bar, k[0].mean(0), H, sketch, 32, 8, 0.4, u, walk == "literal")
-        read = method.select(q[:, :, -1:], k, state=heard(method, q, k), step=token).dense(230)[0, 0, 0].nonzero()[:, 0]
+        read = method.select(q[:, :, -1:], k, state=state_of(method, q, k), step=token).dense(230)[0, 0, 0]
+        read = read.nonzero()[:, 0]
         assert {int(i) // 32 for i in read} == one
         assert_close(token["query"][0, 0, 0] / token["query"].max(), u / u.max(), 1e-10)
     assert step[0].dtype == torch.float64
@@ -399,8 +400,9 @@ def test_a_list_for_each_head_is_that_of_a_model_with_one_group_a_head(index, wa
         assert found.shape[1] == 4 and (walk or not torch.equal(found[:, 0], found[:, 1]))
     one = q[:, :, -1:]
     if walk and index == "oracle": return
-    assert_close(method.decode(one, k, v, state=heard(method, q, k), seed=3),
-                 replace(method, heads="group").decode(one, keys, values, state=heard(method, q, keys), seed=3), 1e-12)
+    of_group = replace(method, heads="group")
+    assert_close(method.decode(one, k, v, state=state_of(method, q, k), seed=3),
+                 of_group.decode(one, keys, values, state=state_of(method, q, keys), seed=3), 1e-12)
 
 @pytest.mark.parametrize("index", ["fine4", "fine16", "mean"])
 def test_lists_of_pieces_by_hand(index):
@@ -501,7 +503,7 @@ def test_an_index_in_steps_is_the_whole_one(index, walk):
         grown.append(k[:, :, i:i + n], k[:, :, i:i + n], **({"q": q[:, :, i:i + n]} if walk else {}))
         i += n
     def same(n):
-        whole = heard(method, q[:, :, :n], k[:, :, :n])
+        whole = state_of(method, q[:, :, :n], k[:, :, :n])
         assert_close(grown.rows, whole.rows, 1e-12)
         if walk: assert_close(grown.asked.rows, whole.asked.rows, 1e-12)
     same(230)
@@ -594,11 +596,11 @@ def test_a_deep_cut_keeps_what_it_can():
     "Blocks before the cut stay, the one that is cut is made of old and new keys, later ones are exact again."
     method = SketchWalk(index="fine4", block=32)
     _, k, _ = problem(N=230)
-    state = heard(method, None, k)
+    state = state_of(method, None, k)
     state.crop(50)
     other = problem(N=100, seed=5)[1]
     state.append(other, other)
-    whole = heard(method, None, torch.cat([k[:, :, :50], other], 2))
+    whole = state_of(method, None, torch.cat([k[:, :, :50], other], 2))
     assert_close(state.rows[:, :, 0], whole.rows[:, :, 0], 1e-12)
     assert_close(state.rows[:, :, 2:], whole.rows[:, :, 2:], 1e-12)
     assert_close(state.rows[:, :, 1, :4], whole.rows[:, :, 1, :4], 1e-12)   # sub-blocks that were not touched
@@ -642,7 +644,7 @@ def test_a_row_of_the_walk_is_the_row_of_the_whole_walk():
         q, k, _ = problem(B=1, Q=256, N=256, seed=layer)
         lists(method, q, k, step=whole)
         mean = q[:, :, 224:].mean(2, keepdim=True)
-        method.select(mean, k, state=heard(method, q, k), step=row)
+        method.select(mean, k, state=state_of(method, q, k), step=row)
         assert_close(row["query"][0, :, 0], whole[0][0, :, -1], 1e-12)
 
 def flipped(q, k):
@@ -676,7 +678,7 @@ def test_prompts_take_refined_largest_shares_and_steps_means(more):
     for x, y in zip(got, want): assert torch.equal(x, y)
     for wrong in (dict(pool="mean"), dict(refine=1), MEANS):
         assert not all(map(torch.equal, got, prompts(own(**dict(pool="max", refine=2) | wrong)))), wrong
-    one = dict(state=heard(method, q, k), kv_start=start, seed=seeds(q), return_stats=True)
+    one = dict(state=state_of(method, q, k), kv_start=start, seed=seeds(q), return_stats=True)
     (out, stats), (means, read), (largest, _) = (own(**x).decode(q[:, :, -1:], k, v, **one)
                                                  for x in ({}, dict(pool="mean"), dict(pool="max")))
     assert torch.equal(out, means) and torch.equal(stats.values_read, read.values_read)
@@ -716,9 +718,9 @@ def test_low_precision(dtype):
     q, k, v = problem(Q=230, dtype=dtype)
     for method in (SketchWalk(**SMALL), WALKING[0], *TAILED[:2]):
         out = method.prefill(q, k, v, **{"step": {}} if method.walk else {})
-        one = method.decode(q[:, :, -1:], k, v, state=heard(method, q, k))
+        one = method.decode(q[:, :, -1:], k, v, state=state_of(method, q, k))
         assert out.dtype == one.dtype == dtype and out.isfinite().all() and one.isfinite().all()
-        assert heard(method, q, k).rows.dtype == torch.float32
+        assert state_of(method, q, k).rows.dtype == torch.float32
 
 @pytest.mark.parametrize("size", [5, 12, 80])
 def test_head_sizes_that_are_no_powers_of_two(size):
@@ -768,8 +770,8 @@ def test_steps_that_cannot_work(step, walk):
     method = SketchWalk(walk=walk, **SMALL)
     for call in (lambda: method.prefill(q, k, v, step=step), lambda: method.pattern(q, k, step=step),
                  lambda: sketch_walk_prefill(q, k, v, walk=walk, step=step),
-                 lambda: method.select(q, k, state=heard(method, q, k), step=step),
-                 lambda: method.decode(q, k, v, state=heard(method, q, k), step=step)):
+                 lambda: method.select(q, k, state=state_of(method, q, k), step=step),
+                 lambda: method.decode(q, k, v, state=state_of(method, q, k), step=step)):
         with pytest.raises(TypeError, match=f"step must be a dict or None, got {type(step).__name__}"): call()
     with pytest.raises(TypeError, match="step must hold what the layers below have put there, got int for 0"):
         SketchWalk(walk="softmax", **SMALL).prefill(q, k, v, step={0: 3})
@@ -796,7 +798,7 @@ def test_the_function_reads_a_padded_prompt_as_alone(walk):
 def test_calls_that_cannot_work():
     q, k, v = problem(Q=100)
     walk, plain = SketchWalk(walk="softmax", **SMALL), SketchWalk(**SMALL)
-    other = heard(replace(walk, index="mean"), problem(Q=230)[0], k)
+    other = state_of(replace(walk, index="mean"), problem(Q=230)[0], k)
     calls = [
         (lambda: SketchWalk(block=16).prefill(q, k, v), "block must be 32, 64 or 128, got 16"),
         (lambda: SketchWalk(block=16).pattern(q, k), "block must be 32, 64 or 128, got 16"),
@@ -809,7 +811,7 @@ def test_calls_that_cannot_work():
         (lambda: plain.decode(q[:, :, -1:], k, v, state=SketchWalk().new_state()), "state must have size"),
         (lambda: SketchWalk(index="sketch", sketch=64).prefill(q, k, v), "sketch must be at most .* 16, got 64"),
         (lambda: SketchWalk(walk="softmax", index="oracle").prefill(q, k, v), "q must be a whole prompt"),
-        (lambda: SketchWalk(walk="softmax", index="oracle").decode(q[:, :, -1:], k, v, state=heard(walk, k, k)),
+        (lambda: SketchWalk(walk="softmax", index="oracle").decode(q[:, :, -1:], k, v, state=state_of(walk, k, k)),
          "walk must be None for single queries of an oracle")]
     for call, message in calls:
         with pytest.raises(ValueError, match=message): call()
@@ -851,7 +853,7 @@ def forward(model, ids, **kwargs):
     with torch.no_grad(): return model(ids, **kwargs).logits
 
 def step_by_step(model, method, new=6, seed=0):
-    "Greedy tokens of a prompt that is read exactly, with indexes made anew from everything that was heard"
+    "Greedy tokens of a prompt that is read exactly, with indexes made anew from everything that was observed"
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from sparse_nb.hf import attention_override
@@ -864,7 +866,7 @@ def step_by_step(model, method, new=6, seed=0):
         if i == 1: steps.append({})
         own = fold_in(fold_in(seed, 0), i, torch.arange(query.shape[1]), key.shape[2] - 1)[None]
         out = method.decode(query, key, value, scale=scaling, seed=own if method.random else None,
-                            state=heard(method, asked[i], key), **{"step": steps[-1]} if method.walk else {})
+                            state=state_of(method, asked[i], key), **{"step": steps[-1]} if method.walk else {})
         return out.transpose(1, 2), None
     with torch.no_grad(), attention_override(model, attend, mask="sdpa"):
         likeliest = lambda ids: model(ids, past_key_values=cache).logits[:, -1, 1:].argmax(-1) + 1

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from ...core.checks import (
     FLOATS, check_choice, check_count, check_flag, check_inputs, check_scores, on_cpu_eagerly)
 from ...core.exact import grouped, no_autocast, promote
-from ...core.index import check_heard
+from ...core.index import check_observed
 from ...core.learnt import replaced, stamp_of, weights_id
 from ...core.selection import has_kernels
 from ...core.streams import fold_in, tickets
@@ -135,7 +135,7 @@ def fit_partition(
     if not isinstance(k, torch.Tensor) or k.dtype not in FLOATS:
         raise TypeError(f"k must be a floating tensor, got {getattr(k, 'dtype', type(k).__name__)}")
     if k.ndim != 4 or 0 in k.shape: raise ValueError(f"k must have shape [B, G, n, D], none 0, got {list(k.shape)}")
-    check_heard(dict(shown=shown), ("shown",), k)
+    check_observed(dict(shown=shown), ("shown",), k)
     if shown is None: shown = k.new_ones(k.shape[::2], dtype=torch.bool)
     check_keys(k, shown)
     def ready(x, shown):

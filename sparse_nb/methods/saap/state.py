@@ -31,14 +31,14 @@ class OfKeys(State):
         self.begin, self.begun = None, False
 
     @property
-    def hears(self):
+    def observes(self):
         "Keys before RoPE, if wanted, queries, if asked for, and, until every sequence has shown a key, who is shown."
         known = dict(k_before=self.before_rope is False, q_before=not self.asks, shown=self.begun)
         return tuple(name for name, x in known.items() if not x)
 
-    def append(self, k, v, **heard):
-        "As `State.append`; `shown` is not heard once every sequence has shown a key."
-        super().append(k, v, **{name: x for name, x in heard.items() if name != "shown" or not self.begun})
+    def append(self, k, v, **observed):
+        "As `State.append`; `shown` is not observed once every sequence has shown a key."
+        super().append(k, v, **{name: x for name, x in observed.items() if name != "shown" or not self.begun})
 
     @property
     def spares(self):

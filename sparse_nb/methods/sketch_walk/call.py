@@ -156,7 +156,7 @@ class BlockLists(Method):
             return state
         if self.walk is not None:
             raise ValueError("state must know the queries of all keys for a walk, got None: use `sparsify`, or an "
-                             "index from `new_state` that has heard them")
+                             "index from `new_state` that has observed them")
         state, i = self.new_state(), torch.arange(k.shape[2], device=q.device)
         first, end = (x[:, 0, -1:] for x in visible_range(q, k, **masks))
         k = to_device_of(k, q)

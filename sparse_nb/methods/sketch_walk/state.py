@@ -58,7 +58,7 @@ class Queries(BlockState):
 # %% ../../../nbs/library/methods_sketch_walk_state.ipynb #d99fcd34
 class Asked(BlockState):
     "An index, and the mean query of each block: `asked`, whose rows are [B, H, M, 1, D + 2]."
-    hears: ClassVar[tuple[str, ...]] = ("shown", "q")
+    observes: ClassVar[tuple[str, ...]] = ("shown", "q")
     __slots__ = "asked",
 
     def __init__(self, size, reduce, merge):

@@ -20,7 +20,7 @@ def check_step(step):
         raise TypeError(f"step must be a dict or None, got {type(step).__name__}")
 
 def next_step(s, step, part, a, own, rows):
-    "`walked` from where the layer before has left `step`, which hears of it. ValueError for layers that do not agree."
+    "`walked` from where the layer before has left `step`, which observes it. ValueError for layers that do not agree."
     if step is None: step = {}
     at = step.get(part)
     if not (at is None or isinstance(at, torch.Tensor)):
