@@ -187,7 +187,7 @@ def _longest(model):
 def _observed(methods):
     "What tells indexes that must observe a prompt while it is read, of a method a layer; None: no such"
     states = {i: method.new_state() for i, method in methods.items() if keeps_state(method)}
-    wants = {"q", "q_before", "k_before"}
+    wants = {"q", "q_pre_rope", "k_pre_rope"}
     if not any(wants & {*state.observes} for state in states.values()): return None
     return repr([(i, type(state), state.observes, state.settings()) for i, state in states.items()])
 

@@ -74,7 +74,7 @@ def tail_state(
 # %% ../nbs/08_saap.ipynb #157e7fec
 #| code-fold: true
 #| code-summary: "A decoding step of the library, the reference"
-def saap_step(s, q, k, v, state, first, far, scale, q_before):
+def saap_step(s, q, k, v, state, first, far, scale, q_pre_rope):
     "The `Step` of queries [B, H, 1, D] whose first visible keys are `first` [B, 1, 1] and whose ranges `far`."
     tail = s.tail != "drop" and v is not None
     state.follow(k, v if tail else None, *far)
@@ -83,7 +83,7 @@ def saap_step(s, q, k, v, state, first, far, scale, q_before):
     i = torch.arange(n, device=q.device)
     is_far = (i >= begin[:, None]) & (i < last[:, None])
     near = (i >= first[:, 0]) & (i < end[:, None]) & ~is_far
-    log_a = guess(s, q, state, scale, q_before)
+    log_a = guess(s, q, state, scale, q_pre_rope)
     rank = rank_clusters(log_a, count, s.rank)[:, :, 0]
     if s.unread is not None:
         share = guessed_shares(log_a, count, near_scores(s, state, q, k, near, first, scale))[:, :, 0]
@@ -172,38 +172,38 @@ def saap_decode(
     v: torch.Tensor,                      # values [B, G, N, D]
     partition="context", # as in `Saap`; or centroids [G, C, D]; or a `Partition` of these keys
     *,
-    probes: int | None = None,            # clusters to read whole
-    budget: int | float | None = None,    # or far keys to read: a count, or a share
-    unread: float | None = None,          # or share of the guessed mass to leave unread; None for all three: `BUDGET`
-    router: str = "moments",              # one of `ROUTERS`; networks are a file's
-    rank: str = "density",                # guessed mass a key, or "mass"
-    tail: str = "first_order",            # one of `TAILS`; "fitted" is a file's
-    sinks: int = 1,                       # first visible keys, always read
-    window: int = 255,                    # last visible keys, likewise
-    layer: int | None = None,             # whose partition of a file
-    q_before: torch.Tensor | None = None, # q before RoPE, which routers other than "moments" ask of keys before it
-    k_before: torch.Tensor | None = None, # k before RoPE [B, G, N, D], which are divided if they are given
-    causal: bool = False,                 # queries are the last Q positions and see no later key
-    scale: float | None = None,           # factor on the dot products; None is D ** -0.5
-    kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
-    kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
-    return_stats: bool = False,           # also `Stats`
-    backend: str = "auto",                # "torch", "triton" (one query on a GPU, no gradient) or "auto"
-    **context,                            # what makes a partition of the context: as `CONTEXT`
+    probes: int | None = None,              # clusters to read whole
+    budget: int | float | None = None,      # or far keys to read: a count, or a share
+    unread: float | None = None,            # or share of the guessed mass to leave unread; None for all three: `BUDGET`
+    router: str = "moments",                # one of `ROUTERS`; networks are a file's
+    rank: str = "density",                  # guessed mass a key, or "mass"
+    tail: str = "first_order",              # one of `TAILS`; "fitted" is a file's
+    sinks: int = 1,                         # first visible keys, always read
+    window: int = 255,                      # last visible keys, likewise
+    layer: int | None = None,               # whose partition of a file
+    q_pre_rope: torch.Tensor | None = None, # q before RoPE, which routers other than "moments" ask of keys before it
+    k_pre_rope: torch.Tensor | None = None, # k before RoPE [B, G, N, D], which are divided if they are given
+    causal: bool = False,                   # queries are the last Q positions and see no later key
+    scale: float | None = None,             # factor on the dot products; None is D ** -0.5
+    kv_start: torch.Tensor | None = None,   # first valid key of each sequence [B]
+    kv_end: torch.Tensor | None = None,     # end of the valid keys of each sequence [B]
+    return_stats: bool = False,             # also `Stats`
+    backend: str = "auto",                  # "torch", "triton" (one query on a GPU, no gradient) or "auto"
+    **context,                              # what makes a partition of the context: as `CONTEXT`
 ):
     """Attention to sinks, window and the clusters that the router chooses, and to the mean of each other cluster.
 
     Raises TypeError or ValueError as `Saap` and `check_call`, and for a partition that does not fit.
     """
     masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
-    check_call(q, k, v, q_before, scale=scale, **masks)
+    check_call(q, k, v, q_pre_rope, scale=scale, **masks)
     settings = dict(probes=probes, budget=budget, unread=unread, router=router, rank=rank, tail=tail, sinks=sinks,
                     window=window)
     if isinstance(partition, Partition):
         check_index(partition, partition, k)
-        check_unused(partition, dict(k_before=k_before, layer=layer), context)
+        check_unused(partition, dict(k_pre_rope=k_pre_rope, layer=layer), context)
         if partition.source is not None: settings |= dict(zip(("partition", "layer"), partition.source))
-        return run(Saap(**settings, **context), q, k, v, partition, masks, scale, return_stats, q_before, backend)
+        return run(Saap(**settings, **context), q, k, v, partition, masks, scale, return_stats, q_pre_rope, backend)
     centroids = partition if isinstance(partition, torch.Tensor) else None
     if centroids is None: s = Saap(**settings, partition=partition, layer=layer, **context)
     else:
@@ -215,9 +215,9 @@ def saap_decode(
         s = Saap(**settings, layer=layer, **dict(clusters=centroids.shape[1]) | context)
     state = s.new_state() if centroids is None else Partition(
         s.clusters, s.kmeans, s.iterations, s.seed, s.before_rope, centroids)
-    if k_before is not None:
-        check_floating("k_before", k_before)
-        check_reach("k_before", k_before, q)
-    observed = {} if k_before is None or state.before_rope is False else dict(k_before=to_device_of(k_before, q))
+    if k_pre_rope is not None:
+        check_floating("k_pre_rope", k_pre_rope)
+        check_reach("k_pre_rope", k_pre_rope, q)
+    observed = {} if k_pre_rope is None or state.before_rope is False else dict(k_pre_rope=to_device_of(k_pre_rope, q))
     state.append(to_device_of(k, q), to_device_of(v, q), **observed)
-    return run(s, q, k, v, state, masks, scale, return_stats, q_before, backend)
+    return run(s, q, k, v, state, masks, scale, return_stats, q_pre_rope, backend)

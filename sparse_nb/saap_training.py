@@ -184,7 +184,7 @@ def factor_errors(
     for budget in BUDGETS:
         s = method_class("Saap")(budget, tail="second_order", window=max(16, x.k.shape[2] // 64))
         state = Partition(centroids.shape[1], kmeans, 0, 0, before_rope, centroids)
-        state.append(x.k, x.v, **(dict(k_before=x.k_before) if before_rope else {}))
+        state.append(x.k, x.v, **(dict(k_pre_rope=x.k_pre_rope) if before_rope else {}))
         for i in range(max(0, x.q.shape[2] - queries), x.q.shape[2]):
             q, end = x.q[:, :, [i]], x.positions[[i]].to(x.k.device) + 1
             found = next(steps(s, q, x.k, x.v, state, dict(causal=False, kv_start=None, kv_end=end), x.scale, None))
@@ -288,7 +288,7 @@ def model_centroids(
     for layers in watched(lessons.captured(before_rope), total, "keys", progress):
         some = sinks + torch.randperm(layers[0].k.shape[2] - sinks, generator=g)[:-(-POINTS * clusters // total)]
         some = some.to(layers[0].k.device)
-        for x in layers: held.setdefault(x.layer, []).append((x.k_before if before_rope else x.k)[:, :, some].float())
+        for x in layers: held.setdefault(x.layer, []).append((x.k_pre_rope if before_rope else x.k)[:, :, some].float())
     return {layer: fit_partition(torch.cat(keys, 2), clusters, kmeans=kmeans, seed=seed)[0]
             for layer, keys in held.items()}
 
@@ -309,10 +309,10 @@ def asked_of(
     for number, layers in enumerate(watched(lessons.captured(before_rope), len(lessons.texts), "queries", progress)):
         for x in layers:
             fit = fits[x.layer]
-            ids = nearest_cluster(x.k_before if before_rope else x.k, fit[None], kmeans)[0]
+            ids = nearest_cluster(x.k_pre_rope if before_rope else x.k, fit[None], kmeans)[0]
             found = cluster_shares(x.q[0], x.k[0], ids, x.positions, fit.shape[1], window=window, reach=reach,
                                    causal=causal, scale=x.scale)
-            examples.setdefault(x.layer, []).append(((x.q_before if before_rope else x.q)[0], *found))
+            examples.setdefault(x.layer, []).append(((x.q_pre_rope if before_rope else x.q)[0], *found))
             if number % fitted == 0:
                 errors.setdefault(x.layer, []).append(factor_errors(x, fit, kmeans, before_rope))
     return examples, {layer: torch.stack(found).mean(0).argmin(0) for layer, found in errors.items()}

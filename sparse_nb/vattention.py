@@ -164,10 +164,10 @@ class VAttention(Method):
         return select_and_promise(q, k, None, self, state, seed=seed, scale=scale, **masks)[0]
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
-               backend="auto", state=None, q_before=None):
-        "`vattention_decode` with these settings; `q_before` is for a `state` that asks for queries before RoPE."
+               backend="auto", state=None, q_pre_rope=None):
+        "`vattention_decode` with these settings; `q_pre_rope` is for a `state` that asks for queries before RoPE."
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
-        if q_before is not None: state.asked = q_before
+        if q_pre_rope is not None: state.asked = q_pre_rope
         return _decode(self, q, k, v, masks, seed, scale, return_stats, backend, state)
 
 # %% ../nbs/20_vattention.ipynb #032a46ca

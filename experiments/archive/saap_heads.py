@@ -150,10 +150,10 @@ def rules_row(
                     method = kind(round(budget * length), **s)
                     if where not in states:
                         states[where] = method.new_state()
-                        observed = dict(k_before=x.k_before) if states[where].before_rope else {}
+                        observed = dict(k_pre_rope=x.k_pre_rope) if states[where].before_rope else {}
                         states[where].append(x.k, x.v, **observed)
                     masks = dict(causal=False, kv_start=None, kv_end=torch.tensor([n]))
-                    found = next(steps(method, q, x.k, x.v, states[where], masks, x.scale, x.q_before[:, :, [i]]))
+                    found = next(steps(method, q, x.k, x.v, states[where], masks, x.scale, x.q_pre_rope[:, :, [i]]))
                     caught = recall(found.selection.dense(x.k.shape[2])[0, :, 0, :n] > 0)
                     for tail, out in outputs_of(x, i, found, s).items():
                         add((rule, budget, tail), caught, relative(out, want), counts)
@@ -183,7 +183,7 @@ def figure_rows(
     for x in asked_heads(task, length, seed):
         parts, at = partition_parts(files[other_kind(task)], x.layer), dict(layer=x.layer)
         repeats, clusters, n = x.q.shape[1] // x.k.shape[1], parts["centroids"].shape[1], x.k.shape[2]
-        fits = {"none": (x.k_before, parts["centroids"]), "rope": (x.k, roped[other_kind(task)][x.layer])}
+        fits = {"none": (x.k_pre_rope, parts["centroids"]), "rope": (x.k, roped[other_kind(task)][x.layer])}
         for name, (k, fit) in fits.items():
             ids = nearest_cluster(k, fit[None], "spherical")[0]                      # [G, N]
             at_times = F.one_hot(ids[:, :n // STRETCH * STRETCH].unflatten(1, (-1, STRETCH)), clusters).double().mean(2)
@@ -191,11 +191,11 @@ def figure_rows(
             drift = ((at_times - whole).square() / whole.clamp(min=1e-30)).sum(-1).mean()
             chance = ((whole > 0).sum() / len(whole) - 1) / STRETCH * (1 - STRETCH / n)
             rows.append(dict(figure="drift", rope=name, drift=float(drift), chance=float(chance), **at))
-        ids = nearest_cluster(x.k_before, parts["centroids"][None], "spherical")[0]
-        asked = x.q_before.unflatten(1, (-1, repeats)).flatten(2, 3)
+        ids = nearest_cluster(x.k_pre_rope, parts["centroids"][None], "spherical")[0]
+        asked = x.q_pre_rope.unflatten(1, (-1, repeats)).flatten(2, 3)
         asked = nearest_cluster(asked, parts["centroids"][None], "spherical")
         p, q = (F.one_hot(y, clusters).double().mean(1) for y in (ids, asked[0]))
-        products = torch.einsum("grqd,gnd->grqn", x.q_before[0].unflatten(0, (-1, repeats)), x.k_before[0])
+        products = torch.einsum("grqd,gnd->grqn", x.q_pre_rope[0].unflatten(0, (-1, repeats)), x.k_pre_rope[0])
         rows.append(dict(figure="apart", queries=float(q.amax(-1).mean()), keys=float(p.amax(-1).mean()),
                          variation=float((p - q).abs().sum(-1).mean() / 2),
                          negative=float((products < 0).double().mean()), **at))
@@ -222,7 +222,7 @@ def batched_rows(x, ids, parts):
     far, repeats = far_mask(k.shape[2]), q.shape[1] // k.shape[1]
     weight = attention_weights(q, k, scale=x.scale)[0, :, 0][:, far].unflatten(0, (-1, repeats))      # [G, R, n]
     count = F.one_hot(ids[:, far], parts["centroids"].shape[1]).sum(1)[None].float()
-    share = router_scores(x.q_before[:, :, [-1]], parts, "mlp").softmax(-1)[0, :, 0].unflatten(0, (-1, repeats))
+    share = router_scores(x.q_pre_rope[:, :, [-1]], parts, "mlp").softmax(-1)[0, :, 0].unflatten(0, (-1, repeats))
     share = share.masked_fill(count[0][:, None] == 0, 0)
     rows, enough = [], weight.sum(-1) >= LEAST
     for probes in (4, 8, 16):
@@ -241,9 +241,9 @@ def selectivity_rows(x, task, files):
     rows = []
     for name, file in ("seen", files[kind_of(task)]), ("other", files[other_kind(task)]):
         parts = partition_parts(file, x.layer)
-        ids = nearest_cluster(x.k_before, parts["centroids"][None], "spherical")[0][:, far_mask(x.k.shape[2])]
+        ids = nearest_cluster(x.k_pre_rope, parts["centroids"][None], "spherical")[0][:, far_mask(x.k.shape[2])]
         count = F.one_hot(ids, parts["centroids"].shape[1]).sum(1).float()
-        scores = router_scores(x.q_before[:, :, [-1]], parts, "mlp").softmax(-1)[0, :, 0]
+        scores = router_scores(x.q_pre_rope[:, :, [-1]], parts, "mlp").softmax(-1)[0, :, 0]
         share = scores.unflatten(0, (len(ids), -1)).sum(1)
         for probes in (1, 2, 4, 8, 16):
             read = count.gather(1, share.topk(probes).indices).sum(-1) / ids.shape[1]
@@ -263,10 +263,10 @@ def size_rows(task, length, seed, fits):
         mass = attention_weights(q, k, scale=x.scale)[0, :, 0][:, far_mask(k.shape[2])].sum(-1)
         for clusters in dict.fromkeys(size for _, size in fits):
             state = Partition(clusters, "spherical", 0, 0, True, fits[other_kind(task), clusters][x.layer])
-            state.append(x.k, x.v, k_before=x.k_before)
+            state.append(x.k, x.v, k_pre_rope=x.k_pre_rope)
             method = Saap(probes=clusters // 32, router="centroid", tail="drop", sinks=SINKS, window=WINDOW)
             found = next(steps(method, q, x.k, x.v, state, dict(causal=False, kv_start=None, kv_end=None), x.scale,
-                               x.q_before[:, :, [-1]]))
+                               x.q_pre_rope[:, :, [-1]]))
             error = relative(found.out, want).square()[mass >= LEAST]
             read = (found.far[0, :, 0] / k.shape[2])[mass >= LEAST]
             if len(error): rows.append(dict(figure="sizes", clusters=clusters, mse=float(error.mean()),
@@ -284,11 +284,11 @@ def length_rows(task, length, seed, fits):
             for rope in (True, False):
                 fit = fits[other_kind(task), trained, rope][x.layer]
                 state = Partition(fit.shape[1], "spherical", 0, 0, not rope, fit)
-                state.append(x.k, x.v, **({} if rope else dict(k_before=x.k_before)))
+                state.append(x.k, x.v, **({} if rope else dict(k_pre_rope=x.k_pre_rope)))
                 for router in "centroid", "moments":
                     method = Saap(round(0.04 * length), router=router, tail="drop", sinks=SINKS, window=WINDOW)
                     read = next(steps(method, q, x.k, None, state, dict(causal=False, kv_start=None, kv_end=None),
-                                      x.scale, x.q_before[:, :, [-1]])).selection.dense(k.shape[2])[0, :, 0] > 0
+                                      x.scale, x.q_pre_rope[:, :, [-1]])).selection.dense(k.shape[2])[0, :, 0] > 0
                     caught = ((weight * read)[:, far].sum(-1) / mass.clamp(min=1e-30)).tolist()
                     found.setdefault((trained, rope, router), []).extend(
                         round(y, 4) if m >= LEAST else None for y, m in zip(caught, mass))
@@ -336,7 +336,7 @@ def enough_rows(
             for x in layers:
                 if (key, x.layer) not in states:
                     states[key, x.layer] = method.new_state()
-                    states[key, x.layer].append(x.k, x.v, k_before=x.k_before)
+                    states[key, x.layer].append(x.k, x.v, k_pre_rope=x.k_pre_rope)
                 found += [one(x, i, method, states[key, x.layer]) for i in range(0, QUERIES, 2)]
             rows.append(dict(zip(("task", "seed"), key), level=level) | pd.DataFrame(found).mean().to_dict())
         return rows

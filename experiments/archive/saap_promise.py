@@ -34,7 +34,7 @@ def failed_steps(
 ) -> tuple:             # which fail [H, times], bool; mean share of the keys that a step reads, a float
     "Steps of one query by every head of a layer."
     (q, k, v), state = x.seen(i), method.new_state()
-    if state is not None: state.append(k, v, k_before=x.k_before[:, :, :k.shape[2]])
+    if state is not None: state.append(k, v, k_pre_rope=x.k_pre_rope[:, :, :k.shape[2]])
     each = q.expand(-1, -1, times, -1)
     chosen, promise = select_and_promise(each, k, v, method, state, seed=7, scale=x.scale)
     if method.guarantee == "denominator":

@@ -22,18 +22,18 @@ TUNED = dict(queries=128, steps=100, rate=1e-3)  # on the prompt itself
 
 
 def side_by_side(layers: list) -> list: # of lists a text
-    "A text's `Captured` layers, heads of all layers one after the other: q, k, q_before, k_before, positions, scale."
+    "A text's `Captured` layers, heads of all layers in one: q, k, q_pre_rope, k_pre_rope, positions, scale."
     found = []
     for x in layers:
         cat = lambda name, x=x: torch.cat([getattr(y, name)[0] for y in x])
-        found.append((cat("q"), cat("k"), cat("q_before"), cat("k_before"), x[0].positions, x[0].scale))
+        found.append((cat("q"), cat("k"), cat("q_pre_rope"), cat("k_pre_rope"), x[0].positions, x[0].scale))
     return found
 
 def examples_of(texts, ids, reach=WINDOW, causal=False):
     "For `fit_router`: queries, shares of the clusters `ids` (of each text [G, N]), and which count."
     found = []
-    for (q, k, q_before, _, at, scale), own in zip(texts, ids):
-        found.append((q_before, *cluster_shares(q, k, own, at, CLUSTERS, sinks=SINKS, window=WINDOW, reach=reach,
+    for (q, k, q_pre_rope, _, at, scale), own in zip(texts, ids):
+        found.append((q_pre_rope, *cluster_shares(q, k, own, at, CLUSTERS, sinks=SINKS, window=WINDOW, reach=reach,
                                                 causal=causal, scale=scale)))
     return found
 
@@ -53,21 +53,21 @@ def tuned(parts, examples, queries, steps, rate):
 def key_lessons(texts, parts):
     "What a classifier of keys learns: of each key, the clusters that the queries which attend to it name."
     found = []
-    for q, k, q_before, k_before, at, scale in texts:
-        said, (groups, n) = router_scores(q_before[None], parts, "mlp")[0].softmax(-1), k.shape[:2]
+    for q, k, q_pre_rope, k_pre_rope, at, scale in texts:
+        said, (groups, n) = router_scores(q_pre_rope[None], parts, "mlp")[0].softmax(-1), k.shape[:2]
         near = (at[:, None] - torch.arange(n)).abs() < WINDOW
         near[:, :SINKS] = True
         scores = q.unflatten(0, (groups, -1)) @ k[:, None].transpose(-1, -2) * scale
         weight = scores.masked_fill(near, -math.inf).softmax(-1).flatten(1, 2)   # [G, R n_q, N]
         named = weight.transpose(1, 2) @ said.unflatten(0, (groups, -1)).flatten(1, 2)
         mass = named.sum(-1, keepdim=True)
-        found.append((k_before, named / mass.clamp(min=1e-30), mass[..., 0] > 1e-6))
+        found.append((k_pre_rope, named / mass.clamp(min=1e-30), mass[..., 0] > 1e-6))
     return found
 
 
 def recall_of(text, ids, parts):
     "Share of the far attention that the clusters catch which the networks name, for the last queries, at `BUDGET`."
-    q, k, q_before, _, at, scale = text
+    q, k, q_pre_rope, _, at, scale = text
     caught, groups = [], len(k)
     for i in range(-LAST, 0):
         n = int(at[i]) + 1
@@ -75,7 +75,7 @@ def recall_of(text, ids, parts):
         weight = attention_weights(q[None, :, [i]], k[None, :, :n], scale=scale)[0, :, 0]
         mass = (weight * far).sum(-1)
         count = F.one_hot(ids[:, :n][:, far], CLUSTERS).sum(1)[None]
-        named = router_scores(q_before[None, :, [i]], parts, "mlp")[0, :, 0].softmax(-1).unflatten(0, (groups, -1))
+        named = router_scores(q_pre_rope[None, :, [i]], parts, "mlp")[0, :, 0].softmax(-1).unflatten(0, (groups, -1))
         rank = named.sum(1)[None].masked_fill(count == 0, -math.inf)
         taken = keys_to_read(rank, count, None, torch.tensor([round(BUDGET * n)]))
         read = newest_of_each(ids[None, :, :n], far[None], taken)[0].repeat_interleave(len(q) // groups, 0)

@@ -74,9 +74,10 @@ def rehearse(
     try:
         if hasattr(method, "at_layer"): method = method.at_layer(config.num_hidden_layers - 1)
         given, observes = {}, getattr(state := method.new_state(), "observes", ())
-        if {"q", "k_before"} & {*observes}:  # which it may be unable to do without
-            state.append(k, k, **{name: x for name, x in dict(q=q, k_before=k, q_before=q).items() if name in observes})
-            given = dict(state=state) | (dict(q_before=q[:, :, -1:]) if "q_before" in observes else {})
+        if {"q", "k_pre_rope"} & {*observes}:  # which it may be unable to do without
+            every = dict(q=q, k_pre_rope=k, q_pre_rope=q)
+            state.append(k, k, **{name: x for name, x in every.items() if name in observes})
+            given = dict(state=state) | (dict(q_pre_rope=q[:, :, -1:]) if "q_pre_rope" in observes else {})
         (getattr(method, "decode", None) or method.prefill)(q[:, :, -1:], k, k.clone(), **given)
     except (TypeError, ValueError, OSError, MemoryError, RuntimeError) as error:
         raise ValueError(f"{option}: {' '.join(str(error).split()) or type(error).__name__}, in {method!r}") from error

@@ -156,10 +156,10 @@ class State(FixedLength):
 
     Subclasses define `features`.
     """
-    # what it wants beside k and v: "shown", "q", "scale" (of the scores), "k_before" or "q_before"
+    # what it wants beside k and v: "shown", "q", "scale" (of the scores), "k_pre_rope" or "q_pre_rope"
     observes: ClassVar[tuple[str, ...]] = ()
     spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
-    turns: ClassVar[bool] = False         # does `put` turn keys back by itself, given for k_before what does that?
+    turns: ClassVar[bool] = False         # does `put` turn keys back by itself, given for k_pre_rope what does that?
 
     def settings(self) -> dict:
         "What tells this kind of index from another: its attributes. What follows the keys lives in slots."
@@ -169,7 +169,7 @@ class State(FixedLength):
         self,
         k: torch.Tensor, # new keys [B, G, n, D]
         v: torch.Tensor, # their values [B, G, n, D]
-        **observed,      # or None, of `observes`: shown [B, n]; q, q_before [B, H, n, D]; k_before [B, G, n, D]
+        **observed,      # or None, of `observes`: shown [B, n]; q, q_pre_rope [B, H, n, D]; k_pre_rope [B, G, n, D]
     ) -> torch.Tensor:   # [B, G, n, ...]
         "What is kept about each of these keys."
         raise NotImplementedError(f"{type(self).__name__} does not say what it keeps about a key")

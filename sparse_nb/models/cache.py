@@ -182,7 +182,7 @@ class StatefulStaticLayer(FixingLayer, StaticLayer):
         self.observed, self.places = observed_for(tensors, self.counts), tensors
         if isinstance(length, int): self.observed.fill_(length)
         else: self.observed.copy_(length)
-        self.turns = bool({"k_before", "q_before"} & set(self.state.observes))
+        self.turns = bool({"k_pre_rope", "q_pre_rope"} & set(self.state.observes))
         self.living[self.observed.data_ptr()] = self
 
     def join(self, counts):
@@ -308,7 +308,7 @@ class StatefulPreallocatedLayer(FixingLayer, _Growing, PreallocatedLayer):
     @property
     def turns(self):
         "As of `FixingLayer`, also before the state is fixed."
-        return bool({"k_before", "q_before"} & set(self.state.observes))
+        return bool({"k_pre_rope", "q_pre_rope"} & set(self.state.observes))
 
     def observe(self, keys, values, new=0, asks=0, fix=True, **observed):
         "As `FixingLayer.observe`."

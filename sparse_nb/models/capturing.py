@@ -17,18 +17,18 @@ from .rotation import no_rotation
 @dataclass(frozen=True)
 class Captured:
     "What one attention layer worked on: B prompts, H query heads, G key/value heads, Q captured positions, N keys"
-    layer: int                     # `layer_idx` of the layer
-    q: torch.Tensor                # [B, H, Q, D], after rotary embedding
-    k: torch.Tensor                # [B, G, N, D], after rotary embedding
-    v: torch.Tensor                # [B, G, N, D]
-    out: torch.Tensor              # [B, H, Q, D], the attention output of the model itself
-    positions: torch.Tensor        # [Q], int64: where the queries are; query i sees the keys first[i] ... positions[i]
-    first: torch.Tensor            # [Q], int64: 0, or more where a window hides the older keys
-    scale: float                   # factor of the scores
-    softcap: float = None          # the layer caps its scores at this, by tanh
-    sinks: torch.Tensor = None     # the layer adds these learned scores to the softmax, one a head
-    q_before: torch.Tensor = None  # like q, before rotary embedding
-    k_before: torch.Tensor = None  # like k, before rotary embedding
+    layer: int                       # `layer_idx` of the layer
+    q: torch.Tensor                  # [B, H, Q, D], after rotary embedding
+    k: torch.Tensor                  # [B, G, N, D], after rotary embedding
+    v: torch.Tensor                  # [B, G, N, D]
+    out: torch.Tensor                # [B, H, Q, D], the attention output of the model itself
+    positions: torch.Tensor          # [Q], int64: where the queries are; i sees the keys first[i] ... positions[i]
+    first: torch.Tensor              # [Q], int64: 0, or more where a window hides the older keys
+    scale: float                     # factor of the scores
+    softcap: float = None            # the layer caps its scores at this, by tanh
+    sinks: torch.Tensor = None       # the layer adds these learned scores to the softmax, one a head
+    q_pre_rope: torch.Tensor = None  # like q, before rotary embedding
+    k_pre_rope: torch.Tensor = None  # like k, before rotary embedding
 
     def seen(
         self,
@@ -113,7 +113,7 @@ class _Look:
             self.unrotated[module] = query[:, :, self.positions], _own_copy(key), value
             return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
         out, weights = self.attention(module)(module, query, key, value, attention_mask, **kwargs)
-        q_before, k_before, same = self.unrotated.pop(module, (None, None, None))
+        q_pre_rope, k_pre_rope, same = self.unrotated.pop(module, (None, None, None))
         if self.before_rope and (same is None or not torch.equal(same, value)):
             layer = f"layer {module.layer_idx} of {kind_of(module)}"
             raise ValueError(f"before_rope must be False, got True: {layer} is not given its rotation as an argument")
@@ -123,7 +123,7 @@ class _Look:
             _own_copy(out.transpose(1, 2)[:, :, self.positions]), self.positions,
             _first_seen(attention_mask, self.positions, module.layer_idx),
             query.shape[-1] ** -0.5 if scale is None else scale, kwargs.get("softcap"), kwargs.get("s_aux"),
-            q_before, k_before))
+            q_pre_rope, k_pre_rope))
         return out, weights
 
 # %% ../../nbs/76_capture.ipynb #a6337538

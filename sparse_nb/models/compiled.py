@@ -95,12 +95,12 @@ def observations(rotations, layer, call, newest, angles):
     observes, observed = layer.state.observes, {}
     if "q" in observes: observed["q"] = call.query
     if "scale" in observes: observed["scale"] = call.options["scaling"]
-    if not {"k_before", "q_before"} & set(observes): return observed
+    if not {"k_pre_rope", "q_pre_rope"} & set(observes): return observed
     turn = rotations.turn(call.module, dict(position_embeddings=angles), layer.state)
     if turn is None: return observed
-    if "q_before" in observes: observed["q_before"] = turn(call.query)
-    if "k_before" in observes:
-        observed["k_before"] = turn if layer.state.turns else turn(call.key.index_select(2, newest))
+    if "q_pre_rope" in observes: observed["q_pre_rope"] = turn(call.query)
+    if "k_pre_rope" in observes:
+        observed["k_pre_rope"] = turn if layer.state.turns else turn(call.key.index_select(2, newest))
     return observed
 
 def decoded_in_graph(
@@ -120,7 +120,7 @@ def decoded_in_graph(
     if kept is not None:
         observed = observations(dispatch.rotations, kept, call, newest, angles)
         kept.state.put(k, v, newest, **observed)
-        known = dict(state=kept.state) | {x: observed[x] for x in observed if x == "q_before"}
+        known = dict(state=kept.state) | {x: observed[x] for x in observed if x == "q_pre_rope"}
     if method is None: return Exact().decode(q, k, v, **settings)
     if walks_layers(method):
         along = [i for i in dispatch.modules if walks_layers(at_layer(dispatch.decode, i))]

@@ -140,7 +140,7 @@ class Dispatch:
             (k, v), settings = (x[:, :, :len(state)] for x in whole), settings | dict(state=state)
             if view.end < len(state) and view.stop is None:
                 settings["kv_end"] = torch.full(call.query.shape[:1], view.end, device=call.query.device)
-            if kept.q_before is not None: settings["q_before"] = kept.q_before[:, :, j:j + 1]
+            if kept.q_pre_rope is not None: settings["q_pre_rope"] = kept.q_pre_rope[:, :, j:j + 1]
         q = call.query if call.query.shape[2] == 1 else call.query[:, :, j:j + 1]
         with nullcontext() if self.layers is None else forward.step:  # without hooks no pass has an end
             if self.observe: return method.decode(q, k, v, return_stats=True, **settings)

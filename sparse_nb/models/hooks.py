@@ -142,7 +142,7 @@ class Hooks:
         if keeps:
             kept.layer = keep_state(cache, i, method, dispatch.counts)
             kept.state = kept.layer.state
-            if {"k_before", "q_before"} & set(kept.state.observes):
+            if {"k_pre_rope", "q_pre_rope"} & set(kept.state.observes):
                 kept.turn = dispatch.rotations.turn(module, kwargs, kept.state)
         thread.forward.kept[i] = kept
         if isinstance(kept.layer, PreallocatedLayer): thread.adopted.add(kept.layer)

@@ -52,13 +52,13 @@ class Rotations:
 @dataclass
 class LayerIndex:
     "What the cache layer of an attention layer keeps for its method in one forward pass."
-    layer: object                  # of the cache
-    state: object = None           # the method's index
-    turn: object = None            # takes queries or keys of the pass back to before their rotation, if that is known
-    q_before: torch.Tensor = None  # its queries from before it [B, H, Q, D], where the index observes them
-    decodes: bool = True           # is it the index of the method that decodes? Else of the one that reads prompts
-    angles: tuple = ()             # cosines and sines of the rotation, in a compiled step
-    observed: bool = False         # has the index observed the keys of this pass?
+    layer: object                    # of the cache
+    state: object = None             # the method's index
+    turn: object = None              # takes queries or keys of the pass back to before their rotation, if that is known
+    q_pre_rope: torch.Tensor = None  # its queries from before it [B, H, Q, D], where the index observes them
+    decodes: bool = True             # is it the index of the method that decodes? Else of the one that reads prompts
+    angles: tuple = ()               # cosines and sines of the rotation, in a compiled step
+    observed: bool = False           # has the index observed the keys of this pass?
 
     def observe(self, call, asks, reading=False):
         "Tell the index of new keys; `asks`: how many queries, the last, are decoded; `reading`: may a prompt go on?"
@@ -79,8 +79,8 @@ class LayerIndex:
             if what == "q": observed[what] = call.query
             if what == "scale": observed[what] = call.options.get("scaling")
             if self.turn is None: continue
-            if what == "q_before": observed[what] = self.q_before = self.turn(call.query)
-            if what == "k_before": observed[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
+            if what == "q_pre_rope": observed[what] = self.q_pre_rope = self.turn(call.query)
+            if what == "k_pre_rope": observed[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
         if isinstance(self.layer, FixingLayer):  # what stays of a prompt is decided when its index is fixed
             undecided = (asks or reading) and getattr(self.state, "undecided", False)
             observed["fix"] = self.decodes and not undecided and self.has_what_is_read(call)

@@ -149,7 +149,7 @@ def test_keys_before_rope_come_back_at_every_step(family):
         for layer, (turn, after, before) in step.items(): close(unrotate(after, turn, want[layer]), before)
     for layer, (_, after, before) in log[1].items(): assert torch.equal(after, before) == (want[layer] == NONE)
     close(torch.cat([unrotate(step[0][1], step[0][0], want[0]) for step in log], 2),
-          capture(build(family), ids[:, :60], before_rope=True)[0].k_before)
+          capture(build(family), ids[:, :60], before_rope=True)[0].k_pre_rope)
 
 def test_only_one_rotation_fits_and_no_other_comes_near(family):
     model, tried = build(family), []
@@ -218,7 +218,7 @@ def test_angles_in_an_unknown_form_are_refused():
 def test_the_expanded_keys_of_latent_attention_could_be_inverted_after_the_cache(family, rotation):
     model, given = build(family), {}
     hook(model, lambda module, kwargs: given.update({module.layer_idx: kwargs["position_embeddings"]}))
-    for c in capture(model, IDS, before_rope=True): close(unrotate(c.k, given[c.layer], rotation), c.k_before)
+    for c in capture(model, IDS, before_rope=True): close(unrotate(c.k, given[c.layer], rotation), c.k_pre_rope)
 
 def by_group(q, groups):
     "Queries [B, H, n, D] of each group side by side [B, G, n, R D]"
@@ -227,18 +227,18 @@ def by_group(q, groups):
 class Before(State):
     """All that a state can observe, side by side, NaN where it is unknown; notes the calls that change the order or
     number of its keys"""
-    observes = "shown", "q", "k_before", "q_before"
+    observes = "shown", "q", "k_pre_rope", "q_pre_rope"
     def __init__(self):
         super().__init__()
         self.calls = set()
-    def features(self, k, v, shown, q, k_before, q_before):
-        assert len({x is None for x in (shown, q, k_before, q_before)}) == 1
+    def features(self, k, v, shown, q, k_pre_rope, q_pre_rope):
+        assert len({x is None for x in (shown, q, k_pre_rope, q_pre_rope)}) == 1
         if shown is None:
             return torch.cat([k, k.new_full((*k.shape[:3], 1 + k.shape[3] * (1 + 2 * self.shares)), torch.nan)], -1)
-        assert (shown.shape == (k.shape[0], k.shape[2]) and shown.dtype == torch.bool and k_before.shape == k.shape
-                and q_before.shape == q.shape)
+        assert (shown.shape == (k.shape[0], k.shape[2]) and shown.dtype == torch.bool and k_pre_rope.shape == k.shape
+                and q_pre_rope.shape == q.shape)
         self.shares = q.shape[1] // k.shape[1]
-        return torch.cat([k, k_before, by_group(q, k.shape[1]), by_group(q_before, k.shape[1]),
+        return torch.cat([k, k_pre_rope, by_group(q, k.shape[1]), by_group(q_pre_rope, k.shape[1]),
                           shown[:, None, :, None].expand(*k.shape[:3], 1)], -1)
     shares = 2
     def pick_rows(self, rows):
@@ -261,18 +261,18 @@ class KeepsRows(TopK):
 
 class KeepsBefore(KeepsRows):
     def new_state(self): return Before()
-    def decode(self, q, k, v, *, state=None, q_before=None, **kwargs):
+    def decode(self, q, k, v, *, state=None, q_pre_rope=None, **kwargs):
         assert state.rows.shape[:2] == k.shape[:2] and 0 < len(state) <= k.shape[2]
         stop = torch.full((len(q),), len(state)) if kwargs["kv_end"] is None else kwargs["kv_end"]
         own = state.rows[torch.arange(len(q)), :, stop - 1][:, :, None]  # of the query's own place
-        assert (torch.equal(state.split(own, k.shape[3])[3], by_group(q_before, k.shape[1]))
+        assert (torch.equal(state.split(own, k.shape[3])[3], by_group(q_pre_rope, k.shape[1]))
                 and torch.equal(state.split(own, k.shape[3])[2], by_group(q, k.shape[1])))
         return super().decode(q, k, v, **kwargs)
 
 class NeedsBefore(Before):
-    def features(self, k, v, shown, q, k_before, q_before):
-        if k_before is None: raise ValueError("k_before must be known: read the context in the session")
-        return super().features(k, v, shown, q, k_before, q_before)
+    def features(self, k, v, shown, q, k_pre_rope, q_pre_rope):
+        if k_pre_rope is None: raise ValueError("k_pre_rope must be known: read the context in the session")
+        return super().features(k, v, shown, q, k_pre_rope, q_pre_rope)
 
 class Needs(KeepsBefore):
     def new_state(self): return NeedsBefore()
@@ -311,11 +311,11 @@ def check(model, cache, ids, pad=None, calls=None):
             assert state.rows.shape[:1] == ids.shape[:1]
             groups, size = c.k.shape[1], c.k.shape[3]
             *got, shown = state.split(state.rows[[b]], size)
-            for x, want in zip(got, (c.k, c.k_before, by_group(c.q, groups), by_group(c.q_before, groups)),
+            for x, want in zip(got, (c.k, c.k_pre_rope, by_group(c.q, groups), by_group(c.q_pre_rope, groups)),
                                strict=True):
                 assert_close(x[:, :, first:], want, rtol=1e-4)
             assert (shown[:, :, :first] == 0).all() and (shown[:, :, first:] == 1).all()
-            for x, y in ((c.k, c.k_before), (c.q, c.q_before)):
+            for x, y in ((c.k, c.k_pre_rope), (c.q, c.q_pre_rope)):
                 assert torch.equal(x, y) or (x - y).norm() > 0.05 * x.norm()
             assert calls is None or state.calls == calls
             found.append(c.layer)
@@ -371,14 +371,14 @@ def test_keys_that_came_outside_of_a_session_are_unknown(way):
         with sparsify(model, decode=ALL, setup="context"), torch.no_grad(): model(IDS[:, 36:], past_key_values=cache)
     for c, keys in zip(capture(model, IDS, before_rope=True), plain):
         state = cache.layers[c.layer].state
-        k, k_before, *_ = state.split(state.rows, 16)
+        k, k_pre_rope, *_ = state.split(state.rows, 16)
         unobserved = [*range(30), 35] if not way else list(range(30))
-        assert (len(state) == (35 if way else 40) and k_before.isnan().all(-1)[0, 0].nonzero().flatten().tolist()
+        assert (len(state) == (35 if way else 40) and k_pre_rope.isnan().all(-1)[0, 0].nonzero().flatten().tolist()
                 == unobserved)
         observed = [i for i in range(len(state)) if i not in unobserved]
         assert torch.equal(k[:, :, :30], keys)
         assert_close(k, c.k[:, :, :len(state)], rtol=1e-4)
-        assert_close(k_before[:, :, observed], c.k_before[:, :, observed], rtol=1e-4)
+        assert_close(k_pre_rope[:, :, observed], c.k_pre_rope[:, :, observed], rtol=1e-4)
 
 def test_a_state_may_insist_on_what_it_observes():
     model = build("llama")

@@ -63,8 +63,8 @@ def test_a_pass_through_override_reproduces_the_logits_and_leaves_no_trace(famil
 def test_keys_before_rope_are_the_projected_keys(family):
     model = build(family)
     for c in capture(model, IDS, before_rope=True):
-        assert torch.equal(c.k_before, projected_keys(model, c.layer, c.k_before))
-        assert c.q_before.shape == c.q.shape
+        assert torch.equal(c.k_pre_rope, projected_keys(model, c.layer, c.k_pre_rope))
+        assert c.q_pre_rope.shape == c.q.shape
 
 @pytest.mark.parametrize("family", ["llama", "yarn", "llama3 scaling"])
 def test_rotating_the_keys_before_rope_gives_the_keys_after(family):
@@ -73,13 +73,13 @@ def test_rotating_the_keys_before_rope_gives_the_keys_after(family):
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(40)[None])
     assert (family == "yarn") == bool((cos**2 + sin**2 - 1).abs().max() > 1e-3)
     for c in capture(model, IDS, before_rope=True):
-        q, k = apply_rotary_pos_emb(c.q_before, c.k_before, cos, sin)
+        q, k = apply_rotary_pos_emb(c.q_pre_rope, c.k_pre_rope, cos, sin)
         assert_close(q, c.q, rtol=1e-6)
         assert_close(k, c.k, rtol=1e-6)
 
 @pytest.mark.parametrize("family", ["cohere2, layers without rope", "smollm3, layers without rope"])
 def test_a_layer_that_does_not_rotate_has_the_same_keys_before_and_after(family):
-    rotated = [not torch.equal(c.k, c.k_before) for c in capture(build(family), IDS, before_rope=True)]
+    rotated = [not torch.equal(c.k, c.k_pre_rope) for c in capture(build(family), IDS, before_rope=True)]
     assert rotated == [True, True, True, False]
 
 def test_a_window_shows_in_the_first_key_seen():
@@ -90,7 +90,7 @@ def test_capture_keeps_only_what_was_asked_for(llama):
     c = capture(llama, IDS, positions=[3])[0]
     for x in (c.q, c.k, c.v, c.out): assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
     batch = capture(llama, IDS.repeat(2, 1))[1]
-    assert batch.q.shape == (2, 4, 40, 16) and batch.k.shape == (2, 2, 40, 16) and batch.q_before is None
+    assert batch.q.shape == (2, 4, 40, 16) and batch.k.shape == (2, 2, 40, 16) and batch.q_pre_rope is None
     assert_close(attention(batch.q, batch.k, batch.v, causal=True, scale=batch.scale), batch.out, rtol=1e-5)
 
 def test_capture_does_not_compute_logits(llama):

@@ -607,14 +607,14 @@ def test_an_index_of_a_fixed_length_is_one_that_grows(settings, capacity):
     "Key by key, to the last place of the cache; with padding, with beams that change places, and in a second turn"
     (_, k, v), q = inputs(keys=150), inputs(queries=150)[0]
     s, start = Saap(**SMALL | settings), torch.tensor([0, 9])
-    before = lambda begin, end: dict(k_before=k[:, :, begin:end].flip(-1)) if s.before_rope else {}
+    before = lambda begin, end: dict(k_pre_rope=k[:, :, begin:end].flip(-1)) if s.before_rope else {}
     fixed, cache, grown = fixed_and_grown(s, k, v, start, 40, capacity, **before(0, 40))
     where = [x.data_ptr() for x in fixed.buffers()]
     for n in range(40, 70):
         for x, y in zip(cache, (k, v)): x[:, :, n] = y[:, :, n]
         grown.append(k[:, :, n:n + 1], v[:, :, n:n + 1], **before(n, n + 1))
         fixed.put(*cache, torch.tensor([n]), **before(n, n + 1))
-        asks = dict(q_before=q[:, :, n:n + 1].flip(-1)) if s.before_rope else {}
+        asks = dict(q_pre_rope=q[:, :, n:n + 1].flip(-1)) if s.before_rope else {}
         want = s.decode(q[:, :, n:n + 1], k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start, **asks)
         got = s.decode(q[:, :, n:n + 1], *cache, state=fixed, kv_start=start, kv_end=torch.full((2,), n + 1), **asks)
         assert_close(got, want, 1e-12)
@@ -755,7 +755,7 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: Saap(**SMALL).decode(Q, K[:, :, :9], V[:, :, :9], state=STATE), ValueError,
      "state must hold as many keys as k, 9, got 60"),
     (lambda: Saap(**SMALL).decode(Q, K, V, state=3), TypeError, "state must be Partition or None, got int"),
-    (lambda: Saap(**SMALL, before_rope=True).decode(Q, K, V), ValueError, "k_before must be the keys before RoPE"),
+    (lambda: Saap(**SMALL, before_rope=True).decode(Q, K, V), ValueError, "k_pre_rope must be the keys before RoPE"),
     (lambda: Saap(**SMALL).priorities(Q, Saap(**SMALL).new_state()), ValueError, "state must be fresh"),
     (lambda: saap_decode(Q, K, V, 3), TypeError, "partition must be a str, got int"),
     (lambda: saap_decode(Q, K, V, torch.zeros(2, 5)), ValueError, r"partition must have shape \[G, C, D\], got"),
@@ -763,14 +763,15 @@ STATE = Saap(**SMALL).build(K, v=V)
      r"partition must have shape \[G, C, D\] = \[2, 5, 16\], got \[3, 5, 16\]"),
     (lambda: saap_decode(Q, K, V, torch.full((2, 5, 16), math.nan)), ValueError, "partition must be finite, got NaN"),
     (lambda: saap_decode(Q, K, V, torch.ones(2, 5, 16).long()), TypeError, "partition must be floating, got torch.int"),
-    (lambda: saap_decode(Q, K, V, STATE, k_before=K), ValueError, "k_before must be None where partition is an index"),
+    (lambda: saap_decode(Q, K, V, STATE, k_pre_rope=K), ValueError, "k_pre_rope must be None where partition is an"),
     (lambda: saap_decode(Q, K, V, STATE, layer=0), ValueError, "layer must be None where partition is an index"),
     (lambda: saap_decode(Q, K, V, STATE, clusters=8), ValueError, "clusters must be that of the index, 7, .* got 8"),
     (lambda: saap_decode(Q, K, V, STATE, kmeans="plain"), ValueError, "kmeans must be that of the index, 'spherical'"),
-    (lambda: saap_decode(Q, K, V, k_before=K[:, :1], **SMALL), ValueError,
-     r"k_before must have the shape of k, \[2, 2, 60, 16\], got \[2, 1, 60, 16\]"),
-    (lambda: saap_decode(Q, K, V, k_before=K[:, :, :9], **SMALL), ValueError, "k_before must have the shape of k"),
-    (lambda: Saap(**SMALL).new_state().append(K, V, k_before=3), TypeError, "k_before must be a torch.Tensor, got int"),
+    (lambda: saap_decode(Q, K, V, k_pre_rope=K[:, :1], **SMALL), ValueError,
+     r"k_pre_rope must have the shape of k, \[2, 2, 60, 16\], got \[2, 1, 60, 16\]"),
+    (lambda: saap_decode(Q, K, V, k_pre_rope=K[:, :, :9], **SMALL), ValueError, "k_pre_rope must have the shape of k"),
+    (lambda: Saap(**SMALL).new_state().append(K, V, k_pre_rope=3), TypeError,
+     "k_pre_rope must be a torch.Tensor, got int"),
     (lambda: saap_decode(Q[:, :, :, :8], K[..., :8], V[..., :8], STATE), ValueError, "head size"),
     (lambda: fit_partition(K[0], 4), ValueError, r"k must have shape \[B, G, n, D\]"),
     (lambda: fit_partition(K.long(), 4), TypeError, "k must be a floating tensor, got torch.int64"),
@@ -785,32 +786,33 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: Saap(**SMALL).build(K, v=V).fix(2**64), ValueError, "capacity must be at least 60 and at most 2147483647"),
     (lambda: saap_decode(Q, K, None, **SMALL), TypeError, "v must be a torch.Tensor, got NoneType"),
     (lambda: Saap(**SMALL).decode(Q, K, None), TypeError, "v must be a torch.Tensor, got NoneType"),
-    *((lambda x=x: saap_decode(Q, K, V, k_before=x, **SMALL), TypeError, f"k_before must be a torch.Tensor, got {name}")
+    *((lambda x=x: saap_decode(Q, K, V, k_pre_rope=x, **SMALL), TypeError,
+       f"k_pre_rope must be a torch.Tensor, got {name}")
       for x, name in ((3, "int"), ([1.0], "list"), (True, "bool"), (K.numpy(), "ndarray"))),
-    *((lambda x=x: saap_decode(Q, K, V, k_before=x, **SMALL), TypeError,
-       f"k_before must be float16, .* got {x.dtype}")
+    *((lambda x=x: saap_decode(Q, K, V, k_pre_rope=x, **SMALL), TypeError,
+       f"k_pre_rope must be float16, .* got {x.dtype}")
       for x in (K.long(), K.bool(), K.cfloat())),
-    (lambda: saap_decode(Q, K, V, k_before=K.to("meta"), **SMALL), ValueError,
-     "k_before must be on the device of q, cpu, or in host memory, got meta"),
-    *((lambda x=x, router=router: saap_decode(Q, K, V, k_before=K, q_before=x, router=router, **SMALL), TypeError,
-       f"q_before must be {message}") for router in ("centroid", "moments")
+    (lambda: saap_decode(Q, K, V, k_pre_rope=K.to("meta"), **SMALL), ValueError,
+     "k_pre_rope must be on the device of q, cpu, or in host memory, got meta"),
+    *((lambda x=x, router=router: saap_decode(Q, K, V, k_pre_rope=K, q_pre_rope=x, router=router, **SMALL), TypeError,
+       f"q_pre_rope must be {message}") for router in ("centroid", "moments")
       for x, message in ((3, "a torch.Tensor, got int"), ([1.0], "a torch.Tensor, got list"),
                          (Q.long(), "float16, .* got torch.int64"))),
-    *((lambda x=x: Saap(**SMALL).select(Q, K, q_before=x), error, f"q_before must be {message}")
+    *((lambda x=x: Saap(**SMALL).select(Q, K, q_pre_rope=x), error, f"q_pre_rope must be {message}")
       for x, error, message in ((3, TypeError, "a torch.Tensor, got int"),
                                 (Q[:, :1], ValueError, r"of the shape of q, \[2, 6, 1, 16\], got \[2, 1, 1, 16\]"))),
-    (lambda: saap_decode(Q, K, V, k_before=K, q_before=torch.cat([Q, Q], 2), router="centroid", **SMALL), ValueError,
-     r"q_before must be of the shape of q, \[2, 6, 1, 16\], got \[2, 6, 2, 16\]"),
-    (lambda: saap_decode(Q, K, V, k_before=K, q_before=Q.to("meta"), router="centroid", **SMALL), ValueError,
-     "q_before must be on the device of q, cpu, got meta"),
+    (lambda: saap_decode(Q, K, V, k_pre_rope=K, q_pre_rope=torch.cat([Q, Q], 2), router="centroid", **SMALL),
+     ValueError, r"q_pre_rope must be of the shape of q, \[2, 6, 1, 16\], got \[2, 6, 2, 16\]"),
+    (lambda: saap_decode(Q, K, V, k_pre_rope=K, q_pre_rope=Q.to("meta"), router="centroid", **SMALL), ValueError,
+     "q_pre_rope must be on the device of q, cpu, got meta"),
     (lambda: saap_decode(Q, K, V, torch.ones(2, 5, 16, device="meta")), ValueError,
      "partition must be on the device of q, cpu, or in host memory, got meta"),
-    (lambda: Saap(**SMALL, router="centroid").new_state().append(K, V, q_before=3), TypeError,
-     "q_before must be a torch.Tensor, got int"),
-    (lambda: Saap(**SMALL).new_state().append(K, V, k_before=K.long()), TypeError,
-     "k_before must be float16, .*, got torch.int64"),
-    (lambda: Saap(**SMALL).new_state().append(K, V, k_before=K.to("meta")), ValueError,
-     "k_before must be on the device of k, cpu, got meta"),
+    (lambda: Saap(**SMALL, router="centroid").new_state().append(K, V, q_pre_rope=3), TypeError,
+     "q_pre_rope must be a torch.Tensor, got int"),
+    (lambda: Saap(**SMALL).new_state().append(K, V, k_pre_rope=K.long()), TypeError,
+     "k_pre_rope must be float16, .*, got torch.int64"),
+    (lambda: Saap(**SMALL).new_state().append(K, V, k_pre_rope=K.to("meta")), ValueError,
+     "k_pre_rope must be on the device of k, cpu, got meta"),
     *((lambda x=x: Saap(**SMALL).build(x), TypeError, f"k must be a torch.Tensor, got {name}")
       for x, name in ((3, "int"), (None, "NoneType"), ([1.0], "list"))),
     (lambda: Saap(**SMALL).build(K.long()), TypeError, "k must be float16, .* got torch.int64"),
@@ -866,11 +868,11 @@ def test_a_promise_is_kept_on_top_of_clusters(guarantee, router, before_rope):
     "Of many independent steps no more than delta fail, but for chance; and neither everything nor nothing is drawn"
     eps, delta, times = 0.3, 0.2, 300
     q, k, v = inputs(1, batch=1, keys=400)
-    v, k_before = v + 2, inputs(2, batch=1, keys=400)[1]
+    v, k_pre_rope = v + 2, inputs(2, batch=1, keys=400)[1]
     method = VAttention(eps, delta, 0, 2, 8, 60, guarantee=guarantee, share=False, predictor=Saap(
         clusters=7, sinks=0, window=2, router=router, before_rope=before_rope))
     state, many = method.new_state(), q.expand(-1, -1, times, -1)
-    state.append(k, v, **({"k_before": k_before} if before_rope else {}))
+    state.append(k, v, **({"k_pre_rope": k_pre_rope} if before_rope else {}))
     out, stats = method.decode(many, k, v, seed=5, state=state, return_stats=True)
     error = relative_error(out, attention(q, k, v).expand_as(out))
     if guarantee == "denominator":
@@ -979,7 +981,7 @@ def test_keys_before_rope_make_other_clusters(llama):
         with sparsify(llama, decode=method): ids_of(llama, past_key_values=caches[-1])
     assert not torch.equal(caches[0].layers[0].state.fit, caches[1].layers[0].state.fit)
     old = prefill(llama, IDS)
-    with sparsify(llama, decode=s), pytest.raises(ValueError, match="k_before must be .* layer 0"):
+    with sparsify(llama, decode=s), pytest.raises(ValueError, match="k_pre_rope must be .* layer 0"):
         llama(IDS[:, :1], past_key_values=old)
 
 def fits_of(model, method, cache=None, ids=IDS):
@@ -1006,15 +1008,16 @@ def test_clusters_of_a_direct_call_are_of_the_keys_that_it_gives(llama):
     x = capture(llama, IDS[:1], before_rope=True)[0]
     few = dict(budget=3, window=9, clusters=6, scale=x.scale)
     by = lambda **kw: saap_decode(*x.seen(-1), **few, **kw)
-    assert torch.equal(by(), by(before_rope=False)) and torch.equal(by(), by(before_rope=False, k_before=x.k_before))
-    assert torch.equal(by(k_before=x.k_before), by(before_rope=True, k_before=x.k_before))
-    assert not torch.equal(by(), by(k_before=x.k_before))
-    with pytest.raises(ValueError, match="k_before must be .* pass them in a call of your own"): by(before_rope=True)
-    with pytest.raises(ValueError, match="q_before must be the queries before RoPE"):
-        by(k_before=x.k_before, router="centroid")
+    assert torch.equal(by(), by(before_rope=False))
+    assert torch.equal(by(), by(before_rope=False, k_pre_rope=x.k_pre_rope))
+    assert torch.equal(by(k_pre_rope=x.k_pre_rope), by(before_rope=True, k_pre_rope=x.k_pre_rope))
+    assert not torch.equal(by(), by(k_pre_rope=x.k_pre_rope))
+    with pytest.raises(ValueError, match="k_pre_rope must be .* pass them in a call of your own"): by(before_rope=True)
+    with pytest.raises(ValueError, match="q_pre_rope must be the queries before RoPE"):
+        by(k_pre_rope=x.k_pre_rope, router="centroid")
     state = Saap(clusters=6).new_state()
-    state.append(x.k[:, :, :9], x.v[:, :, :9], k_before=x.k_before[:, :, :9])
-    with pytest.raises(ValueError, match="k_before must be"): state.append(x.k[:, :, 9:], x.v[:, :, 9:])
+    state.append(x.k[:, :, :9], x.v[:, :, :9], k_pre_rope=x.k_pre_rope[:, :, :9])
+    with pytest.raises(ValueError, match="k_pre_rope must be"): state.append(x.k[:, :, 9:], x.v[:, :, 9:])
     state.reset()
     state.append(x.k, x.v)
     assert len(state) == x.k.shape[2]
@@ -1029,11 +1032,11 @@ def test_vattention_with_clusters_before_rope(llama):
         llama(IDS[:1, -1:], past_key_values=cache)
     state = cache.layers[0].state
     assert state.before
-    assert_close(state.asked, x.q_before[:, :, [-1]], 1e-4)
-    with pytest.raises(ValueError, match="k_before must be .* pass them"): v.decode(*x.seen(-1), seed=0)
+    assert_close(state.asked, x.q_pre_rope[:, :, [-1]], 1e-4)
+    with pytest.raises(ValueError, match="k_pre_rope must be .* pass them"): v.decode(*x.seen(-1), seed=0)
     own = v.new_state()
-    own.append(x.k, x.v, k_before=x.k_before)
-    with pytest.raises(ValueError, match="q_before must be the queries before RoPE"):
+    own.append(x.k, x.v, k_pre_rope=x.k_pre_rope)
+    with pytest.raises(ValueError, match="q_pre_rope must be the queries before RoPE"):
         v.decode(*x.seen(-1), seed=0, state=own)
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -1072,10 +1075,10 @@ def test_a_router_reads_the_query_before_rope(llama, file, router):
     "Shares of the clusters by hand, summed over the heads of a group; and never a cluster without a far key"
     parts, x = partition_parts(file, 1), capture(llama, IDS[:1], before_rope=True)[1]
     q, k, v = x.seen(-1)
-    before = x.q_before[:, :, [-1]]
+    before = x.q_pre_rope[:, :, [-1]]
     s = dict(partition=file, layer=1, probes=1, sinks=1, window=9, router=router, rank="mass", tail="drop")
-    out = saap_decode(q, k, v, q_before=before, k_before=x.k_before, **s)
-    ids = nearest_cluster(x.k_before, parts["centroids"][None], "spherical")[0]
+    out = saap_decode(q, k, v, q_pre_rope=before, k_pre_rope=x.k_pre_rope, **s)
+    ids = nearest_cluster(x.k_pre_rope, parts["centroids"][None], "spherical")[0]
     repeats = q.shape[1] // k.shape[1]
     for g in range(k.shape[1]):
         far, share = ids[g, 1:-9], 0
@@ -1094,12 +1097,13 @@ def test_a_router_reads_the_query_before_rope(llama, file, router):
         for h in range(g * repeats, (g + 1) * repeats):
             weight = (k[0, g, read] @ q[0, h, 0] * x.scale).softmax(-1)
             assert_close(out[0, h, 0], weight @ v[0, g, read], 1e-4)
-    with pytest.raises(ValueError, match=f"q_before must be the queries before RoPE, .* router='{router}' .* got None"):
-        saap_decode(q, k, v, k_before=x.k_before, **s)
-    with pytest.raises(ValueError, match="q_before must be"):
-        saap_decode(q, k, v, k_before=x.k_before, q_before=before[:, :1], **s)
-    with pytest.raises(ValueError, match="k_before must be the keys before RoPE, got None"):
-        saap_decode(q, k, v, q_before=before, **s)
+    needs = f"q_pre_rope must be the queries before RoPE, .* router='{router}' .* got None"
+    with pytest.raises(ValueError, match=needs):
+        saap_decode(q, k, v, k_pre_rope=x.k_pre_rope, **s)
+    with pytest.raises(ValueError, match="q_pre_rope must be"):
+        saap_decode(q, k, v, k_pre_rope=x.k_pre_rope, q_pre_rope=before[:, :1], **s)
+    with pytest.raises(ValueError, match="k_pre_rope must be the keys before RoPE, got None"):
+        saap_decode(q, k, v, q_pre_rope=before, **s)
 
 def test_a_factor_stands_between_the_orders(llama, tmp_path):
     "0 is the first order, 1 the second, one of each head its own"
@@ -1108,7 +1112,7 @@ def test_a_factor_stands_between_the_orders(llama, tmp_path):
     for name, factor in (("zero", torch.zeros(heads)), ("one", torch.ones(heads)), ("both", torch.arange(heads) % 2.0)):
         path = tmp_path / f"{name}.safetensors"
         save_partition(parts_of(llama) | {"0.factor": factor}, path, llama)
-        s = dict(partition=str(path), layer=0, budget=3, window=9, k_before=x.k_before)
+        s = dict(partition=str(path), layer=0, budget=3, window=9, k_pre_rope=x.k_pre_rope)
         for tail in TAILS[:3]: outs[name, tail] = saap_decode(*x.seen(-1), tail=tail, **s)
     assert torch.equal(outs["zero", "fitted"], outs["one", "first_order"])
     assert torch.equal(outs["one", "fitted"], outs["zero", "second_order"])
@@ -1125,16 +1129,16 @@ def test_vattention_observes_queries_before_rope(llama, file):
         with session.dispatch.reading(): llama(IDS[:1, :-1], past_key_values=cache)
         llama(IDS[:1, -1:], past_key_values=cache)
     x = capture(llama, IDS[:1], before_rope=True)[0]
-    before = x.q_before[:, :, [-1]]
+    before = x.q_pre_rope[:, :, [-1]]
     assert_close(cache.layers[0].state.asked, before, 1e-4)
     own, kept = s.at_layer(0), []
     state = own.new_state()
-    state.append(x.k, x.v, k_before=x.k_before)
+    state.append(x.k, x.v, k_pre_rope=x.k_pre_rope)
     for asked in (before, before, -before):
-        kept.append(own.decode(*x.seen(-1), seed=3, state=state, q_before=asked))
+        kept.append(own.decode(*x.seen(-1), seed=3, state=state, q_pre_rope=asked))
     assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[0], kept[2])
-    with pytest.raises(ValueError, match="q_before must be the queries before RoPE"):
-        own.decode(*x.seen(-1), seed=3, state=state, q_before=before[..., :3])
+    with pytest.raises(ValueError, match="q_pre_rope must be the queries before RoPE"):
+        own.decode(*x.seen(-1), seed=3, state=state, q_pre_rope=before[..., :3])
 
 def test_each_layer_takes_its_own_partition(llama, file):
     cache, s = DynamicCache(config=llama.config), Saap(6, window=8, partition=file)
@@ -1150,7 +1154,7 @@ def test_a_cache_of_another_router_says_what_it_lacks(llama, file):
     cache, s = DynamicCache(config=llama.config), Saap(6, window=8, partition=file)
     with sparsify(llama, decode=s): ids_of(llama, past_key_values=cache)
     with torch.no_grad(), sparsify(llama, decode=dataclasses.replace(s, router="mlp")):
-        with pytest.raises(ValueError, match="q_before .* got None: .* in a model, read the prompt with this router"):
+        with pytest.raises(ValueError, match="q_pre_rope .* got None: .* in a model, read the prompt with this router"):
             llama(IDS[:, :1], past_key_values=cache)
 
 def test_a_prompt_is_read_for_an_index_that_observes_it(llama):
@@ -1202,12 +1206,12 @@ def test_wrong_files_are_refused_by_name(llama, file, tmp_path):
     with pytest.raises(ValueError, match=r"partition must have shape \[G, C, D\] = \[2, 5, 16\]"):
         wide = {f"0.{name}": x for name, x in dict(centroids=torch.zeros(3, 5, 16)).items()}
         save_partition(wide, tmp_path / "wide.safetensors", llama)
-        saap_decode(Q, K, V, str(tmp_path / "wide.safetensors"), layer=0, k_before=K)
+        saap_decode(Q, K, V, str(tmp_path / "wide.safetensors"), layer=0, k_pre_rope=K)
     nan = spoilt(llama, tmp_path / "nan.safetensors", **{"0.mlp_b2": torch.full((4, 5), math.nan)})
     x = capture(llama, IDS[:1], before_rope=True)[0]
     with pytest.raises(ValueError, match="must be finite, got NaN"):
-        saap_decode(*x.seen(-1), nan, layer=0, router="mlp", window=9, k_before=x.k_before,
-                    q_before=x.q_before[:, :, [-1]])
+        saap_decode(*x.seen(-1), nan, layer=0, router="mlp", window=9, k_pre_rope=x.k_pre_rope,
+                    q_pre_rope=x.q_pre_rope[:, :, [-1]])
     with pytest.raises(ValueError, match="parts must be named by layer and one of centroids, .*, got '0.mlp'"):
         save_partition({"0.mlp": torch.zeros(1)}, tmp_path / "x.safetensors", llama)
 
@@ -1251,7 +1255,7 @@ def test_a_file_that_is_written_anew_is_read_anew(llama, tmp_path):
     x = capture(llama, IDS[:1], before_rope=True)[0]
     s = Saap(3, window=9, partition=path, layer=0)
     old = s.new_state()
-    old.append(x.k, x.v, k_before=x.k_before)
+    old.append(x.k, x.v, k_pre_rope=x.k_pre_rope)
     s.decode(*x.seen(-1), state=old)
     turned = {name: -y if name.endswith("centroids") else y for name, y in parts_of(llama).items()}
     save_partition(turned, path, llama)

@@ -153,9 +153,9 @@ def test_it_is_the_papers(name, probes, folder):
     x, window = INPUTS[name]
     method = Saap.paper(written(x, folder / f"{name}.safetensors"), probes, window=window).at_layer(1)
     state, (q, k, v) = method.new_state(), (x[y] for y in "qkv")
-    state.append(k, v, k_before=x["k_plain"])
-    out, stats = method.decode(q, k, v, state=state, q_before=x["q_plain"], return_stats=True)
-    read = method.select(q, k, state=state, q_before=x["q_plain"]).dense(k.shape[2])
+    state.append(k, v, k_pre_rope=x["k_plain"])
+    out, stats = method.decode(q, k, v, state=state, q_pre_rope=x["q_plain"], return_stats=True)
+    read = method.select(q, k, state=state, q_pre_rope=x["q_plain"]).dense(k.shape[2])
     group = q.shape[1] // k.shape[1]
     for g in range(k.shape[1]):
         own = slice(g * group, (g + 1) * group)
@@ -173,8 +173,8 @@ def test_it_is_the_papers_key_by_key(folder):
     state, (q, k, v) = method.new_state(), (x[y] for y in "qkv")
     for n in range(1, 61):
         new = slice(n - 1, n)
-        state.append(k[:, :, new], v[:, :, new], k_before=x["k_plain"][:, :, new])
-        out = method.decode(q, k[:, :, :n], v[:, :, :n], state=state, q_before=x["q_plain"])
+        state.append(k[:, :, new], v[:, :, new], k_pre_rope=x["k_plain"][:, :, new])
+        out = method.decode(q, k[:, :, :n], v[:, :, :n], state=state, q_pre_rope=x["q_plain"])
         want, _ = saap(q[0, :3, 0], k[0, 0, :n], v[0, 0, :n], x["q_plain"][0, :3, 0], x["k_plain"][0, 0, :n],
                        x["centroids"][0], x["kmeans"], x["nets"][:3], 2, window)
         torch.testing.assert_close(out[0, :3, 0], want, rtol=0, atol=1e-12)
@@ -184,8 +184,9 @@ def test_ranking_by_mass_is_not_what_is_printed(folder):
     "It knows which clusters are empty, and never asks for them"
     x, window = INPUTS["empty clusters wanted"]
     file = written(x, folder / "mass.safetensors")
-    read = [saap_decode(x["q"], x["k"], x["v"], file, k_before=x["k_plain"], q_before=x["q_plain"], layer=1, probes=3,
-                        window=window, router="mlp", tail="drop", rank=rank, return_stats=True)[1].values_read.max()
+    read = [saap_decode(x["q"], x["k"], x["v"], file, k_pre_rope=x["k_plain"], q_pre_rope=x["q_plain"], layer=1,
+                        probes=3, window=window, router="mlp", tail="drop", rank=rank,
+                        return_stats=True)[1].values_read.max()
             for rank in ("printed", "mass")]
     assert read[0] == 1 + window < read[1]
 

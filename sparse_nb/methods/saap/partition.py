@@ -86,20 +86,20 @@ def check_reach(name, x, q):
     if x.device.type not in ("cpu", q.device.type):
         raise ValueError(f"{name} must be on the device of q, {q.device}, or in host memory, got {x.device}")
 
-def check_asked(q_before, q):
-    "TypeError or ValueError unless `q_before` is None or like the queries `q`."
-    if q_before is None: return
-    check_floating("q_before", q_before)
-    if q_before.shape != q.shape:
-        raise ValueError(f"q_before must be of the shape of q, {list(q.shape)}, got {list(q_before.shape)}")
-    if q_before.device != q.device:
-        raise ValueError(f"q_before must be on the device of q, {q.device}, got {q_before.device}")
+def check_asked(q_pre_rope, q):
+    "TypeError or ValueError unless `q_pre_rope` is None or like the queries `q`."
+    if q_pre_rope is None: return
+    check_floating("q_pre_rope", q_pre_rope)
+    if q_pre_rope.shape != q.shape:
+        raise ValueError(f"q_pre_rope must be of the shape of q, {list(q.shape)}, got {list(q_pre_rope.shape)}")
+    if q_pre_rope.device != q.device:
+        raise ValueError(f"q_pre_rope must be on the device of q, {q.device}, got {q_pre_rope.device}")
 
-def check_call(q, k, v, q_before, **masks):
+def check_call(q, k, v, q_pre_rope, **masks):
     "Raise as `check_inputs` and `check_asked`, and TypeError where there are no values."
     check_inputs(q, k, v, **masks)
     check_floating("v", v)
-    check_asked(q_before, q)
+    check_asked(q_pre_rope, q)
 
 # %% ../../../nbs/library/methods_saap_partition.ipynb #8149437c
 def check_keys(

@@ -33,7 +33,7 @@ class OfKeys(State):
     @property
     def observes(self):
         "Keys before RoPE, if wanted, queries, if asked for, and, until every sequence has shown a key, who is shown."
-        known = dict(k_before=self.before_rope is False, q_before=not self.asks, shown=self.begun)
+        known = dict(k_pre_rope=self.before_rope is False, q_pre_rope=not self.asks, shown=self.begun)
         return tuple(name for name, x in known.items() if not x)
 
     def append(self, k, v, **observed):
@@ -45,13 +45,13 @@ class OfKeys(State):
         "Unless keys before RoPE were asked for."
         return self.before_rope is not True
 
-    def wanted(self, k, k_before):
+    def wanted(self, k, k_pre_rope):
         "The keys that the state is of. ValueError for keys before RoPE that are not there."
-        if self.before is None: self.before = k_before is not None
-        if self.before and k_before is None:
-            raise ValueError("k_before must be the keys before RoPE, got None: pass them in a call of your own; in a "
+        if self.before is None: self.before = k_pre_rope is not None
+        if self.before and k_pre_rope is None:
+            raise ValueError("k_pre_rope must be the keys before RoPE, got None: pass them in a call of your own; in a "
                              "model, read the whole prompt in the session")
-        return k_before if self.before else k
+        return k_pre_rope if self.before else k
 
     def reset(self):
         "As `State.reset`; the next keys decide anew."
@@ -79,14 +79,14 @@ class Clusters(OfKeys):
         self.offline, self.source, self.fit = centroids is not None, source, centroids
         self.waits, self.held, self.kept, self.part = None, None, None, (0, 1)
 
-    def extend(self, k, v, k_before=None, q_before=None, shown=None):
+    def extend(self, k, v, k_pre_rope=None, q_pre_rope=None, shown=None):
         "As `State.extend`. ValueError for keys before RoPE that are not there or do not fit, and centroids likewise."
-        x = self.wanted(k, k_before)
-        if q_before is not None: check_floating("q_before", q_before)
-        if x is not k: check_floating("k_before", x)
+        x = self.wanted(k, k_pre_rope)
+        if q_pre_rope is not None: check_floating("q_pre_rope", q_pre_rope)
+        if x is not k: check_floating("k_pre_rope", x)
         if x.shape != k.shape:
-            raise ValueError(f"k_before must have the shape of k, {list(k.shape)}, got {list(x.shape)}")
-        if x.device != k.device: raise ValueError(f"k_before must be on the device of k, {k.device}, got {x.device}")
+            raise ValueError(f"k_pre_rope must have the shape of k, {list(k.shape)}, got {list(x.shape)}")
+        if x.device != k.device: raise ValueError(f"k_pre_rope must be on the device of k, {k.device}, got {x.device}")
         if not self.begun: self.begin, self.begun = first_shown(self.begin, len(self), k, shown)
         if self.rows is None:
             shape = k.shape[1], self.clusters, k.shape[3]
@@ -217,27 +217,27 @@ def renew_lists(state, k, v, known):
     state.late = 0
 
 # %% ../../../nbs/library/methods_saap_state.ipynb #3b47d4bc
-def put_by_kernel(state, k, at, k_before):
+def put_by_kernel(state, k, at, k_pre_rope):
     "Give key number `at` its cluster by one launch. False for a rotation that no kernel undoes."
     from sparse_nb.kernels.saap_index import Turn, put_key
     kinds, turn, alone = dict(halves=True, neighbours=False), None, False
-    if callable(k_before) and state.before:
-        angles, r = k_before.position_embeddings, k_before.rotation
+    if callable(k_pre_rope) and state.before:
+        angles, r = k_pre_rope.position_embeddings, k_pre_rope.rotation
         if isinstance(angles, torch.Tensor) or r.kind != "none" and r.kind not in kinds: return False
         if r.kind != "none": turn = Turn(*angles, r.start, r.width, r.step, r.sign, kinds[r.kind])
-    elif not callable(k_before):
-        x = state.wanted(k, k_before)
+    elif not callable(k_pre_rope):
+        x = state.wanted(k, k_pre_rope)
         k, alone = x, x is not k
     put_key(k, at, state.fit, state.rows[..., 0], plain=state.kmeans == "plain", turn=turn, held=state.held,
             alone=alone)
     return True
 
-def put_key(state, k, at, k_before):
+def put_key(state, k, at, k_pre_rope):
     "What `Partition.put` does to the clusters, and to the keys of sequences that have no far key yet"
-    if has_kernels(k[:, :, :1]) and put_by_kernel(state, k, at, k_before): return
+    if has_kernels(k[:, :, :1]) and put_by_kernel(state, k, at, k_pre_rope): return
     new = k.index_select(2, at)
-    if callable(k_before): k_before = k_before(new) if state.before else None
-    x = state.wanted(new, k_before)
+    if callable(k_pre_rope): k_pre_rope = k_pre_rope(new) if state.before else None
+    x = state.wanted(new, k_pre_rope)
     state.rows.index_copy_(2, at, nearest_cluster(x, state.fit, state.kmeans)[..., None].to(state.rows.dtype))
     if state.held is not None: state.held.index_copy_(2, at, x)
 
@@ -345,10 +345,10 @@ class Partition(SummedInPlace):
         super().pick_rows(rows)
         if kept is not None: self.kept = kept._replace(index=kept.index.pick(rows))
 
-    def put(self, k, v, at, k_before=None, q_before=None, shown=None):
-        "As `State.put`: the key gets its cluster. `k_before` may be what turns keys back, `models.index.InverseRope`."
+    def put(self, k, v, at, k_pre_rope=None, q_pre_rope=None, shown=None):
+        "As `State.put`: the key gets its cluster. `k_pre_rope` may be what turns keys back, an `InverseRope`."
         self.older, self.late = False, self.late + 1
-        put_key(self, k, at, k_before)
+        put_key(self, k, at, k_pre_rope)
 
     def renew(self, k, v, known):
         "As `State.renew`: keys that have left the window go into the lists of the kernels, which stay where they are."

@@ -108,15 +108,15 @@ def learnt(state, what, device):
         if part not in parts: raise ValueError(f"partition must be a file with {part}, got {file}")
     return parts
 
-def asked_queries(s, q, state, q_before):
+def asked_queries(s, q, state, q_pre_rope):
     "The queries that the router of `s` asks with. ValueError for queries before RoPE that are not there."
     if not state.before: return q
-    if q_before is None or q_before.shape != q.shape:
+    if q_pre_rope is None or q_pre_rope.shape != q.shape:
         got = "None: pass them in a call of your own; in a model, read the prompt with this router" if (
-            q_before is None) else list(q_before.shape)
-        raise ValueError(f"q_before must be the queries before RoPE, {list(q.shape)}, for router={s.router!r} and keys "
-                         f"before RoPE, got {got}")
-    return q_before
+            q_pre_rope is None) else list(q_pre_rope.shape)
+        raise ValueError(f"q_pre_rope must be the queries before RoPE, {list(q.shape)}, for router={s.router!r} and "
+                         f"keys before RoPE, got {got}")
+    return q_pre_rope
 
 def networks_guess(s, asked, state, count):
     """log a_c of clusters of `count` keys [B, G, C], but for a number that is the same for all clusters.
@@ -129,12 +129,12 @@ def networks_guess(s, asked, state, count):
     log_n = count.clamp(min=1).log().repeat_interleave(asked.shape[1] // count.shape[1], 1)
     return scores.log_softmax(-1) - log_n[:, :, None]
 
-def guess(s, q, state, scale, q_before=None):
+def guess(s, q, state, scale, q_pre_rope=None):
     "log a_c [B, H, Q, C]: the guess of the router of `s` at the mean weight e^score of each cluster's far keys."
     if s.router == "moments":
         moments = moments_of(state.latest, q.shape[3])
         return log_weights(q, moments.keys, scale, moments.variance)
-    asked = asked_queries(s, q, state, q_before)
+    asked = asked_queries(s, q, state, q_pre_rope)
     if s.router == "centroid": return log_weights(asked, state.fit, scale)
     return networks_guess(s, asked, state, state.latest[..., 0])
 
@@ -196,11 +196,11 @@ def indexed(s, q, k, v, state):
     return state
 
 # %% ../../../nbs/library/methods_saap_step.ipynb #95372360
-def steps(s, q, k, v, state, masks, scale, q_before):
+def steps(s, q, k, v, state, masks, scale, q_pre_rope):
     "The `Step` of each query in turn; each has far keys of its own."
     first, end = visible_range(q, k, **masks)
     for j in range(q.shape[2]):
-        before = None if q_before is None else q_before[:, :, j:j + 1]
+        before = None if q_pre_rope is None else q_pre_rope[:, :, j:j + 1]
         far = far_of(s, state, first, end, j)
         yield s.step(q[:, :, j:j + 1], k, v, state, first[..., j:j + 1], far, scale, before)
 
@@ -247,7 +247,7 @@ def lists_of(s, k, v, state, far, masked):
         state.kept, state.late = Kept(index, n, (s.sinks, s.window)), 0
     return state.kept.index
 
-def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_before):
+def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_pre_rope):
     "`run` for one query on a GPU."
     from sparse_nb.kernels import saap as kernels
     first, end = visible_range(q, k, **masks)
@@ -256,7 +256,7 @@ def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_before):
     given = {}
     if s.tail == "fitted": given["factor"] = learnt_factor(state, q)
     if s.router != "moments":
-        asked = asked_queries(s, q, state, q_before)
+        asked = asked_queries(s, q, state, q_pre_rope)
         if s.router == "centroid": given |= dict(centroids=state.fit, ask=asked)
         else: given["guess"] = networks_guess(s, asked, state, index.sums[..., 0])[:, :, 0]
     probes = None if s.probes is None else min(s.probes, state.clusters)
@@ -283,10 +283,10 @@ def served(s, q, k, v, backend):
     if error := refusal(q): raise error
     return True
 
-def run(s, q, k, v, state, masks, scale, return_stats, q_before=None, backend="auto"):
+def run(s, q, k, v, state, masks, scale, return_stats, q_pre_rope=None, backend="auto"):
     "What `decode` does with an index of these keys."
-    if served(s, q, k, v, backend): return by_kernels(s, q, k, v, state, masks, scale, return_stats, q_before)
-    found = list(steps(s, q, k, v, state, masks, scale, q_before))
+    if served(s, q, k, v, backend): return by_kernels(s, q, k, v, state, masks, scale, return_stats, q_pre_rope)
+    found = list(steps(s, q, k, v, state, masks, scale, q_pre_rope))
     out = torch.cat([x.out for x in found], 2)
     if not return_stats: return out
     far = bytes_of_index(s, state, q, torch.cat([x.far for x in found], 2))
@@ -373,21 +373,21 @@ class Partitioned(Predictor):
         return torch.cat(found, 2)
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None,
-               q_before=None) -> Selection:
+               q_pre_rope=None) -> Selection:
         "Sinks, window and the far keys of the clusters that the router chooses, with weight 1. Raises as `decode`."
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
-        check_asked(q_before, q)
+        check_asked(q_pre_rope, q)
         state = indexed(self, q, k, None, state)
-        return joined([x.selection for x in steps(self, q, k, None, state, masks, scale, q_before)])
+        return joined([x.selection for x in steps(self, q, k, None, state, masks, scale, q_pre_rope)])
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
-               state=None, q_before=None, backend="auto"):
+               state=None, q_pre_rope=None, backend="auto"):
         "`saap_decode` with these settings."
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
-        check_call(q, k, v, q_before, scale=scale, seed=seed, **masks)
+        check_call(q, k, v, q_pre_rope, scale=scale, seed=seed, **masks)
         check_flag("return_stats", return_stats)
-        return run(self, q, k, v, indexed(self, q, k, v, state), masks, scale, return_stats, q_before,
+        return run(self, q, k, v, indexed(self, q, k, v, state), masks, scale, return_stats, q_pre_rope,
                    backend)
 
 # %% ../../../nbs/library/methods_saap_step.ipynb #688c4e9e
