@@ -326,10 +326,10 @@ def _measure_index(recorder, batches, shape, n):
         cache = torch.randn(B, shape.G, n, shape.D, device=recorder.device).bfloat16()
         at, index = torch.tensor([n - 7], device=recorder.device), Int8Keys()
         index.append(torch.zeros_like(cache), cache)
-        index.fix(n)
+        index.to_static(n)
         codes, unit = quantise(cache[:, :, n - 7])
         def step():
-            index.put(cache, cache, at)
+            index.write(cache, cache, at)
             return index.unit
         def written(result):
             if not (torch.equal(index.rows[:, :, n - 7], codes) and torch.equal(result[:, :, n - 7], unit)):

@@ -130,9 +130,9 @@ def _tell(state, filled, i, q, asks, fixed):
     drawn = dict(q=torch.randn_like(q.expand(-1, -1, n, -1))) if asks else {}
     state.append(k[:, :, :n], v[:, :, :n], **drawn)
     if not fixed: return state.append(k[:, :, n:n + 1], v[:, :, n:n + 1])
-    state.fix(k.shape[2])
+    state.to_static(k.shape[2])
     state.look_at(k[:, :, :n], v[:, :, :n])
-    state.put(k, v, torch.full((1,), n, device=k.device), **(dict(q=q) if asks else {}))
+    state.write(k, v, torch.full((1,), n, device=k.device), **(dict(q=q) if asks else {}))
 
 
 def _attentions(model, filled, way, layers):

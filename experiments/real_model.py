@@ -59,7 +59,7 @@ class CodesAndLengths(HadamardCodes):
         rms = (promote(k) - self.fit[:, :, None]).square().mean(-1, keepdim=True).sqrt().float()
         return torch.cat([super().features(k, v), rms.view(torch.int32)], -1)
 
-    def put(self, k, v, at, shown=None):
+    def write(self, k, v, at, shown=None):
         "No kernel writes these."
         raise NotImplementedError
 

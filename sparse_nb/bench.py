@@ -247,9 +247,9 @@ def decode_call(
         observed = lambda q, k: {name: x for name, x in dict(q=q, q_pre_rope=q, k_pre_rope=k).items() if name in names}
         past = q.new_empty(*q.shape[:2], n - 1, q.shape[3]).normal_() if {"q", "q_pre_rope"} & {*names} else None
         state.append(k[:, :, :-1], v[:, :, :-1], **observed(past, k[:, :, :-1]))
-        state.fix(n)
+        state.to_static(n)
         state.look_at(k[:, :, :-1], v[:, :, :-1])
-        state.put(k, v, torch.tensor([n - 1], device=k.device), **observed(q, k[:, :, -1:]))
+        state.write(k, v, torch.tensor([n - 1], device=k.device), **observed(q, k[:, :, -1:]))
         known |= dict(state=state) | (dict(q_pre_rope=q) if "q_pre_rope" in state.observes else {})
     if method.random: known["seed"] = head_seeds(q, 0)
     def step():

@@ -179,10 +179,10 @@ class LearnedBits(State):
         "The signature of each key."
         return self.hash(k, "k")[..., None]
 
-    def put(self, k, v, at):
-        "As `State.put`, by one launch where kernels can."
+    def write(self, k, v, at):
+        "As `State.write`, by one launch where kernels can."
         of_k = self.networks(k.device, "k", k.shape[1])
-        if of_k[0].shape[:2] != k.shape[1::2] or not can_write(k): return super().put(k, v, at)
+        if of_k[0].shape[:2] != k.shape[1::2] or not can_write(k): return super().write(k, v, at)
         from .kernels.hash_attention import write_row
         write_row(k, self.rows, at, of_k)
 

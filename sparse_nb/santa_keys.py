@@ -49,8 +49,8 @@ class Int8Keys(Beside, State):
         if self.rows is not None: rows, unit = torch.cat([self.rows, rows], 2), torch.cat([self.unit, unit], 2)
         self.rows, self.unit = rows, unit
 
-    def put(self, k, v, at):
-        "As `State.put`; on a GPU by one launch."
+    def write(self, k, v, at):
+        "As `State.write`; on a GPU by one launch."
         if can_write(k):
             from sparse_nb.kernels.santa import put_codes
             return put_codes(k, at, self.rows, self.unit)

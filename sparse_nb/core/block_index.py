@@ -136,19 +136,19 @@ class FixedBlocks(BlockRows):
 
         Of a fixed length it is asked with the newest key's query, and knows no later key.
         """
-        if self.fixed: return self
+        if self.static: return self
         block, _, new = self.own_blocks(k, end[:, None])
         return self.like(rows=self.rows.scatter(2, self.wide(block).expand_as(new), new), held=None)
 
-    def fix(self, capacity):
-        "As `State.fix`, where every sequence has shown a key; nothing happens before that."
+    def to_static(self, capacity):
+        "As `State.to_static`, where every sequence has shown a key; nothing happens before that."
         check_count("capacity", capacity, len(self))
         if self.tail is None or bool((self.begin >= self.count).any()): return
         self.rows = with_room(self.rows, -(-capacity // self.size), self.empty_row())
-        self.count, self.held, self.fixed = capacity, None, True
+        self.count, self.held, self.static = capacity, None, True
 
-    def put(self, k, v, at, shown=None):
-        "As `State.put`: the block of the new key is made anew of all its keys from its first one on."
+    def write(self, k, v, at, shown=None):
+        "As `State.write`: the block of the new key is made anew of all its keys from its first one on."
         block = (at - self.begin) // self.size
         i = (self.begin + block * self.size)[:, None] + torch.arange(self.size, device=k.device)
         there, at_keys = (i <= at)[:, None, None, :, None], self.where(k, i)[:, None, :, None]
@@ -163,9 +163,9 @@ class FixedBlocks(BlockRows):
         "As `State.buffers`; the last keys are not kept while the length is fixed."
         return [self.rows, self.begin]
 
-    def free(self, length, k):
-        "As `State.free`."
-        super().free(-(-length // self.size), k)
+    def to_dynamic(self, length, k):
+        "As `State.to_dynamic`."
+        super().to_dynamic(-(-length // self.size), k)
         first = max(0, length - self.KEPT - self.size)
         self.count, self.held, self.tail = length, None, k[:, :, first:length]
         self.tail_shown = torch.arange(first, length, device=k.device) >= self.begin[:, None]

@@ -89,22 +89,22 @@ def with_room(
 # %% ../../nbs/library/core_index.ipynb #5f1c3d06
 class FixedLength:
     "What a `State` does inside a graph, where nothing may move: it has a fixed length, and keys are put in place."
-    fixes: ClassVar[bool] = True # can it?
+    can_be_static: ClassVar[bool] = True # can it?
 
-    def __init__(self): self.rows, self.fixed = None, False
+    def __init__(self): self.rows, self.static = None, False
 
     def __len__(self): return 0 if self.rows is None else self.rows.shape[2]
 
-    def fix(
+    def to_static(
         self,
         capacity: int, # keys of the cache, those to come included
     ):
-        """Give the rows room for `capacity` keys; from then on the state counts as many, and new ones are `put`.
+        """Give the rows room for `capacity` keys; from then on the state counts as many, and new ones are written.
 
         Where the state is asked, kv_end says how many keys there are. Raises as `check_count`.
         """
         check_count("capacity", capacity, len(self))
-        self.rows, self.fixed = with_room(self.rows, capacity), True
+        self.rows, self.static = with_room(self.rows, capacity), True
 
     def look_at(
         self,
@@ -113,7 +113,7 @@ class FixedLength:
     ):
         "What a state that was just fixed still asks of its keys; by itself nothing."
 
-    def put(
+    def write(
         self,
         k: torch.Tensor,  # keys of the cache [B, G, n, D], n > at
         v: torch.Tensor,  # their values
@@ -125,7 +125,7 @@ class FixedLength:
         new = self.features(k, v, **{name: observed.get(name) for name in self.observes})
         self.rows.index_copy_(2, at, new.to(self.rows.dtype))
 
-    def renew(
+    def refresh(
         self,
         k: torch.Tensor,     # keys of the cache [B, G, n, D]
         v: torch.Tensor,     # their values
@@ -133,13 +133,13 @@ class FixedLength:
     ):
         "Make anew, in place, what has aged since keys were put; by itself nothing. A GPU is not waited for."
 
-    def free(
+    def to_dynamic(
         self,
         length: int,     # keys there are
         k: torch.Tensor, # the keys [B, G, n, D], n >= length
     ):
         "Grow again, from the first `length` keys on."
-        self.rows, self.fixed = self.rows[:, :, :length], False
+        self.rows, self.static = self.rows[:, :, :length], False
 
     def buffers(self) -> list: # of tensors
         "Every tensor that the state holds, for who must know where they lie."
@@ -159,11 +159,11 @@ class State(FixedLength):
     # what it wants beside k and v: "shown", "q", "scale" (of the scores), "k_pre_rope" or "q_pre_rope"
     observes: ClassVar[tuple[str, ...]] = ()
     spares: ClassVar[bool] = False        # can it do without keys and queries from before RoPE?
-    turns: ClassVar[bool] = False         # does `put` turn keys back by itself, given for k_pre_rope what does that?
+    turns: ClassVar[bool] = False         # does `write` turn keys back by itself, given for k_pre_rope what does that?
 
     def settings(self) -> dict:
         "What tells this kind of index from another: its attributes. What follows the keys lives in slots."
-        return {name: x for name, x in vars(self).items() if name not in ("rows", "fixed")}
+        return {name: x for name, x in vars(self).items() if name not in ("rows", "static")}
 
     def features(
         self,
@@ -183,7 +183,8 @@ class State(FixedLength):
         "Put new keys at the end. Raises as `check_new_keys` and `check_observed`."
         check_new_keys(k, v, self.rows)
         check_observed(observed, self.observes, k)
-        if self.fixed: raise ValueError("state must be freed to take keys at its end, got one of a fixed length")
+        if self.static:
+            raise ValueError("state must be made dynamic to take keys at its end, got one of a fixed length")
         self.extend(k, v, **{name: observed.get(name) for name in self.observes})
 
     def extend(self, k, v, **observed):
@@ -220,7 +221,7 @@ class State(FixedLength):
 
     def reset(self):
         "Forget all keys."
-        self.rows, self.fixed = None, False
+        self.rows, self.static = None, False
 
 
 # %% ../../nbs/library/core_index.ipynb #f2e83bde
@@ -243,7 +244,7 @@ def check_state(
 class Beside:
     """Of a `State`: that it keeps more than its rows of each key, in tensors [B, G, N, ...] that `beside` names.
 
-    Subclasses say what new keys add to them (`extend`, `put`).
+    Subclasses say what new keys add to them (`extend`, `write`).
     """
     beside: ClassVar[tuple[str, ...]]
 
@@ -275,14 +276,14 @@ class Beside:
         super().reset()
         self._change(lambda x: None)
 
-    def fix(self, capacity):
-        "As `State.fix`."
-        super().fix(capacity)
-        if self.fixed: self._change(lambda x: with_room(x, capacity))
+    def to_static(self, capacity):
+        "As `State.to_static`."
+        super().to_static(capacity)
+        if self.static: self._change(lambda x: with_room(x, capacity))
 
-    def free(self, length, k):
-        "As `State.free`."
-        super().free(length, k)
+    def to_dynamic(self, length, k):
+        "As `State.to_dynamic`."
+        super().to_dynamic(length, k)
         self._change(lambda x: x[:, :, :length])
 
 # %% ../../nbs/library/core_index.ipynb #271025c1
@@ -297,9 +298,9 @@ class WithLengths(Beside):
         new = promote(v).norm(dim=-1)
         self.lengths = new if self.lengths is None else torch.cat([self.lengths, new], 2)
 
-    def put(self, k, v, at, **observed):
-        "As `State.put`."
-        super().put(k, v, at, **observed)
+    def write(self, k, v, at, **observed):
+        "As `State.write`."
+        super().write(k, v, at, **observed)
         self.lengths.index_copy_(2, at, promote(v.index_select(2, at)).norm(dim=-1).to(self.lengths.dtype))
 
 # %% ../../nbs/library/core_index.ipynb #a1e09f04
@@ -333,7 +334,7 @@ def slots_used(
     most: int,            # slots that are enough whatever the numbers are
 ) -> int:
     "Slots of the neediest query, for which a GPU is waited for; `most` where a state of a fixed length forbids that."
-    return most if getattr(state, "fixed", False) and not on_cpu_eagerly(count) else int(count.max())
+    return most if getattr(state, "static", False) and not on_cpu_eagerly(count) else int(count.max())
 
 # %% ../../nbs/library/core_index.ipynb #d7d8f765
 class Fitted(State):
@@ -370,11 +371,11 @@ class Fitted(State):
             self.waits = None if shown is None or on_cpu_eagerly(waits) and not waits.any() else waits
         super().extend(k, v, shown=shown)
 
-    def fix(self, capacity):
-        "As `State.fix`, where every sequence has shown a key; nothing happens before that."
+    def to_static(self, capacity):
+        "As `State.to_static`, where every sequence has shown a key; nothing happens before that."
         if self.waits is not None and bool(self.waits.any()): return
         self.waits = None
-        super().fix(capacity)
+        super().to_static(capacity)
 
     def pick_rows(self, rows):
         "As `State.pick_rows`."

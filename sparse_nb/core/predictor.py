@@ -78,7 +78,7 @@ class Guesses(ChosenByKernels):
         check_visible(q, k, first, end)
         sees_all = on_cpu_eagerly(end) and bool((end == k.shape[2]).all())
         found = self.priorities(q, state, scale=scale)
-        if sees_all or state.fixed or not hasattr(state, "own_blocks"): return found
+        if sees_all or state.static or not hasattr(state, "own_blocks"): return found
         parts = zip(found.split(QUERIES_AT_ONCE, 2), q.split(QUERIES_AT_ONCE, 2), end.split(QUERIES_AT_ONCE, 2))
         return torch.cat([self._seen_alone(*part, k, state, scale) for part in parts], 2)
 

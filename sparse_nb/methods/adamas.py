@@ -63,9 +63,9 @@ class HadamardCodes(Centred):
         bits = F.pad(bits, (0, -bits.shape[-1] % 32)).unflatten(-1, (-1, 32))
         return (bits << torch.arange(32, device=k.device, dtype=torch.int32)).sum(-1, dtype=torch.int32).flatten(-2)
 
-    def put(self, k, v, at, shown=None):
-        "As `State.put`, by one launch where kernels can."
-        if not can_write(k): return super().put(k, v, at)
+    def write(self, k, v, at, shown=None):
+        "As `State.write`, by one launch where kernels can."
+        if not can_write(k): return super().write(k, v, at)
         from sparse_nb.kernels.adamas import write_row
         write_row(k, self.rows, at, self.fit, CUT)
 

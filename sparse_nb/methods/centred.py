@@ -29,7 +29,7 @@ class Centred(Fitted):
 
     Subclasses say where the mean stands in `fit` (`recentre`).
     """
-    # the sum of the shown keys [B, G, D] and their number [B]; all keys when the mean was taken, and at `fix`
+    # the sum of the shown keys [B, G, D] and their number [B]; all keys when the mean was taken, and at `to_static`
     __slots__ = "total", "counted", "fitted", "known"
 
     def __init__(self):
@@ -71,22 +71,22 @@ class Centred(Fitted):
         "Take this mean."
         self.fit = mean
 
-    def fix(self, capacity):
-        "As `Fitted.fix`."
+    def to_static(self, capacity):
+        "As `Fitted.to_static`."
         known = len(self)
-        super().fix(capacity)
-        if self.fixed: self.known = known
+        super().to_static(capacity)
+        if self.static: self.known = known
 
-    def free(self, length, k):
-        "As `State.free`; the keys that were put count, too."
+    def to_dynamic(self, length, k):
+        "As `State.to_dynamic`; the keys that were put count, too."
         self.count(k[:, :, self.known:length])
-        super().free(length, k)
+        super().to_dynamic(length, k)
 
     def crop(self, length):
         "As `State.crop`; the sums shrink in proportion, so that new keys soon outweigh those that are gone."
         share, known = length / max(len(self), 1), len(self)
         super().crop(length)
-        if self.total is None or self.fixed or length == known: return
+        if self.total is None or self.static or length == known: return
         self.total, self.counted, self.fitted = self.total * share, self.counted * share, min(self.fitted, length)
 
     def pick_rows(self, rows):

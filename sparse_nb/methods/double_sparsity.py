@@ -105,9 +105,9 @@ class ChannelCodes(Centred):
         word = (code << torch.arange(0, 16, 4, device=k.device, dtype=torch.int32)).sum(-1).to(torch.int16)
         return torch.cat([word, step.view(torch.int16)], -1)
 
-    def put(self, k, v, at, shown=None, q=None):
-        "As `State.put`, by one launch where kernels can."
-        if not can_write(k): return super().put(k, v, at)
+    def write(self, k, v, at, shown=None, q=None):
+        "As `State.write`, by one launch where kernels can."
+        if not can_write(k): return super().write(k, v, at)
         from sparse_nb.kernels.double_sparsity import write_row
         write_row(k, self.rows, at, self.fit)
 

@@ -85,9 +85,9 @@ class HyperplaneBits(Centred):
         "The bits of each table for each key less the centre."
         return self.hash(promote(k) - self.fit[:, :, None]).to(torch.uint8 if self.bits <= 8 else torch.int16)
 
-    def put(self, k, v, at, shown=None):
-        "As `State.put`, by one launch where kernels can."
-        if not can_write(k): return super().put(k, v, at)
+    def write(self, k, v, at, shown=None):
+        "As `State.write`, by one launch where kernels can."
+        if not can_write(k): return super().write(k, v, at)
         from sparse_nb.kernels.magicpig import write_row
         write_row(k, self.rows, at, self.fit, self.planes)
 

@@ -40,9 +40,9 @@ class Boxes(BlockState):
     ):
         super().__init__(page, page_box, box_around)
 
-    def put(self, k, v, at, shown=None):
-        "As `BlockState.put`, by one launch where kernels can."
-        if not can_write(k): return super().put(k, v, at)
+    def write(self, k, v, at, shown=None):
+        "As `BlockState.write`, by one launch where kernels can."
+        if not can_write(k): return super().write(k, v, at)
         from sparse_nb.kernels.quest import write_row
         write_row(k, self.rows, at, self.begin, self.size)
 

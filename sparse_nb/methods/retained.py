@@ -192,10 +192,10 @@ class StaticRetainedKeys(RetainedKeys):
         super()._forget()
         self.counted = self.limits = self.older = self.lists = None
 
-    def fix(self, capacity):
-        "As `State.fix`, where every sequence has shown a key."
+    def to_static(self, capacity):
+        "As `State.to_static`, where every sequence has shown a key."
         check_count("capacity", capacity, len(self))
-        if self.shows: super().fix(capacity)
+        if self.shows: super().to_static(capacity)
 
     @torch.inference_mode(False)
     def look_at(self, k, v):
@@ -212,8 +212,8 @@ class StaticRetainedKeys(RetainedKeys):
         self.asked, self.votes = with_room(self.asked[:, :, :0], 1), with_room(self.votes, room.shape[2])
         self.counted, self.limits = torch.full((1,), n, device=k.device), self.rule.limits(self.begin, self.begun)
 
-    def put(self, k, v, at, q=None, scale=None, shown=None):
-        "As `State.put`, after the query before has evicted. ValueError before `look_at`."
+    def write(self, k, v, at, q=None, scale=None, shown=None):
+        "As `State.write`, after the query before has evicted. ValueError before `look_at`."
         if self.lists is None: raise ValueError("state must look at its keys before one is put, got one that has not")
         if self.rule.steps:
             due, old = self.counted < at, [x[:, :, :k.shape[2]] for x in (self.rows, self.votes)]
@@ -226,9 +226,9 @@ class StaticRetainedKeys(RetainedKeys):
         else: torch.add(self.lists.more, at, out=self.lists.count)
         self.older = None
 
-    def free(self, length, k):
-        "As `State.free`."
-        super().free(length, k)
+    def to_dynamic(self, length, k):
+        "As `State.to_dynamic`."
+        super().to_dynamic(length, k)
         if self.older is not None and len(self.older) == length: self.goes_on(self.older)
         elif self.rule.steps:
             self.mark = self.done = length - 1
@@ -323,7 +323,7 @@ class Evicts(Method):
         if len(state) < k.shape[2] or state.rows.shape[:2] != k.shape[:2]:
             got = None if state.rows is None else list(state.rows.shape[:3])
             raise ValueError(f"state must hold the keys [B, G, N] = {list(k.shape[:3])}, got {got}")
-        if state.fixed and state.lists is None: raise ValueError("state must look at its keys, got one that has not")
+        if state.static and state.lists is None: raise ValueError("state must look at its keys, got one that has not")
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None) -> Selection:
         """The visible keys that are held when each query is asked, with weight 1.
@@ -335,9 +335,9 @@ class Evicts(Method):
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         self.check_state(state, k)
-        if state.fixed and state.older is not None: state, k = state.older, k[:, :, :len(state.older)]
+        if state.static and state.older is not None: state, k = state.older, k[:, :, :len(state.older)]
         first, end = visible_range(q, k, **masks)
-        if state.fixed:
+        if state.static:
             check_newest(q, state, first, end)
             return listed(q, state, first)
         check_ends(end)

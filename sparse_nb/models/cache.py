@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SPARE', 'StatefulLayer', 'StatefulDynamicLayer', 'FixingLayer', 'StatefulStaticLayer', 'places_of', 'observed_for',
-           'keep_places', 'layer_of', 'observed_one_more', 'renew_indexes', 'PreallocatedLayer',
+           'keep_places', 'layer_of', 'observed_one_more', 'refresh_indexes', 'PreallocatedLayer',
            'StatefulPreallocatedLayer', 'preallocate', 'keep_state', 'OffloadedLayer', 'StatefulOffloadedLayer',
            'offload', 'fork_cache']
 
@@ -110,29 +110,29 @@ class FixingLayer(StatefulLayer):
     observed, turns = None, False  # how many keys a fixed state knows [1]; does it observe any before RoPE?
     steps = 0                      # since the state was fixed, where they are counted
 
-    def observe(self, keys, values, new=0, asks=0, fix=True, **observed):
-        "As `StatefulLayer.observe`; `fix`: may the state be fixed? Not where several queries are decoded at once."
-        length, fix = keys.shape[2], fix and asks < 2
-        if self.state.fixed:
-            stays = fix and new == 1 and self.known() == length - 1 and len(self.state) == self.most()
-            if stays: return self.put(keys, values, self.observed.clone(), **observed)
+    def observe(self, keys, values, new=0, asks=0, static=True, **observed):
+        "As `StatefulLayer.observe`; `static`: may the state become so? Not where several queries are decoded at once."
+        length, static = keys.shape[2], static and asks < 2
+        if self.state.static:
+            stays = static and new == 1 and self.known() == length - 1 and len(self.state) == self.most()
+            if stays: return self.write(keys, values, self.observed.clone(), **observed)
             self.loosen(keys)
         super().observe(keys, values, new, asks, **observed)
-        if not (fix and length and self.state.fixes): return
-        self.state.fix(self.most())
-        if self.state.fixed: self.state.look_at(keys, values)
+        if not (static and length and self.state.can_be_static): return
+        self.state.to_static(self.most())
+        if self.state.static: self.state.look_at(keys, values)
         self.steps = 0
         self.settle(length)
 
     def loosen(self, keys):
         "Let a fixed state grow again."
-        if not self.state.fixed: return
-        self.state.free(self.known(), keys)
+        if not self.state.static: return
+        self.state.to_dynamic(self.known(), keys)
         self.observed = None
 
-    def put(self, keys, values, at, **observed):
+    def write(self, keys, values, at, **observed):
         "Tell the fixed state of one new key, number `at` [1] of `keys`, which may be longer."
-        self.state.put(keys, values, at, **observed)
+        self.state.write(keys, values, at, **observed)
         observed_one_more([self], at)
 
     def pick_rows(self, pick):
@@ -164,7 +164,7 @@ class StatefulStaticLayer(FixingLayer, StaticLayer):
 
     def known(self):
         "As `StatefulLayer.known`; a GPU is waited for."
-        return int(self.observed) if self.state.fixed else super().known()
+        return int(self.observed) if self.state.static else super().known()
 
     def crop(self, tokens_to_remove):
         "As transformers has it from version 5.24 on, for the state, too, which can grow until it observes a key again."
@@ -177,7 +177,7 @@ class StatefulStaticLayer(FixingLayer, StaticLayer):
     def settle(self, length):
         "Take the `observed` that stands for the places of a fixed state's tensors; `length`: keys it knows, int or [1]"
         self.observed = None
-        if not self.state.fixed: return
+        if not self.state.static: return
         keep_places(tensors := self.state.buffers(), self.places)
         self.observed, self.places = observed_for(tensors, self.counts), tensors
         if isinstance(length, int): self.observed.fill_(length)
@@ -240,7 +240,7 @@ def observed_one_more(
     "Say so on the device, for all layers at once."
     if layers: torch._foreach_copy_([x.observed for x in layers], [newest + 1] * len(layers))
 
-def renew_indexes(
+def refresh_indexes(
     cache, # of transformers, or None
 ):
     """After a step that may have been played back: what ages in states of a fixed length is made anew, when it is time.
@@ -250,7 +250,7 @@ def renew_indexes(
     fixed = [x for x in getattr(cache, "layers", ()) if getattr(x, "observed", None) is not None]
     for x in fixed[:1]: x.steps += 1
     if not fixed or fixed[0].steps % EVERY: return
-    for x in fixed: x.state.renew(x.keys, x.values, x.observed)
+    for x in fixed: x.state.refresh(x.keys, x.values, x.observed)
 
 # %% ../../nbs/73_cache.ipynb #7c0de006
 SPARE = 512 # places for keys to come in a new room, at least
@@ -310,19 +310,19 @@ class StatefulPreallocatedLayer(FixingLayer, _Growing, PreallocatedLayer):
         "As of `FixingLayer`, also before the state is fixed."
         return bool({"k_pre_rope", "q_pre_rope"} & set(self.state.observes))
 
-    def observe(self, keys, values, new=0, asks=0, fix=True, **observed):
+    def observe(self, keys, values, new=0, asks=0, static=True, **observed):
         "As `FixingLayer.observe`."
-        super().observe(keys, values, new, asks, fix and self.has_buffer(), **observed)
+        super().observe(keys, values, new, asks, static and self.has_buffer(), **observed)
         self.count = keys.shape[2]
 
     def known(self):
         "As `StatefulLayer.known`."
-        return self.count if self.state.fixed else super().known()
+        return self.count if self.state.static else super().known()
 
     def settle(self, length):
         "Take a new `observed`; `length`: keys that the state knows, int or [1]."
         self.observed = None
-        if not self.state.fixed: return
+        if not self.state.static: return
         with torch.inference_mode(False): self.observed = self.state.rows.new_zeros(1, dtype=torch.int64)
         self.observed[:] = length
 

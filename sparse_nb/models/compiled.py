@@ -119,7 +119,7 @@ def decoded_in_graph(
     walks, known = dispatch.thread.in_graph.walks, {}
     if kept is not None:
         observed = observations(dispatch.rotations, kept, call, newest, angles)
-        kept.state.put(k, v, newest, **observed)
+        kept.state.write(k, v, newest, **observed)
         known = dict(state=kept.state) | {x: observed[x] for x in observed if x == "q_pre_rope"}
     if method is None: return Exact().decode(q, k, v, **settings)
     if walks_layers(method):

@@ -135,7 +135,7 @@ class Dispatch:
             if view.index is not None:
                 raise ValueError("attention_mask must show one run of keys to an index, got one that hides some "
                                  "between")
-            in_place = state.fixed and isinstance(kept.layer, PreallocatedLayer)
+            in_place = state.static and isinstance(kept.layer, PreallocatedLayer)
             whole = kept.layer.buffer if in_place else (call.key, call.value)
             (k, v), settings = (x[:, :, :len(state)] for x in whole), settings | dict(state=state)
             if view.end < len(state) and view.stop is None:

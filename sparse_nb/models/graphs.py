@@ -95,7 +95,7 @@ def is_ready(
     if dispatch.observe is not None or dispatch.thread.reading: return False
     layer, state = kept.layer, kept.state
     if state is None: return True
-    if not (kept.decodes and state.fixed and len(state) == layer.most()): return False
+    if not (kept.decodes and state.static and len(state) == layer.most()): return False
     return layer.known() == call.key.shape[2] - 1 and not isinstance(kept.embeddings(), torch.Tensor)
 
 # %% ../../nbs/library/models_graphs.ipynb #6b5ec054

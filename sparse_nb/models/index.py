@@ -83,7 +83,7 @@ class LayerIndex:
             if what == "k_pre_rope": observed[what] = self.turn(self.layer.newest(keys, values, length - new)[0])
         if isinstance(self.layer, FixingLayer):  # what stays of a prompt is decided when its index is fixed
             undecided = (asks or reading) and getattr(self.state, "undecided", False)
-            observed["fix"] = self.decodes and not undecided and self.has_what_is_read(call)
+            observed["static"] = self.decodes and not undecided and self.has_what_is_read(call)
         try: self.layer.observe(keys, values, new, asks, **observed)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the index of layer {call.layer} of {kind_of(call.module)})") from error

@@ -20,7 +20,7 @@ from transformers import CompileConfig
 from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import DeferredStopCheck
 
-from .cache import StatefulStaticLayer, renew_indexes
+from .cache import StatefulStaticLayer, refresh_indexes
 from .override import CACHE_NAMES, cache_of
 
 # %% ../../nbs/78_replay.ipynb #e1a0c008
@@ -157,10 +157,10 @@ def on_a_gpu(model): return model.device.type == "cuda"
 def renewing(
     step: Callable, # of a token, of a model
 ) -> Callable:
-    "The same step, after which the indexes of the cache renew what ages, when it is time."
+    "The same step, after which the indexes of the cache refresh what ages, when it is time."
     def call(*args, **given):
         out = step(*args, **given)
-        renew_indexes(cache_of(given))
+        refresh_indexes(cache_of(given))
         return out
     return call
 

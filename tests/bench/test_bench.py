@@ -707,7 +707,7 @@ def test_attention_alone_is_asked_as_the_loop_asks_it(tmp_path, monkeypatch):
             out.append(torch.stack(call()))
             held = way.cache == "static" or name.startswith("SnapKV")
             assert {n for n, *_ in asked} == {-(-room // 64) * 64 if held else 300}  # its room, or its keys
-            assert all(state is None or state.fixed == held for _, state, _ in asked)
+            assert all(state is None or state.static == held for _, state, _ in asked)
             assert all((end is not None) == held and (not held or end.eq(300).all()) for *_, end in asked)
         assert (out[0] - out[1]).norm() < 1e-6 * out[1].norm(), name
         assert bool(drawn) == name.startswith("SnapKV")  # queries of a whole prompt are large: for who asks alone

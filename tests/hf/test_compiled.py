@@ -150,9 +150,9 @@ def one_step(method, monkeypatch):
     if state is not None:
         known = dict(shown=shown, q=q[:, :, :40])
         state.append(k[:, :, :40], v[:, :, :40], **{name: x for name, x in known.items() if name in state.observes})
-        state.fix(64)
+        state.to_static(64)
         state.look_at(k[:, :, :40], v[:, :, :40])
-        assert state.fixed
+        assert state.static
     start, seed = torch.tensor([0, 5]), torch.arange(8).view(2, 4)
     for n, modes in ((40, (nullcontext(),)), (41, (NoWait(), NoLook()))):
         at, end, asked = torch.tensor([n]), torch.tensor([n + 1] * 2), q[:, :, n:n + 1]
@@ -160,7 +160,7 @@ def one_step(method, monkeypatch):
         own = own_arguments(state, method.new_step())
         with ExitStack() as stack:
             for mode in modes: stack.enter_context(mode)
-            if state is not None: state.put(k, v, at, **observed)
+            if state is not None: state.write(k, v, at, **observed)
             method.decode(asked, k, v, kv_start=start, kv_end=end, seed=seed, **own)
 
 PACKED = [TopK(budget=0.3), Quest(budget=0.3, page=4), MagicPIG(bits=4, tables=8, sinks=2, window=4),

@@ -60,13 +60,14 @@ def test_what_is_played_is_what_is_written(llama, played, method):
     assert "get_compiled_call" not in vars(llama)
 
 
-def test_an_index_is_told_to_renew_what_ages(llama, played, monkeypatch):
+def test_an_index_is_asked_to_refresh_what_ages(llama, played, monkeypatch):
     """Between two steps, after every so many since the prompt, with the number of keys that its cache holds then; an
     answer that goes on from its cache counts on."""
     forget(llama)
     told = []
     monkeypatch.setattr(cache_room, "EVERY", 3)
-    monkeypatch.setattr(Partition, "renew", lambda self, k, v, known: told.append((int(known), k.shape[2], v.shape[2])))
+    monkeypatch.setattr(
+        Partition, "refresh", lambda self, k, v, known: told.append((int(known), k.shape[2], v.shape[2])))
     n, layers = IDS.shape[1], llama.config.num_hidden_layers - 1
     with sparsify(llama, decode=Saap(budget=8, sinks=2, window=8, clusters=4), dense_layers=[0], replay=True):
         cache = static(llama)

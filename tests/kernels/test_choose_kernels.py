@@ -630,8 +630,8 @@ def fixed_state(method, k, shown, known):
     "The index of the first `known` keys, some of them hidden, with room for all."
     state = method.new_state()
     state.append(k[:, :, :known], k[:, :, :known], **({"shown": shown[:, :known]} if "shown" in state.observes else {}))
-    state.fix(k.shape[2])
-    assert state.fixed
+    state.to_static(k.shape[2])
+    assert state.static
     return state
 
 
@@ -674,8 +674,8 @@ def test_rows_of_new_keys(case):
     with served_by(False, q, k): got, want = (fixed_state(method, k, shown, known) for _ in range(2))
     for n in (known, known + 1, known + 2, room - 1):
         at = torch.tensor([n], device=DEVICE)
-        with served_by(True, q, k): got.put(k, k, at)
-        with served_by(False, q, k): want.put(k, k, at)
+        with served_by(True, q, k): got.write(k, k, at)
+        with served_by(False, q, k): want.write(k, k, at)
         if name == "hash":
             check_signatures(got, want, k, at)
             want.rows[:, :, at] = got.rows[:, :, at]
@@ -698,8 +698,8 @@ def test_rows_of_odd_keys(name, numbers):
     q, shown, at = k[:, :, :1], torch.ones(1, 20, dtype=torch.bool, device=DEVICE), torch.tensor([17], device=DEVICE)
     method = DoubleSparsity(channels=16) if name == "double sparsity" else METHODS[name](0.3, 0)
     got, want = (fixed_state(method, k, shown, 16) for _ in range(2))
-    with served_by(True, q, k): got.put(k, k, at)
-    with served_by(False, q, k): want.put(k, k, at)
+    with served_by(True, q, k): got.write(k, k, at)
+    with served_by(False, q, k): want.write(k, k, at)
     assert same_rows(got, want)
 
 
@@ -712,7 +712,7 @@ def test_a_key_beyond_the_buffer_has_no_row(name):
         state = fixed_state(METHODS[name](0.3, 0), k[:, :, :64], torch.ones(2, 64, dtype=torch.bool, device=DEVICE), 60)
         guarded = torch.cat([state.rows, state.rows], 2)
         state.rows, before = guarded[:, :, :state.rows.shape[2]], guarded.clone()
-        for n in (-1, 64, 79, 10**6): state.put(k, k, torch.tensor([n], device=DEVICE))
+        for n in (-1, 64, 79, 10**6): state.write(k, k, torch.tensor([n], device=DEVICE))
     assert torch.equal(guarded, before)
 
 
@@ -749,7 +749,7 @@ def test_collisions(case, monkeypatch):
     planes = state.planes.repeat_interleave(case["R"], 0)
     check_bits(codes[:, :, 0], q[:, :, 0].float(), planes, case["bits"])
     if case["fixed"]:
-        state.fix(len(state) + 10)
+        state.to_static(len(state) + 10)
         k = torch.cat([k, torch.full_like(k[:, :, :10], math.nan)], 2)
         masks = dict(kv_end=torch.full((2,), k.shape[2] - 10, device=DEVICE)) | masks
         monkeypatch.setattr("sparse_nb.core.index.on_cpu_eagerly", lambda x: False)
@@ -782,7 +782,7 @@ def test_bits_of_new_keys(bits, tables, D, dtype):
     state = fixed_state(method, k, torch.arange(70, device=DEVICE) >= torch.tensor([[0], [9]], device=DEVICE), 60)
     before, at = state.rows.clone(), torch.tensor([65], device=DEVICE)
     with served_by(True, q, k):
-        for n in (-1, 70, 65): state.put(k, k, torch.tensor([n], device=DEVICE))
+        for n in (-1, 70, 65): state.write(k, k, torch.tensor([n], device=DEVICE))
     assert state.rows.dtype == (torch.uint8 if bits <= 8 else torch.int16)
     check_bits(state.rows[:, :, 65], k[:, :, 65].float() - state.fit, state.planes, bits)
     before[:, :, at] = state.rows[:, :, at]
@@ -808,7 +808,7 @@ def test_one_graph_of_collisions(monkeypatch):
     for module in ("index", "predictor"):
         monkeypatch.setattr(f"sparse_nb.core.{module}.on_cpu_eagerly", lambda x: False)
     state, stop = method.build(k[:, :, :50]), torch.tensor([60], device=DEVICE)
-    state.fix(70)
+    state.to_static(70)
     select = lambda q, k: method.select(q, k, state=state, kv_end=stop)
     want, got = select(q, k), torch.compile(select, fullgraph=True, backend="aot_eager")(q, k)
     assert torch.equal(got.index, want.index) and torch.equal(got.weight, want.weight)
@@ -857,7 +857,7 @@ def one_step(name, shared, k, shown, known, setting):
     q, own = k.repeat_interleave(2, 1)[:, :, known:known + 1], {} if state is None else dict(state=state)
     start, stop, at = (torch.full((n,), x, device=DEVICE) for n, x in ((len(k), 5), (len(k), known + 1), (1, known)))
     def step():
-        if state is not None: state.put(k, k, at)
+        if state is not None: state.write(k, k, at)
         method.decode(q, k, k, kv_start=start, kv_end=stop, **own)
     return step, Counter(map(named, (*OF_A_STEP[name], *ATTEND)))
 

@@ -1462,8 +1462,8 @@ def with_bytes(p, room=0):
     state = Int8Keys()
     state.append(k, p.v)
     if room:
-        state.fix(k.shape[2] + room)
-        state.free(k.shape[2], k)
+        state.to_static(k.shape[2] + room)
+        state.to_dynamic(k.shape[2], k)
     return p._replace(k=k), state, p._replace(k=state.keys())
 
 

@@ -337,10 +337,10 @@ def test_sums_in_place_go_on_by_kernels(monkeypatch):
         for module in (partition, states, step): monkeypatch.setattr(module, "has_kernels", lambda q: False)
         state, end = s.new_state(), torch.full((2,), 71, device=DEVICE)
         state.append(p.k[:, :, :70], p.v[:, :, :70])
-        state.fix(80)
+        state.to_static(80)
         state.look_at(p.k[:, :, :70], p.v[:, :, :70])
         for n in range(70, 74):
-            state.put(p.k, p.v, end[:1] - 1)
+            state.write(p.k, p.v, end[:1] - 1)
             with monkeypatch.context() as patch:
                 for module in (partition, states, step): patch.setattr(module, "has_kernels", lambda q: kernels)
                 outs.append(s.decode(p.q, p.k, p.v, state=state, kv_end=end))
@@ -459,13 +459,13 @@ def test_lists_of_a_fixed_length_stay_where_they_are():
     s, start = Saap(budget=12, sinks=2, window=20, clusters=8), torch.tensor([0, 9], device=DEVICE)
     state = s.new_state()
     state.append(k[:, :, :70], v[:, :, :70], shown=torch.arange(70, device=DEVICE) >= start[:, None])
-    state.fix(90)
+    state.to_static(90)
     state.look_at(k[:, :, :70], v[:, :, :70])
     cache = [torch.nn.functional.pad(x[:, :, :70], (0, 0, 0, 20)) for x in (k, v)]
     def step(n, built):
         "Key n, and a step whose lists were made at key number `built`"
         for x, y in zip(cache, (k, v)): x[:, :, n] = y[:, :, n]
-        state.put(*cache, torch.tensor([n], device=DEVICE))
+        state.write(*cache, torch.tensor([n], device=DEVICE))
         masks = dict(kv_start=start, kv_end=torch.full((2,), n + 1, device=DEVICE))
         got = s.decode(q, *cache, state=state, backend="triton", **masks)
         wide = Saap(budget=12, sinks=2, window=20 + n - built, clusters=8)
@@ -501,14 +501,14 @@ def test_lists_are_renewed_in_their_places(few):
     s, start = Saap(budget=12, sinks=2, window=20, clusters=8), torch.tensor([0, 45 if few else 9], device=DEVICE)
     state = s.new_state()
     state.append(k[:, :, :60], v[:, :, :60], shown=torch.arange(60, device=DEVICE) >= start[:, None])
-    state.fix(96)
+    state.to_static(96)
     state.look_at(k[:, :, :60], v[:, :, :60])
     assert (state.waits is not None) is few
     if not GPU: state.kept = listed(state, k[:, :, :60], v[:, :, :60], *state.far(60))
     cache = [torch.nn.functional.pad(x, (0, 0, 0, 6), value=float("nan")) for x in (k, v)]
-    for n in range(60, 85): state.put(*cache, torch.tensor([n], device=DEVICE))
+    for n in range(60, 85): state.write(*cache, torch.tensor([n], device=DEVICE))
     where, late = [x.data_ptr() for x in state.buffers()], state.kept.index.built.tolist()
-    state.renew(*cache, torch.tensor([85], device=DEVICE))
+    state.refresh(*cache, torch.tensor([85], device=DEVICE))
     assert [x.data_ptr() for x in state.buffers()] == where and state.late == 0
     assert late == [41, 47 if few else 41] and state.kept.index.built.tolist() == [66, 47 if few else 66]
     first, last = torch.tensor([2, start[1] + 2], device=DEVICE), state.kept.index.built
@@ -520,7 +520,7 @@ def test_lists_are_renewed_in_their_places(few):
             inside = torch.arange(x.shape[2], device=DEVICE) < ends
             got, x = got.masked_fill(~inside, -1), x.masked_fill(~inside, -1)
         assert torch.equal(got.nan_to_num(), x.nan_to_num()), name
-    state.put(*cache, torch.tensor([85], device=DEVICE))
+    state.write(*cache, torch.tensor([85], device=DEVICE))
     grown = s.new_state()
     grown.append(k[:, :, :86], v[:, :, :86])
     grown.fit, grown.waits = state.fit, None

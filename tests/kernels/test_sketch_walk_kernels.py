@@ -401,13 +401,13 @@ def test_a_state_of_a_fixed_length(index, heads, answered):
     k[:, :, :157], v[:, :, :157] = p.k[:, :, :157], p.v[:, :, :157]
     step = lambda state, k, v, by, **kw: s.decode(p.q, k, v, backend=by, state=state, kv_start=start, **kw)
     step(fixed, k[:, :, :157], v[:, :, :157], "triton")
-    fixed.fix(250)
+    fixed.to_static(250)
     places = [x.data_ptr() for x in fixed.buffers()]
     assert len(fixed) == 250 and len(places) == (7 if index == "fine16" else 6)
     for n in range(157, 196):
         k[:, :, n], v[:, :, n] = p.k[:, :, n], p.v[:, :, n]
         old, length = [x.clone() for x in fixed.buffers()], torch.full((2,), n + 1, device=DEVICE)
-        fixed.put(k, v, torch.tensor([n], device=DEVICE))
+        fixed.write(k, v, torch.tensor([n], device=DEVICE))
         grow(grown, n, n + 1)
         if answered == "all":
             assert all(torch.equal(*x) for x in zip(old, fixed.buffers()))
@@ -425,7 +425,7 @@ def test_a_state_of_a_fixed_length(index, heads, answered):
                 if x is not None and x.dtype == FP32: assert_close(x[b, :, :full], y[b, :, :full], rtol=1e-6)
                 elif x is not None: assert torch.equal(x[b, :, :full], y[b, :, :full])
     assert [x.data_ptr() for x in fixed.buffers()] == places
-    fixed.free(196, k)
+    fixed.to_dynamic(196, k)
     for name in ("rows", "begin", "tail", "tail_shown", "count"):
         x, y = getattr(fixed, name), getattr(grown, name)
         assert x == y if name == "count" else torch.equal(x, y), name
@@ -443,11 +443,11 @@ def test_what_a_replayed_graph_wrote_is_not_missed():
         state.append(p.k[:, :, :end], p.v[:, :, :end])
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, 54)) for x in (p.k, p.v))
     s.decode(p.q, k[:, :, :120], v[:, :, :120], backend="triton", state=fixed)
-    fixed.fix(250)
+    fixed.to_static(250)
     for n in range(120, 196):
         kernels.decode(p.q, k, v, fixed.packed, kernels.Settings(32, 0.4, "fine4", "group"),
                        kv_end=torch.full((2,), n + 1, device=DEVICE))
-    fixed.free(196, k)
+    fixed.to_dynamic(196, k)
     assert torch.equal(fixed.rows, grown.rows)
 
 
@@ -580,9 +580,9 @@ if GPU:
         p, s = problem(2, 2, 4, 4200, 128, BF16), SketchWalk(density=0.1, heads=heads)
         state, at = s.new_state(), torch.tensor([4030], device=DEVICE)
         state.append(p.k[:, :, :4030], p.v[:, :, :4030])
-        state.fix(4200)
+        state.to_static(4200)
         def call():
-            state.put(p.k, p.v, at)
+            state.write(p.k, p.v, at)
             return s.decode(p.q, p.k, p.v, state=state, kv_end=(at + 1).expand(2), backend=backend)
         call()
         torch.cuda.set_sync_debug_mode("error")
@@ -595,7 +595,7 @@ if GPU:
         grown = s.new_state()
         for a, b in ((0, 4030), *((n, n + 1) for n in range(4030, 4200))): grown.append(p.k[:, :, a:b], p.v[:, :, a:b])
         assert_close(out, s.decode(p.q, p.k, p.v, state=grown, backend=backend), rtol=TOLERANCE[BF16])
-        state.free(4200, p.k)
+        state.to_dynamic(4200, p.k)
         assert_codes_close(state.rows, grown.rows)
         assert torch.equal(state.begin, grown.begin) and torch.equal(state.tail, grown.tail)
 

@@ -493,7 +493,7 @@ def test_networks_are_loaded_once_and_copies_are_cheap():
             == (2, 64, 64))
     state = HashAttention(layer=2).build(POCKET[1])
     other = copy.deepcopy(state)
-    assert (vars(other).keys() == {"rows", "fixed", "maps", "layer"} and torch.equal(other.rows, state.rows)
+    assert (vars(other).keys() == {"rows", "static", "maps", "layer"} and torch.equal(other.rows, state.rows)
             and other.rows is not state.rows)
     assert state.rows.shape == (2, 2, 40, 1) and state.rows.dtype == torch.int32
     with pytest.raises(ValueError, match="maps must be 'pocket' or a safetensors file of networks, got 'no/such"):

@@ -208,9 +208,9 @@ def test_keys_that_a_fixed_index_was_given_count():
     k = head(NAMES[1])[2]
     state = HadamardCodes()
     state.extend(k[:, :, :512], k[:, :, :512])
-    state.fix(KEYS)
-    for at in range(512, 520): state.put(k, k, torch.tensor([at]))
-    state.free(520, k)
+    state.to_static(KEYS)
+    for at in range(512, 520): state.write(k, k, torch.tensor([at]))
+    state.to_dynamic(520, k)
     assert int(state.counted) == 520
     assert torch.allclose(state.total, k[:, :, :520].float().sum(2))
     state.extend(k[:, :, 520:], k[:, :, 520:])

@@ -215,7 +215,7 @@ def fixed_and_grown(method, q, k, v, start, length, capacity, scale=None):
     shown, states = torch.arange(length) >= start[:, None], (method.new_state(), method.new_state())
     given = dict(q=q[:, :, :length], shown=shown, scale=scale)
     for state in states: state.append(k[:, :, :length], v[:, :, :length], **given)
-    states[0].fix(capacity)
+    states[0].to_static(capacity)
     states[0].look_at(k[:, :, :length], v[:, :, :length])
     cache = [torch.nn.functional.pad(x[:, :, :length], (0, 0, 0, capacity - length)) for x in (k, v)]
     return states[0], cache, states[1]
@@ -231,7 +231,7 @@ def test_a_state_of_a_fixed_length_is_one_that_grows(method, capacity):
         new = slice(n, n + 1)
         for x, y in zip(cache, (k, v)): x[:, :, new] = y[:, :, new]
         grown.append(k[:, :, new], v[:, :, new], q=q[:, :, new])
-        fixed.put(*(x[:, :, :n + 1 if n % 2 else None] for x in cache), torch.tensor([n]), q=q[:, :, new])
+        fixed.write(*(x[:, :, :n + 1 if n % 2 else None] for x in cache), torch.tensor([n]), q=q[:, :, new])
         want = method.decode(q[:, :, new], k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start)
         got = method.decode(q[:, :, new], *cache, state=fixed, kv_start=start, kv_end=torch.full((2,), n + 1))
         assert_close(got, want, 1e-12)
@@ -241,7 +241,7 @@ def test_a_state_of_a_fixed_length_is_one_that_grows(method, capacity):
             back, start = torch.tensor([1, 0]), start.flip(0)
             q, k, v, cache = q[back], k[back], v[back], [x[back] for x in cache]
             for state in (fixed, grown): state.pick_rows(back)
-    fixed.free(45, cache[0])
+    fixed.to_dynamic(45, cache[0])
     more = [x[:, :, 45:60] for x in (q, k, v)]
     for state in (fixed, grown): state.append(more[1], more[2], q=more[0])
     for last in (47, 46, 60):  # a query that stands before another one that was asked already
@@ -255,10 +255,10 @@ def test_queries_that_stand_before_the_first_key_that_is_put(method, monkeypatch
     "A part of a text is read by a state that has its length already, and after it keys are put as ever"
     (q, k, v), start = inputs(keys=40), torch.tensor([0, 4])
     fixed, cache, grown = fixed_and_grown(method, q, k, v, start, 30, 40)
-    fixed.free(30, cache[0])
+    fixed.to_dynamic(30, cache[0])
     for x, y in zip(cache, (k, v)): x[:, :, 30:37] = y[:, :, 30:37]
     for state in (fixed, grown): state.append(k[:, :, 30:36], v[:, :, 30:36], q=q[:, :, 30:36])
-    fixed.fix(40)
+    fixed.to_static(40)
     fixed.look_at(k[:, :, :36], v[:, :, :36])
     args = q[:, :, 30:36], k[:, :, :36], v[:, :, :36]
     want = method.decode(*args, causal=True, state=grown, kv_start=start)
@@ -267,7 +267,7 @@ def test_queries_that_stand_before_the_first_key_that_is_put(method, monkeypatch
         patch.setattr("sparse_nb.methods.retained.has_kernels", lambda q: True)
         assert_close(method.decode(q[:, :, [35]], *args[1:], state=fixed, kv_start=start), want[:, :, -1:], 1e-12)
     grown.append(k[:, :, 36:37], v[:, :, 36:37], q=q[:, :, 36:37])
-    fixed.put(*cache, torch.tensor([36]), q=q[:, :, 36:37])
+    fixed.write(*cache, torch.tensor([36]), q=q[:, :, 36:37])
     seen = dict(kv_start=start, kv_end=torch.tensor([37, 37]))
     want = method.decode(q[:, :, 36:37], k[:, :, :37], v[:, :, :37], state=grown, kv_start=start)
     assert_close(method.decode(q[:, :, 36:37], *cache, state=fixed, **seen), want, 1e-12)
@@ -293,7 +293,7 @@ def test_several_turns_in_a_cache_of_a_fixed_length(method):
             new, end = slice(n, n + 1), torch.full((3,), n + 1)
             for x, y in zip(cache, (k, v)): x[:, :, new] = y[:, :, new]
             grown.append(k[:, :, new], v[:, :, new], q=q[:, :, new])
-            for _ in range(1 + n % 2): fixed.put(*cache, torch.tensor([n]), q=q[:, :, new])  # once or twice: the same
+            for _ in range(1 + n % 2): fixed.write(*cache, torch.tensor([n]), q=q[:, :, new])  # once or twice: the same
             want = method.select(q[:, :, new], k[:, :, :n + 1], state=grown, kv_start=start)
             got = method.select(q[:, :, new], cache[0], state=fixed, kv_start=start, kv_end=end)
             assert torch.equal(got.dense(n + 1), want.dense(n + 1)) and torch.equal(got.count, want.count)
@@ -303,14 +303,14 @@ def test_several_turns_in_a_cache_of_a_fixed_length(method):
             if n == places[0]: first = got, got.count.clone(), got.index.clone()
         assert torch.equal(first[0].count, first[1]) and torch.equal(first[0].index, first[2])  # it does not move
     put(range(30, 38))
-    fixed.free(38, cache[0])
+    fixed.to_dynamic(38, cache[0])
     assert fixed.lists is None
     for a, b, keep in ((38, 46, 41), (41, 44, 44)):
         for state in (fixed, grown): state.append(k[:, :, a:b], v[:, :, a:b], q=q[:, :, a:b])
         if b == 46: method.select(q[:, :, [45]], k[:, :, :46], state=fixed, kv_start=start)
         for state in (fixed, grown): state.crop(keep)
     cache[:] = (torch.nn.functional.pad(x[:, :, :44], (0, 0, 0, 46)) for x in (k, v))
-    fixed.fix(90)
+    fixed.to_static(90)
     fixed.look_at(k[:, :, :44], v[:, :, :44])
     put(range(44, 50))
     back = torch.tensor([2, 0, 0])
@@ -337,7 +337,7 @@ def test_of_equal_votes_the_earlier_key_stays(method):
     cache[:] = k, v
     want = held_by_definition(method, q, k, start, 30)
     for n in range(30, 60):
-        fixed.put(*cache, torch.tensor([n]), q=q[:, :, [n]])
+        fixed.write(*cache, torch.tensor([n]), q=q[:, :, [n]])
         for b, count in enumerate(fixed.lists.count.flatten().tolist()):
             for g in range(2): assert {*fixed.lists.index[b, g, 0, :count].tolist()} == want[b][g][n - 30]
 
@@ -380,7 +380,7 @@ def test_what_kernels_are_given(method, monkeypatch):
         new, asked = slice(n, n + 1), q[:, :, n:n + 1]
         for x, y in zip(cache, (k, v)): x[:, :, new] = y[:, :, new]
         grown.append(k[:, :, new], v[:, :, new], q=asked)
-        fixed.put(*cache, torch.tensor([n]), q=asked)
+        fixed.write(*cache, torch.tensor([n]), q=asked)
         want = method.decode(asked, k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start, scale=0.3)
         given = dict(state=fixed, scale=0.3, kv_start=start, kv_end=torch.full((2,), n + 1))
         with monkeypatch.context() as patch:
@@ -408,17 +408,17 @@ def test_what_cannot_be_fixed():
     q, k, v = (x[:, :, :2] for x in inputs())
     for method in (H2O(0.5), SnapKV(0.5)):
         one = fixed_and_grown(method, q, k, v, torch.tensor([0, 0]), 1, 2)[0]
-        one.put(k, v, torch.tensor([1]), q=q[:, :, 1:])
+        one.write(k, v, torch.tensor([1]), q=q[:, :, 1:])
         assert_close(method.decode(q[:, :, 1:], k, v, state=one), attention(q[:, :, 1:], k, v), 1e-12)
         unread = state_of(method, q[:, :, :1], k[:, :, :1], v[:, :, :1])
-        unread.fix(2)
-        with pytest.raises(ValueError, match="look at its keys"): unread.put(k, v, torch.tensor([1]), q=q[:, :, 1:])
+        unread.to_static(2)
+        with pytest.raises(ValueError, match="look at its keys"): unread.write(k, v, torch.tensor([1]), q=q[:, :, 1:])
         with pytest.raises(ValueError, match="look at its keys"): method.decode(q[:, :, 1:], k, v, state=unread)
         none = method.new_state()
         none.append(k[:, :, :1], v[:, :, :1], q=q[:, :, :1], shown=torch.tensor([[True], [False]]))
-        none.fix(9)
-        assert not none.fixed and len(none) == 1
-        with pytest.raises(ValueError, match="capacity must be"): none.fix(0)
+        none.to_static(9)
+        assert not none.static and len(none) == 1
+        with pytest.raises(ValueError, match="capacity must be"): none.to_static(0)
 
 
 @pytest.mark.parametrize("kind, wrong", [

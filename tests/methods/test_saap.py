@@ -562,7 +562,7 @@ def test_a_step_reads_what_it_chose_and_what_left_the_window(settings, how, monk
         for x, y in zip(cache, (k, v)): x.copy_(y.masked_fill(~chosen[..., None], math.nan))
         seen = [x[:, :, :n + 1] if grows else x for x in cache]
         if grows: state.append(*(x[:, :, n:] for x in seen))
-        else: state.put(*cache, end[:1] - 1)
+        else: state.write(*cache, end[:1] - 1)
         with monkeypatch.context() as patch, RowsRead(*cache) as rows:
             if how == "compiled":
                 for module in partition, index: patch.setattr(module, "on_cpu_eagerly", lambda x: False)
@@ -595,7 +595,7 @@ def fixed_and_grown(s, k, v, start, length, capacity, **observed):
     "A state that was fixed after `length` keys, its cache, and a state that grows"
     shown, states = torch.arange(length) >= start[:, None], (s.new_state(), s.new_state())
     for state in states: state.append(k[:, :, :length], v[:, :, :length], shown=shown, **observed)
-    states[0].fix(capacity)
+    states[0].to_static(capacity)
     states[0].look_at(k[:, :, :length], v[:, :, :length])
     cache = [torch.nn.functional.pad(x[:, :, :length], (0, 0, 0, capacity - length)) for x in (k, v)]
     return states[0], cache, states[1]
@@ -613,7 +613,7 @@ def test_an_index_of_a_fixed_length_is_one_that_grows(settings, capacity):
     for n in range(40, 70):
         for x, y in zip(cache, (k, v)): x[:, :, n] = y[:, :, n]
         grown.append(k[:, :, n:n + 1], v[:, :, n:n + 1], **before(n, n + 1))
-        fixed.put(*cache, torch.tensor([n]), **before(n, n + 1))
+        fixed.write(*cache, torch.tensor([n]), **before(n, n + 1))
         asks = dict(q_pre_rope=q[:, :, n:n + 1].flip(-1)) if s.before_rope else {}
         want = s.decode(q[:, :, n:n + 1], k[:, :, :n + 1], v[:, :, :n + 1], state=grown, kv_start=start, **asks)
         got = s.decode(q[:, :, n:n + 1], *cache, state=fixed, kv_start=start, kv_end=torch.full((2,), n + 1), **asks)
@@ -624,7 +624,7 @@ def test_an_index_of_a_fixed_length_is_one_that_grows(settings, capacity):
             back, start = torch.tensor([1, 0]), start.flip(0)
             k, v, cache = k[back], v[back], [x[back] for x in cache]
             for state in (fixed, grown): state.pick_rows(back)
-    fixed.free(70, cache[0])
+    fixed.to_dynamic(70, cache[0])
     for state in (fixed, grown): state.append(k[:, :, 70:90], v[:, :, 70:90], **before(70, 90))
     outs = [s.decode(q[:, :, 89:90], k[:, :, :90], v[:, :, :90], state=x, kv_start=start, **asks)
             for x in (fixed, grown)]
@@ -638,12 +638,12 @@ def test_what_has_no_far_key_is_read_whole_while_the_length_is_fixed():
     fixed, cache, grown = fixed_and_grown(s, k, v, start, 40, 64)
     for n in range(40, 60):
         for x, y in zip(cache, (k, v)): x[:, :, n] = y[:, :, n]
-        fixed.put(*cache, torch.tensor([n]))
+        fixed.write(*cache, torch.tensor([n]))
     grown.append(k[:, :, 40:], v[:, :, 40:])
     got = s.decode(q, *cache, state=fixed, kv_start=start, kv_end=end)
     assert_close(got[1:], attention(q[1:], k[1:, :, 25:], v[1:, :, 25:]), 1e-12)
     assert (got[0] - attention(q, k, v)[0]).abs().max() > 1e-3
-    fixed.free(60, cache[0])
+    fixed.to_dynamic(60, cache[0])
     alone = [s.decode(q, k, v, state=x, kv_start=start)[1] for x in (fixed, grown)]
     assert torch.equal(*alone) and torch.equal(fixed.rows[1], grown.rows[1])
 
@@ -652,14 +652,14 @@ def test_what_cannot_be_fixed():
     q, k, v = inputs(keys=3)
     s, none = Saap(**SMALL), Saap(**SMALL).new_state()
     none.append(k[:, :, :1], v[:, :, :1], shown=torch.tensor([[True], [False]]))
-    none.fix(9)
-    assert not none.fixed and len(none) == 1
+    none.to_static(9)
+    assert not none.static and len(none) == 1
     one, cache, _ = fixed_and_grown(s, k[:, :, :1], v[:, :, :1], torch.tensor([0, 0]), 1, 1)
     out = s.decode(q, *cache, state=one, kv_end=torch.tensor([1, 1]))
     assert_close(out, v[:, :, :1].repeat_interleave(3, 1), 1e-12)
     with pytest.raises(ValueError, match="state must be fixed for sinks and a window of 2 and 8, got .2, 9"):
         dataclasses.replace(s, window=8).decode(q, *cache, state=one)
-    with pytest.raises(ValueError, match="capacity must be"): none.fix(0)
+    with pytest.raises(ValueError, match="capacity must be"): none.to_static(0)
 
 def test_copies_go_their_own_way():
     q, k, v = inputs(keys=300)
@@ -782,8 +782,10 @@ STATE = Saap(**SMALL).build(K, v=V)
       for n, least in (("budget", 0), ("sinks", 0), ("window", 1)) for x in (2**31, 2**63, 2**64, 10**30)),
     (lambda: Saap(budget=2**31), ValueError, "budget must be at least 0 and at most 2147483647, got 2147483648"),
     (lambda: saap_decode(Q, K, V, STATE, budget=2**64), ValueError, "budget must be at least 0 and at most 2147483647"),
-    (lambda: Saap(**SMALL).build(K, v=V).fix(2**62), ValueError, "capacity must be at least 60 and at most 2147483647"),
-    (lambda: Saap(**SMALL).build(K, v=V).fix(2**64), ValueError, "capacity must be at least 60 and at most 2147483647"),
+    (lambda: Saap(**SMALL).build(K, v=V).to_static(2**62), ValueError,
+     "capacity must be at least 60 and at most 2147483647"),
+    (lambda: Saap(**SMALL).build(K, v=V).to_static(2**64), ValueError,
+     "capacity must be at least 60 and at most 2147483647"),
     (lambda: saap_decode(Q, K, None, **SMALL), TypeError, "v must be a torch.Tensor, got NoneType"),
     (lambda: Saap(**SMALL).decode(Q, K, None), TypeError, "v must be a torch.Tensor, got NoneType"),
     *((lambda x=x: saap_decode(Q, K, V, k_pre_rope=x, **SMALL), TypeError,

@@ -858,12 +858,12 @@ def test_an_index_of_the_cache_gives_what_a_new_one_gives(scheme, keys):
 
 def test_an_index_of_fixed_length_grows_in_place_and_on():
     state, whole = index_of(k[:, :, :20]), index_of(k)
-    state.fix(30)
+    state.to_static(30)
     held = [x.data_ptr() for x in state.buffers()]
-    for n in range(20, 30): state.put(k, v, torch.tensor([n]))
+    for n in range(20, 30): state.write(k, v, torch.tensor([n]))
     assert len(state) == 30 and held == [x.data_ptr() for x in state.buffers()] and len(held) == 2
-    with pytest.raises(ValueError, match="state must be freed"): state.append(k[:, :, 30:], v[:, :, 30:])
-    state.free(29, k)
+    with pytest.raises(ValueError, match="state must be made dynamic"): state.append(k[:, :, 30:], v[:, :, 30:])
+    state.to_dynamic(29, k)
     state.append(k[:, :, 29:], v[:, :, 29:])
     assert same(state.rows, whole.rows) and same(state.unit, whole.unit) and state.settings() == whole.settings() == {}
     state.reset()

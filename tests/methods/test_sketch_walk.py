@@ -1057,12 +1057,12 @@ def test_a_fixed_state_put_key_by_key_is_one_that_grew(settings):
         for a, b in ((0, 100), (100, 130)): grow(x, a, b)
     k, v = (torch.full((3, 2, 300, 16), math.nan) for _ in range(2))
     k[:, :, :130], v[:, :, :130] = k_[:, :, :130], v_[:, :, :130]
-    fixed.fix(300)
+    fixed.to_static(300)
     places = [x.data_ptr() for x in fixed.buffers()]
-    with pytest.raises(ValueError, match="state must be freed"): grow(fixed, 130, 131)
+    with pytest.raises(ValueError, match="state must be made dynamic"): grow(fixed, 130, 131)
     for n in range(130, 230):
         k[:, :, n], v[:, :, n] = k_[:, :, n], v_[:, :, n]
-        fixed.put(k, v, torch.tensor([n]))
+        fixed.write(k, v, torch.tensor([n]))
         grow(grown, n, n + 1)
         blocks = grown.rows.shape[2]
         assert torch.equal(fixed.rows[:, :, :blocks], grown.rows)
@@ -1073,7 +1073,7 @@ def test_a_fixed_state_put_key_by_key_is_one_that_grew(settings):
         assert torch.equal(ours.budget, stats.budget)
         assert_close(got, want, rtol=1e-6)
     assert [x.data_ptr() for x in fixed.buffers()] == places and len(fixed) == 300
-    fixed.free(230, k)
+    fixed.to_dynamic(230, k)
     def same_bits():
         for name in ("rows", "begin", "tail", "tail_shown"):
             assert torch.equal(getattr(fixed, name), getattr(grown, name)), name
@@ -1100,19 +1100,19 @@ def test_a_fixed_state_of_a_walk_keeps_the_queries_that_no_cache_has(settings):
         blocks = grown.rows.shape[2]
         for one, other in ((fixed, grown), (fixed.asked, grown.asked)):
             assert torch.equal(one.rows[:, :, :blocks], other.rows)
-            if fixed.fixed: continue
+            if fixed.static: continue
             for name in ("rows", "begin", "tail", "tail_shown"):
                 assert torch.equal(getattr(one, name), getattr(other, name)), name
             assert len(one) == len(other)
     for x in (grown, fixed): grow(x, 0, 60)
     k, v = (torch.full((3, 2, 200, 16), math.nan) for _ in range(2))
     k[:, :, :60], v[:, :, :60] = k_[:, :, :60], v_[:, :, :60]
-    fixed.fix(200)
+    fixed.to_static(200)
     places = [x.data_ptr() for x in fixed.buffers()]
     assert len(places) == 5
     for n in range(60, 170):
         k[:, :, n], v[:, :, n] = k_[:, :, n], v_[:, :, n]
-        fixed.put(k, v, torch.tensor([n]), q=q_[:, :, n:n + 1])
+        fixed.write(k, v, torch.tensor([n]), q=q_[:, :, n:n + 1])
         grow(grown, n, n + 1)
         same_bits()
         if n % 9: continue
@@ -1126,11 +1126,11 @@ def test_a_fixed_state_of_a_walk_keeps_the_queries_that_no_cache_has(settings):
             assert torch.equal(ours.budget, stats.budget)
             assert_close(got, want, rtol=1e-6)
     assert [x.data_ptr() for x in fixed.buffers()] == places
-    fixed.free(170, k)
+    fixed.to_dynamic(170, k)
     same_bits()
     for x in (grown, fixed): grow(x, 0, 30)
     same_bits()
     for x in (grown, fixed): x.crop(185)
     same_bits()
-    fixed.fix(300)
-    assert not fixed.fixed and not fixed.asked.fixed and len(fixed) == 185
+    fixed.to_static(300)
+    assert not fixed.static and not fixed.asked.static and len(fixed) == 185

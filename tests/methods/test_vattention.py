@@ -598,14 +598,14 @@ def test_an_index_keeps_the_lengths_of_the_values_where_the_promise_needs_them(p
     state.pick_rows(torch.tensor([1, 1, 0]))
     assert torch.equal(state.lengths, want[[1, 1, 0]])
     state.crop(290)
-    state.fix(310)
-    for i in range(290, 300): state.put(k[[1, 1, 0]], v[[1, 1, 0]], torch.tensor([i]))
+    state.to_static(310)
+    for i in range(290, 300): state.write(k[[1, 1, 0]], v[[1, 1, 0]], torch.tensor([i]))
     assert torch.equal(state.lengths[:, :, :300], want[[1, 1, 0]]) and state.lengths.shape[2] == 310
     assert any(x is state.lengths for x in state.buffers())
-    state.free(299, k[[1, 1, 0]])
+    state.to_dynamic(299, k[[1, 1, 0]])
     assert torch.equal(state.lengths, want[[1, 1, 0], :, :299])
     state.reset()
-    assert state.lengths is None and not state.fixed
+    assert state.lengths is None and not state.static
 
 
 def test_the_lengths_are_counted():

@@ -142,7 +142,7 @@ def guess(s, q, state, scale, q_pre_rope=None):
 def far_of(s, state, *query):
     "`far_range`, as a state of a fixed length can have it. ValueError for one that was fixed for another method."
     begin, last, end = far_range(s, *query)
-    if not state.fixed: return begin, last, end
+    if not state.static: return begin, last, end
     if state.ends != (s.sinks, s.window):
         raise ValueError(f"state must be fixed for sinks and a window of {s.sinks} and {s.window}, got {state.ends}")
     return begin, last if state.waits is None else torch.where(state.waits, begin, last), end
@@ -234,15 +234,15 @@ def lists_of(s, k, v, state, far, masked):
     from sparse_nb.kernels.saap_index import build_index
     old, n = state.kept, k.shape[2]
     fits = old is not None and old.ends == (s.sinks, s.window) and 0 <= n - old.keys < EVERY
-    if fits and masked and (state.older or not state.fixed):
+    if fits and masked and (state.older or not state.static):
         begin, last, _ = far()
         late = last - old.index.built
         fits = bool(((old.index.since == begin) & (late >= 0) & (late < EVERY)).all())
     if fits and state.late > EVERY: fits = k.is_cuda and torch.cuda.is_current_stream_capturing()
     if not fits:
         begin, last, end = far()
-        if not state.fixed: state.place(begin, last, end)
-        again = old.index if state.fixed and old is not None else None
+        if not state.static: state.place(begin, last, end)
+        again = old.index if state.static and old is not None else None
         index = build_index(k, v, state.rows[..., 0], begin, last, state.clusters, again)
         state.kept, state.late = Kept(index, n, (s.sinks, s.window)), 0
     return state.kept.index
@@ -367,7 +367,7 @@ class Partitioned(Predictor):
         "As `Predictor.guesses`: each query by the means of its own far keys."
         found, asked = [], state.asked
         for j, x in enumerate(q.split(1, 2)):
-            if not state.fixed: state.follow(k, None, *far_of(self, state, first, end, j))
+            if not state.static: state.follow(k, None, *far_of(self, state, first, end, j))
             if asked is not None: state.asked = asked[:, :, j:j + 1]
             found.append(self.priorities(x, state, scale=scale))
         return torch.cat(found, 2)

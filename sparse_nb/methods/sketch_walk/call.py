@@ -171,7 +171,7 @@ class BlockLists(Method):
         if self.walk is not None and self.index == "oracle":
             raise ValueError("walk must be None for single queries of an oracle, which keeps no rows, got 'softmax'")
         state = self.state_of(q, k, state, masks)
-        if state.fixed and self.walk is None: state.catch_up(k, k.shape[2] if kv_end is None else kv_end)
+        if state.static and self.walk is None: state.catch_up(k, k.shape[2] if kv_end is None else kv_end)
         with torch.no_grad(): lists, place, first, end = self.query_lists(q, k, state, step, masks, scale, seed)
         slots = max(self.least, math.ceil(lists.shape[-1] * self.density))
         return keys_of(lists, place, first, end, self.block, q, k, slots)
@@ -200,7 +200,7 @@ class BlockLists(Method):
         "Attention of one query a head on a GPU."
         from sparse_nb.kernels import sketch_walk as kernels
         index = state.for_kernels(q.shape[3], masks["kv_end"] is not None)
-        state.followed, state.awaits = state.fixed, False
+        state.followed, state.awaits = state.static, False
         settings = kernels.Settings(self.block, self.density, self.index, self.heads)
         return kernels.decode(q, k, v, index, settings, scale=scale, kv_start=masks["kv_start"],
                               kv_end=masks["kv_end"]).out

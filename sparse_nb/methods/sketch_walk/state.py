@@ -27,27 +27,27 @@ class Queries(BlockState):
         "Are the last queries known, as many as are kept? Not behind a cut."
         return self.tail is not None and self.tail.shape[2] == min(self.count, self.KEPT + self.size)
 
-    def fix(self, capacity):
-        "As `BlockState.fix`."
+    def to_static(self, capacity):
+        "As `BlockState.to_static`."
         last, held = self.count, self.tail.shape[2]
-        super().fix(capacity)
-        if not self.fixed: return
+        super().to_static(capacity)
+        if not self.static: return
         with torch.inference_mode(False): self.ring = self.tail.new_zeros(*self.tail.shape[:2], self.KEPT + self.size,
                                                                           self.tail.shape[3])
         self.ring[:, :, torch.arange(last - held, last, device=self.ring.device) % self.ring.shape[2]] = self.tail
 
-    def put(self, q, _, at):
-        "As `BlockState.put`, of the query number `at` [B, H, 1, D] alone."
+    def write(self, q, _, at):
+        "As `BlockState.write`, of the query number `at` [B, H, 1, D] alone."
         self.ring.index_copy_(2, at % self.ring.shape[2], q)
-        super().put(self.ring, self.ring, at)
+        super().write(self.ring, self.ring, at)
 
     def where(self, ring, i):
         "As `BlockState.where`, in the ring."
         return i % ring.shape[2]
 
-    def free(self, length, k):
-        "As `BlockState.free`."
-        super().free(length, k)
+    def to_dynamic(self, length, k):
+        "As `BlockState.to_dynamic`."
+        super().to_dynamic(length, k)
         last = torch.arange(length - self.tail.shape[2], length, device=self.ring.device) % self.ring.shape[2]
         self.tail, self.ring = self.ring[:, :, last], None
 
@@ -73,20 +73,20 @@ class Asked(BlockState):
         super().extend(k, v, shown=shown)
         if q is not None: self.asked.append(q, q, shown=shown)
 
-    def fix(self, capacity):
-        "As `BlockState.fix`; nothing happens where queries were taken back a moment ago."
-        if self.asked.knows(): super().fix(capacity)
-        if self.fixed: self.asked.fix(capacity)
+    def to_static(self, capacity):
+        "As `BlockState.to_static`; nothing happens where queries were taken back a moment ago."
+        if self.asked.knows(): super().to_static(capacity)
+        if self.static: self.asked.to_static(capacity)
 
-    def put(self, k, v, at, shown=None, q=None):
-        "As `BlockState.put`, of a key and its query."
-        super().put(k, v, at)
-        self.asked.put(q, q, at)
+    def write(self, k, v, at, shown=None, q=None):
+        "As `BlockState.write`, of a key and its query."
+        super().write(k, v, at)
+        self.asked.write(q, q, at)
 
-    def free(self, length, k):
-        "As `BlockState.free`."
-        super().free(length, k)
-        self.asked.free(length, k)
+    def to_dynamic(self, length, k):
+        "As `BlockState.to_dynamic`."
+        super().to_dynamic(length, k)
+        self.asked.to_dynamic(length, k)
 
     def buffers(self):
         "As `BlockState.buffers`."
@@ -115,7 +115,7 @@ class Blocks(BlockState):
     """An index, and on a GPU the same as its kernels read it.
 
     Its length may be fixed. While kernels then answer each key that is put, they alone write the blocks that it
-    completes: a `put` is nothing.
+    completes: a `write` is nothing.
     """
     # packed: `sparse_nb.kernels.sketch_walk.Index`; keys: how many there were at its last step; kernels: can they
     # answer? grown: keys when it was fixed; followed: do they write? awaits: has the last key no answer?
@@ -126,26 +126,26 @@ class Blocks(BlockState):
         self.packed, self.keys = None, 0
         self.kernels, self.grown, self.followed, self.awaits = kernels, 0, False, False
 
-    def fix(self, capacity):
-        """As `BlockState.fix`; where kernels can read it, what they read lies at addresses of its own, too.
+    def to_static(self, capacity):
+        """As `BlockState.to_static`; where kernels can read it, what they read lies at addresses of its own, too.
 
         They are expected to from the first key on, which a graph may be captured at.
         """
         grown = len(self)
-        super().fix(capacity)
-        if not self.fixed: return
+        super().to_static(capacity)
+        if not self.static: return
         self.grown, self.followed, self.awaits = grown, False, False
         if self.packed is None and not (self.kernels and has_kernels(self.tail[:, :, :1])): return
         with torch.inference_mode(False): self.pack_all(self.tail.shape[3], self.rows.shape[2])
         self.followed = self.kernels
 
-    def put(self, k, v, at, shown=None):
-        "As `BlockState.put`; the same block is packed. Nothing where kernels have answered the key before."
+    def write(self, k, v, at, shown=None):
+        "As `BlockState.write`; the same block is packed. Nothing where kernels have answered the key before."
         if self.followed and not self.awaits:
             self.awaits = True
             return
         if self.followed: self.catch_up(k, at)
-        super().put(k, v, at, shown=shown)
+        super().write(k, v, at, shown=shown)
         if self.packed is not None: self.pack_some(self.wide((at - self.begin)[:, None] // self.size))
 
     def catch_up(
@@ -165,9 +165,9 @@ class Blocks(BlockState):
         self.rows.scatter_(2, self.wide(block).expand_as(new), new.to(self.rows.dtype))
         if self.packed is not None: self.pack_some(self.wide(block))
 
-    def free(self, length, k):
-        "As `BlockState.free`; the kernels' index is packed anew when they are asked."
-        super().free(length, k)
+    def to_dynamic(self, length, k):
+        "As `BlockState.to_dynamic`; the kernels' index is packed anew when they are asked."
+        super().to_dynamic(length, k)
         self.packed, self.keys = None, 0
         self.catch_up(k, length)
 
