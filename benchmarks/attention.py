@@ -16,7 +16,7 @@ from sparse_nb.methods.quest import Quest
 from sparse_nb.bench import SHAPES, Protocol, Shape, captured, cold_times, quartiles
 from sparse_nb import TopK
 from sparse_nb.core.index import State
-from sparse_nb.core.predictor import Predictor
+from sparse_nb.core.key_scorer import KeyScorer
 from sparse_nb.core.selection import Selection, weighted_attention
 from sparse_nb.core.streams import fold_in
 from sparse_nb.hash_attention import BITS, PARTS
@@ -127,7 +127,7 @@ METHODS = Quest(DENSITY), DoubleSparsity(DENSITY), Adamas(DENSITY), HashAttentio
 class Asked(NamedTuple):
     "A method, its index of the keys of a case, and what the kernels are told of it."
     case: Case
-    method: Predictor
+    method: KeyScorer
     state: State
     kernels: ModuleType # of the method
     factor: float
@@ -141,7 +141,7 @@ def drawn_networks(case: Case, hidden: int = HIDDEN) -> dict:
     sizes = lambda heads: ((heads, D, hidden), (heads, hidden), (heads, hidden, BITS), (heads, BITS))
     return {part: draw(*size) for part, size in zip(PARTS, sizes(G) + sizes(H))}
 
-def asked(case: Case, method: Predictor) -> Asked:
+def asked(case: Case, method: KeyScorer) -> Asked:
     "The index of its keys."
     state, place, factor = method.new_state(), Place(case.n), case.shape.D**-0.5
     if isinstance(method, HashAttention): state.held = drawn_networks(case)
@@ -175,7 +175,7 @@ def list_error(
     weight: torch.Tensor, # likewise
 ) -> float:
     "How much worse than the best the listed keys are, in standard deviations of a head. Raises `Refused`."
-    guess = x.method.priorities(x.case.q, x.state)[:, :, 0].double()
+    guess = x.method.scores(x.case.q, x.state)[:, :, 0].double()
     if not (weight == 1).all() or (index.diff(dim=-1) <= 0).any(): raise Refused("a list has a hole or no order")
     got, best = guess.gather(-1, index[:, :, 0]).sort(-1).values, guess.topk(index.shape[-1]).values.flip(-1)
     error = float(((got - best).abs().amax(-1) / guess.std(-1)).max())

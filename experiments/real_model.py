@@ -37,7 +37,7 @@ TASKS = "needle", "multikey", "kv", "multivalue:keys=1", "multiquery", "frequent
 @dataclass(frozen=True)
 class Product(Adamas):
     "An idea: the codes of Adamas, and in place of the distance their product with the transformed query in 4 bits."
-    def best_keys(self, *given, **more) -> Selection | None:
+    def topk(self, *given, **more) -> Selection | None:
         "No kernel does this."
         return None
 
@@ -45,7 +45,7 @@ class Product(Adamas):
         "What the codes stand for [B, G, N, size]: -3, -1, 1, 3."
         return 2 * state.codes(size).float() - 3
 
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         "The product for each key."
         x = hadamard(promote(grouped(q, state.rows.shape[1])))
         step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7

@@ -7,7 +7,7 @@ __all__ = ['check_bounds', 'check_budget', 'check_choice', 'check_count', 'check
            'check_level', 'check_mass', 'check_number', 'check_scores', 'check_seed', 'on_cpu_eagerly', 'SoftmaxState',
            'assert_close', 'attention', 'attention_scores', 'attention_weights', 'exponentials', 'from_first_visible',
            'grouped', 'masked_scores', 'merge_states', 'no_autocast', 'partial_attention', 'promote', 'to_device_of',
-           'visible_range', 'CLASSES', 'METHODS', 'BlockState', 'Exact', 'Fitted', 'Method', 'Predictor',
+           'visible_range', 'CLASSES', 'METHODS', 'BlockState', 'Exact', 'Fitted', 'KeyScorer', 'Method',
            'PrefillByDecode', 'PrefillByPattern', 'State', 'Stats', 'Streaming', 'TopK', 'TopP', 'Uniform',
            'check_state', 'method_class', 'stats_of', 'visible_keys', 'weights_id', 'Selection', 'budget_counts',
            'full_attention', 'make_selection', 'select_sinks_window', 'select_topk', 'select_topp', 'select_uniform',
@@ -25,7 +25,7 @@ from .core.block_index import BlockState
 from .core.index import Fitted, State, check_state
 from .core.learnt import weights_id
 from .core.method import Method, Stats, stats_of, visible_keys
-from .core.predictor import Predictor
+from .core.key_scorer import KeyScorer
 from .core.prefill import PrefillByDecode, PrefillByPattern
 from .core.registry import CLASSES, METHODS, method_class
 from .methods.exact import Exact
@@ -43,7 +43,7 @@ _all_ = [
     SoftmaxState, assert_close, attention, attention_scores, attention_weights, exponentials,
     from_first_visible, grouped, masked_scores, merge_states, no_autocast, partial_attention, promote,
     to_device_of, visible_range,
-    CLASSES, METHODS, BlockState, Exact, Fitted, Method, Predictor, PrefillByDecode, PrefillByPattern, State,
+    CLASSES, METHODS, BlockState, Exact, Fitted, KeyScorer, Method, PrefillByDecode, PrefillByPattern, State,
     Stats, Streaming, TopK, TopP, Uniform, check_state, method_class, stats_of, visible_keys, weights_id,
     Selection, budget_counts, full_attention, make_selection, select_sinks_window, select_topk, select_topp,
     select_uniform, take_rows, weighted_attention, weighted_state, window_attention,

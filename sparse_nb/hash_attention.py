@@ -17,7 +17,7 @@ from .core.checks import check_budget, check_count
 from .core.exact import grouped, no_autocast, promote
 from .core.index import State
 from .core.learnt import check_learnt, replaced, stamp_of, weights_id
-from .core.predictor import Predictor
+from .core.key_scorer import KeyScorer
 from .core.selection import Selection, can_list, can_write
 
 # %% ../nbs/61_hash_attention.ipynb #738d5521
@@ -188,7 +188,7 @@ class LearnedBits(State):
 
 # %% ../nbs/61_hash_attention.ipynb #d493c45c
 @dataclass(frozen=True)
-class HashAttention(Predictor):
+class HashAttention(KeyScorer):
     """Equal bits of learned signatures (HashAttention, Desai et al. 2024). Each layer has networks of its own.
 
     Raises TypeError or ValueError for settings that can never work.
@@ -221,18 +221,18 @@ class HashAttention(Predictor):
                              "got None")
         return LearnedBits(self.maps, self.layer)
 
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         "How many of the 32 bits of query and key are equal."
         x = grouped(_halves(state.hash(q, "q")), state.rows.shape[1])
         with no_autocast(q): equal = (x @ _halves(state.rows[..., 0]).transpose(-1, -2) + BITS) / 2
         return equal.reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
-        "As `Predictor.best_keys`."
+    def topk(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
+        "As `KeyScorer.topk`."
         of_q = state.networks(q.device, "q", q.shape[1])
         if of_q[0].shape[:2] != q.shape[1::2] or not can_list(q, len(state)): return None
-        from .kernels.hash_attention import best_keys
-        return Selection(*best_keys(q, state.rows, self.budget, len(state), own=of_q, kv_start=kv_start, kv_end=kv_end,
+        from .kernels.hash_attention import topk
+        return Selection(*topk(q, state.rows, self.budget, len(state), own=of_q, kv_start=kv_start, kv_end=kv_end,
                                     shared=shared))
 
     def index_bytes(self, head_dim):

@@ -14,7 +14,7 @@ import torch
 from .core.checks import check_count, check_flag, check_inputs
 from .core.exact import grouped, no_autocast, promote, visible_range
 from .core.index import State, slots_used
-from .core.predictor import Predictor, check_visible
+from .core.key_scorer import KeyScorer, check_visible
 from .core.selection import Selection, make_selection
 from .core.streams import fold_in, philox
 
@@ -111,7 +111,7 @@ def same_bin(
     return (bin >= 0) & (bin <= own) & (bin >= own - back)
 
 # %% ../nbs/63_lsh.ipynb #326190b5
-class Binned(Predictor):
+class Binned(KeyScorer):
     "What `Reformer` and `KDEformer` share: the bin of a query, sinks and window."
     back = 0 # bins before the query's own, read as well
 
@@ -128,7 +128,7 @@ class Binned(Predictor):
         return torch.stack([same_bin(codes[..., i], asked[..., i], first, end, self.bins, self.back)
                             for i in range(state.rounds)]).any(0)
 
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         "1 for keys in the bin of the query, 0 for others; all keys of the index take a place."
         bound = lambda x: torch.full((len(q), 1, q.shape[2]), x, device=q.device)
         return self.in_bin(q, state, bound(0), bound(len(state))).to(promote(q[:0]).dtype)

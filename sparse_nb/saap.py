@@ -150,7 +150,7 @@ class Saap(Partitioned):
         return cls(probes=probes, sinks=sinks, window=window, router="mlp", rank="printed", tail="drop",
                    partition=partition, dense_layers=1)
 
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         """The rank of a key's cluster for the heads of its group; the lowest of all where it has no far key.
 
         Raises as `check_query`, and ValueError for a state that is behind its keys.

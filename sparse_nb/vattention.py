@@ -23,7 +23,7 @@ from .core.exact import (
     from_first_visible, masked_scores, promote, to_device_of, visible_range)
 from .core.index import with_lengths
 from .core.method import Method, Stats
-from .core.predictor import Predictor
+from .core.key_scorer import KeyScorer
 from .core.selection import (
     COPIED_AT_ONCE, Selection, attend_selected, budget_counts, budget_slots, exponential_terms, has_kernels, take_rows)
 from .core.streams import TICKETS, fold_in, new_seed, philox, query_seeds, tickets
@@ -92,7 +92,7 @@ class VAttention(Method):
     window: int | float = 128      # last visible keys to keep: a count, or a share of them
     topk: int | float = 0.025      # predicted keys to keep between these: a count, or a share of the visible keys
     base: int | float = 0.025      # base sample: a count from 2, or a share of the residual (`BASE_LEAST` or more)
-    predictor: object = "oracle"   # "oracle" (exact scores), or a method with priorities: a `Predictor`
+    predictor: object = "oracle"   # "oracle" (exact scores), or a method that scores keys: a `KeyScorer`
     guarantee: str = "denominator" # whose error is promised: one of `GUARANTEES`
     bound: str = "clt"             # one of `BOUNDS`
     replacement: bool = False      # may a key be drawn twice?
@@ -105,8 +105,8 @@ class VAttention(Method):
         check_level("delta", self.delta)
         for name in "sinks", "window", "topk": check_budget(getattr(self, name), name, 0)
         check_budget(self.base, "base", 2)
-        if self.predictor != "oracle" and not isinstance(self.predictor, Predictor):
-            raise ValueError(f"predictor must be 'oracle' or a method with priorities, got {self.predictor!r}")
+        if self.predictor != "oracle" and not isinstance(self.predictor, KeyScorer):
+            raise ValueError(f"predictor must be 'oracle' or a method that scores keys, got {self.predictor!r}")
         for name, allowed in ("guarantee", GUARANTEES), ("bound", BOUNDS), ("plugin", PLUGINS):
             check_choice(name, getattr(self, name), allowed)
         for name in "replacement", "share": check_flag(name, getattr(self, name))
@@ -125,7 +125,7 @@ class VAttention(Method):
         window: int | float = 128,        # f_l: last visible keys to keep, likewise
         topk: int | float = 0.025,        # f_t: predicted keys to keep, likewise
         base: int | float = 0.025,        # f_b: base sample, a count from 2 or a share of the residual
-        predictor: object = "oracle",     # "oracle", or a method with priorities
+        predictor: object = "oracle",     # "oracle", or a method that scores keys
         guarantee: str = "denominator",   # one of `GUARANTEES`; "output" is Theorem 4.3
     ) -> "VAttention":
         """Algorithms 1 and 2 of vAttention as they are printed, with the settings of the paper's Table 2.
@@ -359,7 +359,7 @@ def _delta_of_draws(s):
 
 # %% ../nbs/20_vattention.ipynb #e1c557dd
 def _index_of(s, q, k, state, kv_start, kv_end, causal=False):
-    "The predictor's index of the keys: `state`, or a new one, as `Predictor.state_for`; None for the oracle."
+    "The predictor's index of the keys: `state`, or a new one, as `KeyScorer.state_for`; None for the oracle."
     if s.predictor != "oracle": return s.predictor.state_for(q, k, state, kv_start, kv_end, causal)
     if state is not None: raise ValueError(f"state must be None with predictor='oracle', got {type(state).__name__}")
 
@@ -557,7 +557,7 @@ def vattention_decode(
     window: int | float = 128,            # last visible keys to keep, likewise
     topk: int | float = 0.025,            # predicted keys to keep between these: a count, or a share of the visible
     base: int | float = 0.025,            # base sample: a count from 2, or a share of the residual, >= `BASE_LEAST`
-    predictor="oracle",                   # "oracle" (exact scores), or a method with priorities: a `Predictor`
+    predictor="oracle",                   # "oracle" (exact scores), or a method that scores keys: a `KeyScorer`
     guarantee: str = "denominator",       # whose error is promised: "denominator", "numerator" or "output"
     bound: str = "clt",                   # "clt"; "hoeffding" or "bernstein" hold for any number of draws, ask for more
     replacement: bool = False,            # may a key be drawn twice?

@@ -449,7 +449,7 @@ def new_marks(q, lists, budget, BS):
 def list_by(
     name: str, # of the operator that stands for the launches where PyTorch compiles
     score,     # launches the scores, as `score` of the methods' modules
-):             # their `best_keys`
+):             # their `topk`
     "The best keys by the scores of a method: its launches, then threshold and list."
     def launched(q, rows, own, factor, budget, place, shared):
         with torch.cuda.device_of(q):
@@ -469,7 +469,7 @@ def list_by(
         new = functools.partial(torch.empty, device=q.device)
         return (new(shape, dtype=torch.int64), new(shape, dtype=torch.float32), new(shape[:3], dtype=torch.int64))
 
-    def best_keys(
+    def topk(
         q: torch.Tensor,                      # queries [B, H, 1, D] on a GPU, D <= 256
         rows: torch.Tensor,                   # the index [B, G, M, ...], or the keys, of the dtype of q
         budget: int | float,                  # keys to list: a count, or a share of the visible keys
@@ -495,4 +495,4 @@ def list_by(
             return op(q, rows, list(own), factor, float(budget), share, keys, unit, begin, kv_start, kv_end, shared)
         place = Place(keys, *contiguous(kv_start, kv_end), begin, unit)
         return launched(q, rows, own, factor, budget, place, shared)
-    return best_keys
+    return topk

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ..core.checks import check_budget
 from ..core.exact import grouped, no_autocast, promote
-from ..core.predictor import Predictor
+from ..core.key_scorer import KeyScorer
 from ..core.selection import Selection, can_list, can_write
 from .centred import Centred, mean_key
 
@@ -80,7 +80,7 @@ class HadamardCodes(Centred):
 
 # %% ../../nbs/library/methods_adamas.ipynb #6d75b7df
 @dataclass(frozen=True)
-class Adamas(Predictor):
+class Adamas(KeyScorer):
     """Manhattan distance of 2-bit Hadamard codes, of the keys less their mean (after Adamas, Yan et al. 2025).
 
     The paper codes the keys as they are; where they have a large constant part, all codes are then alike (`mean_key`).
@@ -95,17 +95,17 @@ class Adamas(Predictor):
         "`HadamardCodes`."
         return HadamardCodes()
 
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         "Minus the distance of the codes, a whole number."
         x = _codes(grouped(q, state.rows.shape[1]))
         rows = state.codes(x.shape[-1]).float()
         with no_autocast(q): return -torch.cdist(x.float(), rows, p=1).reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
-        "As `Predictor.best_keys`."
+    def topk(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
+        "As `KeyScorer.topk`."
         if not can_list(q, len(state)): return None
-        from sparse_nb.kernels.adamas import best_keys
-        return Selection(*best_keys(q, state.rows, self.budget, len(state), factor=CUT, kv_start=kv_start,
+        from sparse_nb.kernels.adamas import topk
+        return Selection(*topk(q, state.rows, self.budget, len(state), factor=CUT, kv_start=kv_start,
                                     kv_end=kv_end, shared=shared))
 
     def index_bytes(self, head_dim):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..core.checks import check_budget, check_count, check_inputs
 from ..core.exact import grouped, no_autocast, promote, to_device_of
-from ..core.predictor import Predictor
+from ..core.key_scorer import KeyScorer
 from ..core.selection import Selection, can_list, can_write
 from .centred import Centred, mean_key
 
@@ -158,7 +158,7 @@ def _check_channels(chosen, channels):
 
 # %% ../../nbs/library/methods_double_sparsity.ipynb #f65d105c
 @dataclass(frozen=True)
-class DoubleSparsity(Predictor):
+class DoubleSparsity(KeyScorer):
     """Scores from a few channels of 4 bits (Double Sparsity, Yang et al. 2024).
 
     Raises TypeError or ValueError for settings that can never work.
@@ -189,22 +189,22 @@ class DoubleSparsity(Predictor):
         return ChannelCodes(self.channels, self.chosen)
 
     def state_for(self, q, k, state, kv_start=None, kv_end=None, causal=False):
-        "As `Predictor.state_for`; of a new index the first query chooses the channels, where none are given."
+        "As `KeyScorer.state_for`; of a new index the first query chooses the channels, where none are given."
         if state is not None: return super().state_for(q, k, state)
         queries = q.shape[2] if causal else 1
         return self.build(to_device_of(k, q), kv_start=kv_start, kv_end=kv_end, queries=queries, q=q[:, :, :1])
 
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         "The part of the score that the kept channels give, less what their means give to all keys alike."
         x = grouped(q, state.fit.shape[1]) * (q.shape[3]**-0.5 if scale is None else scale)
         x = x.gather(-1, state.numbers()[:, :, None].expand(*x.shape[:3], -1))
         with no_autocast(q): return (x @ state.decoded(x.dtype).transpose(-1, -2)).reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
-        "As `Predictor.best_keys`."
+    def topk(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
+        "As `KeyScorer.topk`."
         if not can_list(q, len(state)): return None
-        from sparse_nb.kernels.double_sparsity import best_keys
-        return Selection(*best_keys(q, state.rows, self.budget, len(state), own=(state.fit[:, :, 0],),
+        from sparse_nb.kernels.double_sparsity import topk
+        return Selection(*topk(q, state.rows, self.budget, len(state), own=(state.fit[:, :, 0],),
                                     kv_start=kv_start, kv_end=kv_end, shared=shared,
                                     factor=q.shape[3]**-0.5 if scale is None else scale))
 

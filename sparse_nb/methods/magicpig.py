@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ..core.checks import check_count, check_inputs
 from ..core.exact import grouped, no_autocast, promote, visible_range
 from ..core.index import slots_used
-from ..core.predictor import Predictor, check_visible
+from ..core.key_scorer import KeyScorer, check_visible
 from ..core.selection import Selection, can_list, can_write, make_selection, take_rows
 from ..core.streams import fold_in, philox
 from .centred import Centred, mean_key
@@ -108,7 +108,7 @@ def collided(
 
 # %% ../../nbs/library/methods_magicpig.ipynb #30287c0a
 @dataclass(frozen=True)
-class MagicPIG(Predictor):
+class MagicPIG(KeyScorer):
     """Keys sampled by locality-sensitive hashing, weighted by their chances (after MagicPIG, Chen et al. 2024).
 
     The first and the last keys are read as well. It has no budget: `bits` and `tables` set it. Over the draw of the
@@ -130,7 +130,7 @@ class MagicPIG(Predictor):
         "`HyperplaneBits`."
         return HyperplaneBits(self.bits, self.tables, self.seed)
 
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         "In how many tables query and key agree."
         x = state.hash(grouped(q, state.rows.shape[1])).to(state.rows.dtype)
         hits = torch.zeros(*x.shape[:3], len(state), dtype=promote(q[:0]).dtype, device=q.device)
@@ -146,13 +146,13 @@ class MagicPIG(Predictor):
         check_inputs(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end, scale=scale, seed=seed)
         state = self.state_for(q, k, state, kv_start, kv_end, causal)
         sinks, window = (min(x, k.shape[2]) for x in (self.sinks, self.window))
-        if type(self).priorities is MagicPIG.priorities:  # no other rule has these kernels
+        if type(self).scores is MagicPIG.scores:  # no other rule has these kernels
             found = collided(q, k, state, sinks=sinks, window=window, kv_start=kv_start, kv_end=kv_end)
             if found is not None: return found
         bounds = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_visible(q, k, *bounds)
         first, end = (x[..., None] for x in bounds)
-        i, hits = torch.arange(k.shape[2], device=q.device), self.priorities(q, state)
+        i, hits = torch.arange(k.shape[2], device=q.device), self.scores(q, state)
         taken = (i >= first) & (i < end) & ((hits >= 2) | (i < first + sinks) | (i >= end - window))
         count = taken.sum(-1)
         slots = slots_used(count, state, len(state))

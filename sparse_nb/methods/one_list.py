@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..core.checks import check_budget, check_flag, check_inputs
-from ..core.predictor import Predictor
+from ..core.key_scorer import KeyScorer
 from ..core.selection import Selection
 from .quest import Quest
 
@@ -31,16 +31,16 @@ def _by_lists(s, q, k, v, state, scale, masks):
 
 # %% ../../nbs/library/methods_one_list.ipynb #60a11576
 @dataclass(frozen=True)
-class OneList(Predictor):
+class OneList(KeyScorer):
     """The keys with the largest sums of the guesses of a group's heads, for all of them.
 
     Raises TypeError or ValueError for settings that can never work.
     """
-    guess: Predictor = Quest() # whose guesses are added up; it says how many keys are read
+    guess: KeyScorer = Quest() # whose guesses are added up; it says how many keys are read
 
     def __post_init__(self):
-        if not isinstance(self.guess, Predictor):
-            raise TypeError(f"guess must be a Predictor, got {type(self.guess).__name__}")
+        if not isinstance(self.guess, KeyScorer):
+            raise TypeError(f"guess must be a KeyScorer, got {type(self.guess).__name__}")
         if isinstance(self.guess, OneList): raise ValueError("guess must choose for single heads, got a OneList")
         check_budget(getattr(self.guess, "budget", None), "guess.budget", 0)
 
@@ -65,17 +65,17 @@ class OneList(Predictor):
         "As the predictor's."
         return self.guess.state_for(*given, **more)
 
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         "The sum of the guesses of all heads of a group, for each of them."
-        return _summed(self.guess.priorities(q, state, scale=scale), state.rows.shape[1])
+        return _summed(self.guess.scores(q, state, scale=scale), state.rows.shape[1])
 
     def guesses(self, q, k, state, first, end, *, scale=None):
         "The same of the predictor's."
         return _summed(self.guess.guesses(q, k, state, first, end, scale=scale), k.shape[1])
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
-        "As `Predictor.best_keys`."
-        found = self.guess.best_keys(q, state, scale=scale, kv_start=kv_start, kv_end=kv_end, shared=True)
+    def topk(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
+        "As `KeyScorer.topk`."
+        found = self.guess.topk(q, state, scale=scale, kv_start=kv_start, kv_end=kv_end, shared=True)
         if shared or found is None: return found
         each = q.shape[1] // found.index.shape[1]
         return Selection(*(x.repeat_interleave(each, 1) for x in (found.index, found.weight, found.count)))

@@ -14,7 +14,7 @@ import torch
 from ..core.block_index import BlockState
 from ..core.checks import check_budget, check_count
 from ..core.exact import grouped, no_autocast, promote
-from ..core.predictor import Predictor
+from ..core.key_scorer import KeyScorer
 from ..core.selection import Selection, can_list, can_write
 
 # %% ../../nbs/library/methods_quest.ipynb #a997e3fc
@@ -48,7 +48,7 @@ class Boxes(BlockState):
 
 # %% ../../nbs/library/methods_quest.ipynb #e21c4e1b
 @dataclass(frozen=True)
-class Quest(Predictor):
+class Quest(KeyScorer):
     """Pages of keys by an upper bound of their scores (Quest, Tang et al. 2024).
 
     The paper leaves the first two layers of a model exact: `sparsify(model, decode=Quest(), dense_layers=(0, 1))`. In
@@ -66,7 +66,7 @@ class Quest(Predictor):
         "`Boxes`."
         return Boxes(self.page)
 
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         "The upper bound of the score over the key's page; -inf in a page without a shown key."
         low, high = promote(state.rows).unbind(3)
         none = (low > high).any(-1)
@@ -75,11 +75,11 @@ class Quest(Predictor):
         with no_autocast(q): bound = x.clamp(min=0) @ high + x.clamp(max=0) @ low
         return state.to_keys(bound.masked_fill(none[:, :, None], -math.inf)).reshape(*q.shape[:3], -1)
 
-    def best_keys(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
-        "As `Predictor.best_keys`."
+    def topk(self, q, state, *, scale=None, kv_start=None, kv_end=None, shared=False):
+        "As `KeyScorer.topk`."
         if not can_list(q, len(state)): return None
-        from sparse_nb.kernels.quest import best_keys
-        return Selection(*best_keys(q, state.rows, self.budget, len(state), unit=self.page, begin=state.begin,
+        from sparse_nb.kernels.quest import topk
+        return Selection(*topk(q, state.rows, self.budget, len(state), unit=self.page, begin=state.begin,
                                     kv_start=kv_start, kv_end=kv_end, shared=shared,
                                     factor=q.shape[3]**-0.5 if scale is None else scale))
 

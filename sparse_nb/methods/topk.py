@@ -32,8 +32,8 @@ class TopK(PrefillByDecode, Method):
         check_inputs(q, k, causal=causal, scale=scale, seed=seed, **masks)
         if k.device != q.device or not can_list(q, k.shape[2]):
             return select_topk(q, k, budget=self.budget, causal=causal, **masks)
-        from sparse_nb.kernels.topk import best_keys
-        return Selection(*best_keys(q, k, self.budget, k.shape[2], **masks))
+        from sparse_nb.kernels.topk import topk
+        return Selection(*topk(q, k, self.budget, k.shape[2], **masks))
 
 # %% ../../nbs/library/methods_topk.ipynb #25ab8dbb
 @dataclass(frozen=True)

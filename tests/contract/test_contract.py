@@ -14,7 +14,7 @@ from sparse_nb.methods.double_sparsity import DoubleSparsity
 from sparse_nb.methods.one_list import OneList
 from sparse_nb.methods.quest import Quest
 from sparse_nb.compose import Then
-from sparse_nb.core.predictor import Predictor
+from sparse_nb.core.key_scorer import KeyScorer
 from sparse_nb.core.registry import CLASSES, METHODS, method_class
 from sparse_nb.core.streams import head_seeds
 from sparse_nb.delta import Delta
@@ -276,7 +276,7 @@ def test_what_is_read_is_what_the_statistics_say(name, kept):
     assert (stats.budget >= stats.values_read).all()
     if EVERY[name].scores_all: assert torch.equal(stats.keys_scored, visible.expand(2, 4, 5))
     assert (stats.density.mean() < 1) == (name != "exact")
-    if isinstance(EVERY[name], Predictor) and not isinstance(EVERY[name], Saap):  # which reads some of its lists
+    if isinstance(EVERY[name], KeyScorer) and not isinstance(EVERY[name], Saap):  # which reads some of its lists
         index = torch.as_tensor(stats.index_bytes).double()
         assert_close(index, visible.expand(2, 4, 5) * EVERY[name].index_bytes(128))
 

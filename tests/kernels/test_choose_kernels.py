@@ -443,7 +443,7 @@ def test_signatures_are_counted(R, shared, ragged):
         patch.setattr(hash_attention, "hash_maps", lambda *_: networks(G * R, G, D))
         own = state.hash(q, "q").view(B, G, R)[:, :, 0]
         for b in range(B): state.rows[b, :, first[b]], state.rows[b, :, end[b] - 1] = own[b, :, None], ~own[b, :, None]
-        want = METHODS["hash"](0.2, 0).priorities(q, state)[:, :, 0].unflatten(1, (lists, -1)).sum(2).to(torch.int16)
+        want = METHODS["hash"](0.2, 0).scores(q, state)[:, :, 0].unflatten(1, (lists, -1)).sum(2).to(torch.int16)
     kernels, own, factor = asked_by("hash", None, G * R, G, D)
     place, most = Place(N, masks.get("kv_start"), masks.get("kv_end")), 32 * R if shared else 32
     def told():
@@ -483,7 +483,7 @@ def test_one_list_for_a_group(name, R, D, ragged):
             assert torch.equal(got.isinf(), want.isinf())
             real = ~want.isinf()
             assert ((got - want)[real].abs() <= 2**-20 * size[real]).all()
-    index, weight, used = kernels.best_keys(q, rows, 0.2, N, own=tuple(own), factor=factor, unit=unit,
+    index, weight, used = kernels.topk(q, rows, 0.2, N, own=tuple(own), factor=factor, unit=unit,
                                             begin=place.begin, shared=True, **masks)
     scores, known = kernels.score(q, rows, own, factor, 0.2, place, shared=True)
     again = launch_list(scores, 0.2, place, after=True, known=known)
@@ -547,8 +547,8 @@ def test_a_group_reads_its_list_once(name, ragged, monkeypatch):
 
 
 @pytest.mark.parametrize("guess, error, message", [
-    (TopK(0.1), TypeError, "guess must be a Predictor, got TopK"),
-    (None, TypeError, "guess must be a Predictor, got None"),
+    (TopK(0.1), TypeError, "guess must be a KeyScorer, got TopK"),
+    (None, TypeError, "guess must be a KeyScorer, got None"),
     (OneList(), ValueError, "guess must choose for single heads, got a OneList")])
 def test_bad_guess(guess, error, message):
     with pytest.raises(error, match=message): OneList(guess)
@@ -790,9 +790,9 @@ def test_bits_of_new_keys(bits, tables, D, dtype):
 
 
 def test_collisions_by_other_rules_have_no_kernels():
-    "A subclass with priorities of its own, and weights of which a gradient is wanted."
+    "A subclass with scores of its own, and weights of which a gradient is wanted."
     class Rare(MagicPIG):
-        def priorities(self, q, state, **more): return 2. * (super().priorities(q, state, **more) >= 5)
+        def scores(self, q, state, **more): return 2. * (super().scores(q, state, **more) >= 5)
     q, k, _ = problem(1, 2, 2, 100, 16, FP32)
     with served_by(True, q, k) as patch:
         patch.setattr(selection, "has_kernels", lambda q: pytest.fail("asked for kernels"))
@@ -927,12 +927,12 @@ def test_the_index_has_the_promised_bytes(dtype):
 
 
 def test_another_rule_has_no_kernels():
-    "A subclass with priorities of its own is not served by those of its base."
-    from sparse_nb.core.predictor import ChosenByKernels
+    "A subclass with scores of its own is not served by those of its base."
+    from sparse_nb.core.key_scorer import ChosenByKernels
     class Backwards(Quest):
-        def priorities(self, q, state, *, scale=None): return -super().priorities(q, state, scale=scale)
+        def scores(self, q, state, *, scale=None): return -super().scores(q, state, scale=scale)
     class Renamed(Quest): pass
-    assert Backwards.best_keys is ChosenByKernels.best_keys and Renamed.best_keys is Quest.best_keys
+    assert Backwards.topk is ChosenByKernels.topk and Renamed.topk is Quest.topk
 
 
 @pytest.mark.parametrize("call, error, message", [
@@ -942,10 +942,10 @@ def test_another_rule_has_no_kernels():
 def test_refused(call, error, message):
     pytest.importorskip("triton")
     if not (INTERPRETED or GPU) and error is ValueError: pytest.skip("the device is refused first")
-    from sparse_nb.kernels.adamas import best_keys
+    from sparse_nb.kernels.adamas import topk
     rows = torch.zeros(1, 2, 10, 4, dtype=torch.int32)
     with pytest.raises(error, match=message):
-        best_keys(call["q"].to(DEVICE), rows.to(DEVICE), 0.1, call.get("keys", 10))
+        topk(call["q"].to(DEVICE), rows.to(DEVICE), 0.1, call.get("keys", 10))
 
 
 def served(name, N=2000, **more):

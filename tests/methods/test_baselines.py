@@ -44,7 +44,7 @@ def inputs(seed=0, batch=2, heads=6, groups=2, queries=3, keys=40, size=16, dtyp
                  for h, n in ((heads, queries), (groups, keys), (groups, keys)))
 
 def guess(method, q, k):
-    "The priorities of one head, by the definition: q [Q, D], all keys k [N, D] of its group"
+    "The scores of one head, by the definition: q [Q, D], all keys k [N, D] of its group"
     if isinstance(method, Quest):
         pages = [k[a:a + method.page] for a in range(0, len(k), method.page)]
         return torch.stack([torch.cat([torch.maximum(row * p.amin(0), row * p.amax(0)).sum().expand(len(p))
@@ -73,7 +73,7 @@ def labels(method, k, group):
     return chosen, (k[:, chosen] / step).round().clamp(-7, 7) * step
 
 def brute(method, q, k, b, h, groups):
-    "The priorities of head h of sequence b"
+    "The scores of head h of sequence b"
     g = h // (q.shape[1] // groups)
     if isinstance(method, HashAttention): return equal_bits(method, q[b, h], k[b, g], h, g)
     if not isinstance(method, DoubleSparsity): return guess(method, q[b, h], k[b, g])
@@ -82,10 +82,10 @@ def brute(method, q, k, b, h, groups):
 
 @pytest.mark.parametrize("method", PREDICTORS, **NAMES)
 @pytest.mark.parametrize("size", [16, 24])
-def test_priorities_are_their_definition(method, size):
+def test_scores_are_their_definition(method, size):
     q, k, v = inputs(size=size)
     if isinstance(method, HashAttention): method = dataclasses.replace(method, maps=random_maps(size))
-    got = method.priorities(q, method.build(k))
+    got = method.scores(q, method.build(k))
     assert got.shape == (2, 6, 3, 40) and got.dtype in (torch.float32, torch.float64)
     for b in range(2):
         for h in range(6): assert_close(got[b, h], brute(method, q, k, b, h, 2), 1e-12)
@@ -103,7 +103,7 @@ def test_selection_is_the_best_of_the_visible_keys(method, causal):
             seen = method.new_state()  # by this query: what was learnt, and the keys up to its own
             if isinstance(seen, Fitted): seen.fit = state.fit
             seen.append(k[:, :, :end], v[:, :, :end])
-            found = method.priorities(q, seen)
+            found = method.scores(q, seen)
             count = method.budget if isinstance(method.budget, int) else math.ceil(method.budget * (end - first) - 1e-9)
             for h in range(6):
                 order = sorted(range(first, end), key=lambda j: (-float(found[b, h, i, j]), j))[:count]
@@ -170,13 +170,13 @@ def test_a_count_means_all_where_there_are_fewer(method):
 def test_the_bound_of_a_page_holds(page, kind):
     q, k, v = inputs(keys=50)
     k = {"normal": k, "positive": k.abs(), "negative": -k.abs(), "zero": k * 0}[kind]
-    bound = Quest(page=page).priorities(q, Quest(page=page).build(k))
+    bound = Quest(page=page).scores(q, Quest(page=page).build(k))
     assert (bound - attention_scores(q, k)).min() >= -1e-12
     if page == 1: assert_close(bound, attention_scores(q, k), 1e-12) if kind != "zero" else None
 
 def test_quest_reads_whole_pages_and_cuts_the_last():
     q, k, v = inputs(keys=64, queries=1)
-    method, bound = Quest(27, page=8), Quest(page=8).priorities(q, Quest(page=8).build(k))[:, :, 0, ::8]
+    method, bound = Quest(27, page=8), Quest(page=8).scores(q, Quest(page=8).build(k))[:, :, 0, ::8]
     kept = method.select(q, k).dense(64).unflatten(-1, (8, 8))[:, :, 0]
     for b in range(2):
         for h in range(6):
@@ -296,7 +296,7 @@ def test_a_state_is_a_fresh_one_after_any_changes(method, ops):
         low, high = (want.rows[:, :, :, i] for i in (0, 1))
         assert (state.rows.shape == want.rows.shape and (state.rows[:, :, :, 0] <= low).all()
                 and (state.rows[:, :, :, 1] >= high).all())
-        assert (method.priorities(q, state) >= attention_scores(q, keys) - 1e-5).all()
+        assert (method.scores(q, state) >= attention_scores(q, keys) - 1e-5).all()
 
 @pytest.mark.parametrize("page", [3, 16, 40])
 def test_pages_are_exact_after_cuts_of_up_to_64_keys(page):
@@ -363,7 +363,7 @@ def test_a_page_without_a_shown_key_has_no_bound():
     shown[1, 8:16] = False
     state = Quest(page=8).new_state()
     state.append(k, k, shown=shown)
-    bound = Quest(page=8).priorities(q, state)
+    bound = Quest(page=8).scores(q, state)
     assert (bound[1, ..., 8:16] == -math.inf).all()
     assert bound[0].isfinite().all() and bound[1, ..., 16:].isfinite().all()
 
@@ -433,7 +433,7 @@ def test_weights_are_one_over_the_chance_and_no_key_counts_twice():
     assert_close(state.fit, centre, 1e-12)
     chance = inclusion_probability(F.cosine_similarity(q[..., None, :], (k - centre[:, :, None])
                                                        .repeat_interleave(3, 1)[:, :, None], dim=-1), 2, 6)
-    hits = method.priorities(q, state)
+    hits = method.scores(q, state)
     for b in range(2):
         for i in range(3):
             first, end = [0, 10][b], 60 - 2 + i
@@ -484,9 +484,9 @@ def test_random_hyperplanes_are_networks_of_this_kind():
     q, method = k[:, :, :1], HashAttention(maps=random_maps(16, 1, 1, planes=True), layer=0)
     state = method.build(k)
     drawn = torch.randn(16, 32, generator=torch.Generator().manual_seed(5)).half().double()
-    assert torch.equal(method.priorities(q, state)[0, 0, 0].double(),
+    assert torch.equal(method.scores(q, state)[0, 0, 0].double(),
                        ((q @ drawn > 0) == (k @ drawn > 0)).sum(-1)[0, 0].double())
-    assert method.priorities(q, state)[0, 0, 0, 0] == 32
+    assert method.scores(q, state)[0, 0, 0, 0] == 32
 
 def test_networks_are_loaded_once_and_copies_are_cheap():
     assert (hash_maps("pocket", 2)["k_w1"] is hash_maps("pocket", 2)["k_w1"] and hash_maps("pocket", 2)["k_w1"].shape
@@ -586,7 +586,7 @@ def test_training_finds_planted_signs(tmp_path):
         total += int(right.sum())
         for name, maps in (("trained", str(path)), ("drawn", random_maps(32, 1, 1, planes=True))):
             method = HashAttention(maps=maps, layer=0)
-            rank = method.priorities(q[None], method.build(k[None]))[0, 0].sort(dim=-1, descending=True,
+            rank = method.scores(q[None], method.build(k[None]))[0, 0].sort(dim=-1, descending=True,
                                                                                 stable=True).indices.argsort(-1)
             hits[name] = hits.get(name, 0) + int((right & (rank < right.sum(1, keepdim=True))).sum())
     assert len(losses) == 250 and sum(losses[-20:]) < 0.7 * sum(losses[:20])
@@ -685,7 +685,7 @@ def test_train_hash_makes_a_file_for_every_layer(tmp_path):
 
 def test_the_base_is_no_method():
     assert {"Quest", "DoubleSparsity", "Adamas", "HashAttention", "MagicPIG"} <= CLASSES.keys()
-    with pytest.raises(ValueError, match="method must be one of"): Method.from_json('{"method": "Predictor"}')
+    with pytest.raises(ValueError, match="method must be one of"): Method.from_json('{"method": "KeyScorer"}')
 
 Q, K, V = inputs(dtype=torch.float32)
 POCKET = inputs(dtype=torch.float32, size=64)

@@ -119,7 +119,7 @@ def test_a_state_that_grew_is_a_new_one(method):
     for a, b in ((0, 3), (3, 30), (30, 40)): state.append(k[:, :, a:b], v[:, :, a:b])
     whole = method.build(k)
     assert torch.equal(state.rows, whole.rows) and state.rows.dtype == torch.int32
-    assert torch.equal(method.priorities(q, state), method.priorities(q, whole))
+    assert torch.equal(method.scores(q, state), method.scores(q, whole))
     state.crop(25)
     state.pick_rows(torch.tensor([1, 1]))
     state.append(k[[1, 1]][:, :, 25:], v[[1, 1]][:, :, 25:])

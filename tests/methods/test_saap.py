@@ -345,7 +345,7 @@ def test_the_guess_is_held_where_keys_are_alike():
         state = s.build(k)
         read = s.select(q, k, state=state).dense(200)[0, :, 0] > 0
         left = unread_of(q, k, read).mean()
-        rank = s.priorities(q, state)[0, 0, 0].masked_fill(~read[0], math.inf)
+        rank = s.scores(q, state)[0, 0, 0].masked_fill(~read[0], math.inf)
         rank[:1] = rank[-5:] = math.inf
         less = read.clone()
         less[:, int((rank == rank.min()).nonzero()[0, 0])] = False
@@ -684,11 +684,11 @@ def test_centroids_made_before():
     state.append(k[:1], v[:1])
     assert_close(saap_decode(q[:1], k[:1], v[:1], state, **how), want[:1], 1e-12)
 
-def test_priorities_order_keys_as_the_ranks_of_their_clusters():
+def test_scores_order_keys_as_the_ranks_of_their_clusters():
     q, k, v = inputs()
     for s in (Saap(budget=10, **SMALL), Saap(budget=10, router="centroid", rank="mass", **SMALL)):
         state = s.build(k)
-        found, dense = s.priorities(q, state), s.select(q, k, state=state).dense(60)
+        found, dense = s.scores(q, state), s.select(q, k, state=state).dense(60)
         assert found.shape == (2, 6, 1, 60) and found.isfinite().all()
         read = (dense > 0)[..., 2:-9]
         best = found[..., 2:-9].masked_fill(read, -math.inf).amax(-1)
@@ -756,7 +756,7 @@ STATE = Saap(**SMALL).build(K, v=V)
      "state must hold as many keys as k, 9, got 60"),
     (lambda: Saap(**SMALL).decode(Q, K, V, state=3), TypeError, "state must be Partition or None, got int"),
     (lambda: Saap(**SMALL, before_rope=True).decode(Q, K, V), ValueError, "k_pre_rope must be the keys before RoPE"),
-    (lambda: Saap(**SMALL).priorities(Q, Saap(**SMALL).new_state()), ValueError, "state must be fresh"),
+    (lambda: Saap(**SMALL).scores(Q, Saap(**SMALL).new_state()), ValueError, "state must be fresh"),
     (lambda: saap_decode(Q, K, V, 3), TypeError, "partition must be a str, got int"),
     (lambda: saap_decode(Q, K, V, torch.zeros(2, 5)), ValueError, r"partition must have shape \[G, C, D\], got"),
     (lambda: saap_decode(Q, K, V, torch.zeros(3, 5, 16)), ValueError,
@@ -824,9 +824,9 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: Saap(**SMALL).build(K, v=3), TypeError, "v must be a torch.Tensor, got int"),
     (lambda: Saap(**SMALL).build(K, v=V[..., :8]), ValueError, r"v must have the shape of k, \[2, 2, 60, 16\], got"),
     (lambda: Saap(**SMALL).state_for(3, K, None), TypeError, "q must be a torch.Tensor, got int"),
-    *((lambda x=x: Saap(**SMALL).priorities(Q, x), TypeError, f"state must be Partition, got {type(x).__name__}")
+    *((lambda x=x: Saap(**SMALL).scores(Q, x), TypeError, f"state must be Partition, got {type(x).__name__}")
       for x in (3, K, None)),
-    *((lambda x=x: Saap(**SMALL).priorities(x, STATE), error, f"q must {message}") for x, error, message in (
+    *((lambda x=x: Saap(**SMALL).scores(x, STATE), error, f"q must {message}") for x, error, message in (
         (3, TypeError, "be a torch.Tensor, got int"), (Q.long(), TypeError, "be float16, .* got torch.int64"),
         (Q[0], ValueError, r"have shape \[B, H, Q, D\] .* got \[6, 1, 16\]"),
         (Q[:1], ValueError, r"have shape \[B, H, Q, D\] for 2 sequences, 2 heads of keys and size 16, got \[1, 6"),

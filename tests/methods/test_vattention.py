@@ -28,7 +28,7 @@ from sparse_nb.methods.quest import Quest
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb import vattention
 from sparse_nb.core.bounds import bernstein_radius, kl_bound, output_levels, spread_bound
-from sparse_nb.core.predictor import Predictor
+from sparse_nb.core.key_scorer import KeyScorer
 from sparse_nb.saap import Saap
 from sparse_nb.tuning import search
 from sparse_nb.vattention import (
@@ -50,10 +50,10 @@ class Norms(State):
     def features(self, k, v): return k.sum(-1)
 
 
-class Guess(Predictor):
+class Guess(KeyScorer):
     "A predictor that looks at one number of each key."
     def new_state(self): return Norms()
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         return (q.sum(-1)[..., None] * state.rows.repeat_interleave(q.shape[1] // state.rows.shape[1],
                                                                     1)[:, :, None]).float()
     def index_bytes(self, head_dim): return 2.0
@@ -83,8 +83,8 @@ BAD = [(lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got l
        (lambda: decode(topk="5%"), TypeError, "topk must be an int (keys) or a float (share of the keys), got str"),
        (lambda: decode(base=1), ValueError, "base must be at least 2, got 1"),
        (lambda: decode(predictor="quest"), ValueError,
-        "predictor must be 'oracle' or a method with priorities, got 'quest'"),
-       (lambda: decode(predictor=TopK()), ValueError, "predictor must be 'oracle' or a method with priorities"),
+        "predictor must be 'oracle' or a method that scores keys, got 'quest'"),
+       (lambda: decode(predictor=TopK()), ValueError, "predictor must be 'oracle' or a method that scores keys"),
        (lambda: decode(guarantee="all"), ValueError,
         "guarantee must be one of denominator, numerator, output, got 'all'"),
        (lambda: decode(bound="chernoff"), ValueError, "bound must be one of clt, hoeffding, bernstein, got 'chernoff'"),

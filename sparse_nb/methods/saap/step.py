@@ -22,7 +22,7 @@ from ...core.exact import to_device_of, visible_range
 from ...core.index import EVERY, slots_used
 from ...core.learnt import weights_id
 from ...core.method import stats_of, visible_keys
-from ...core.predictor import Predictor
+from ...core.key_scorer import KeyScorer
 from ..exact import Exact
 from ...core.selection import Selection, budget_counts, has_kernels, take_rows
 from .partition import (
@@ -294,10 +294,10 @@ def run(s, q, k, v, state, masks, scale, return_stats, q_pre_rope=None, backend=
     return out, stats_of(visible_keys(q, k, **masks), read, index_bytes=far)
 
 # %% ../../../nbs/library/methods_saap_step.ipynb #9434688f
-class Partitioned(Predictor):
+class Partitioned(KeyScorer):
     """Base of `Saap`, which has the settings: makes its index, and is served.
 
-    Subclasses define `step`, what one query reads and gets, and `priorities`.
+    Subclasses define `step`, what one query reads and gets, and `scores`.
     """
     def new_state(self):
         "`Partition`. ValueError for a file's partition where no layer is known, and for what the file lacks."
@@ -353,23 +353,23 @@ class Partitioned(Predictor):
         return 2
 
     def state_for(self, q, k, state, kv_start=None, kv_end=None, causal=False, v=None):
-        "As `Predictor.state_for`, brought up to date for the `priorities` of the first query."
+        "As `KeyScorer.state_for`, brought up to date for the `scores` of the first query."
         state = indexed(self, q, k, v, state)
         bounds = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
         state.follow(k, v, *far_of(self, state, *bounds, 0))
         return state
 
     def build(self, k, *, kv_start=None, kv_end=None, v=None):
-        "The index of all keys at once, ready for `priorities`. Raises as `State.append`."
+        "The index of all keys at once, ready for `scores`. Raises as `State.append`."
         return self.state_for(k, k, None, kv_start, kv_end, v=v)
 
     def guesses(self, q, k, state, first, end, *, scale=None):
-        "As `Predictor.guesses`: each query by the means of its own far keys."
+        "As `KeyScorer.guesses`: each query by the means of its own far keys."
         found, asked = [], state.asked
         for j, x in enumerate(q.split(1, 2)):
             if not state.static: state.follow(k, None, *far_of(self, state, first, end, j))
             if asked is not None: state.asked = asked[:, :, j:j + 1]
-            found.append(self.priorities(x, state, scale=scale))
+            found.append(self.scores(x, state, scale=scale))
         return torch.cat(found, 2)
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None,
