@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPARE', 'StatefulLayer', 'StatefulDynamicLayer', 'FixingLayer', 'StatefulStaticLayer', 'places_of', 'observed_for',
-           'keep_places', 'layer_of', 'observed_one_more', 'refresh_indexes', 'PreallocatedLayer',
-           'StatefulPreallocatedLayer', 'preallocate', 'keep_state', 'OffloadedLayer', 'StatefulOffloadedLayer',
-           'offload', 'fork_cache']
+           'keep_places', 'layer_of', 'observed_one_more', 'PreallocatedLayer', 'StatefulPreallocatedLayer',
+           'preallocate', 'keep_state', 'OffloadedLayer', 'StatefulOffloadedLayer', 'offload', 'fork_cache']
 
 # %% ../../nbs/73_cache.ipynb #6226aad4
 import copy
@@ -14,8 +13,6 @@ import weakref
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
-
-from ..core.index import EVERY
 
 # %% ../../nbs/73_cache.ipynb #e0e3c6bb
 def _copied(layer, memo, **changed):
@@ -239,18 +236,6 @@ def observed_one_more(
 ):
     "Say so on the device, for all layers at once."
     if layers: torch._foreach_copy_([x.observed for x in layers], [newest + 1] * len(layers))
-
-def refresh_indexes(
-    cache, # of transformers, or None
-):
-    """After a step that may have been played back: what ages in states of a fixed length is made anew, when it is time.
-
-    That is after every `EVERY` steps since they were fixed, whichever answers these were of.
-    """
-    fixed = [x for x in getattr(cache, "layers", ()) if getattr(x, "observed", None) is not None]
-    for x in fixed[:1]: x.steps += 1
-    if not fixed or fixed[0].steps % EVERY: return
-    for x in fixed: x.state.refresh(x.keys, x.values, x.observed)
 
 # %% ../../nbs/73_cache.ipynb #7c0de006
 SPARE = 512 # places for keys to come in a new room, at least

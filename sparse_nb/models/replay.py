@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['stops', 'GRAPHLESS', 'places_of', 'weights_of', 'captured', 'pool_in', 'captured_quickly', 'GraphedStep', 'Stops',
-           'on_a_gpu', 'renewing', 'Replay', 'replayed', 'CapturedLayer']
+           'on_a_gpu', 'refresh_indexes', 'renewing', 'Replay', 'replayed', 'CapturedLayer']
 
 # %% ../../nbs/78_replay.ipynb #e1a0c004
 import gc
@@ -20,7 +20,8 @@ from transformers import CompileConfig
 from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import DeferredStopCheck
 
-from .cache import StatefulStaticLayer, refresh_indexes
+from ..core.index import EVERY
+from .cache import StatefulStaticLayer
 from .override import CACHE_NAMES, cache_of
 
 # %% ../../nbs/78_replay.ipynb #e1a0c008
@@ -153,6 +154,18 @@ stops = Stops()
 GRAPHLESS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"} # modes of `torch.compile`
 
 def on_a_gpu(model): return model.device.type == "cuda"
+
+def refresh_indexes(
+    cache, # of transformers, or None
+):
+    """After a step that may have been played back: what ages in states of a fixed length is made anew, when it is time.
+
+    That is after every `EVERY` steps since they were fixed, whichever answers these were of.
+    """
+    fixed = [x for x in getattr(cache, "layers", ()) if getattr(x, "observed", None) is not None]
+    for x in fixed[:1]: x.steps += 1
+    if not fixed or fixed[0].steps % EVERY: return
+    for x in fixed: x.state.refresh(x.keys, x.values, x.observed)
 
 def renewing(
     step: Callable, # of a token, of a model

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from sparse_nb.attention import TopK
 from sparse_nb.methods.quest import Quest
 from sparse_nb.hf import sparsify
-from sparse_nb.models import cache as cache_room, replay
+from sparse_nb.models import replay
 from sparse_nb.models.replay import places_of, replayed, weights_of
 from sparse_nb.methods.saap.state import Partition
 from sparse_nb.saap import Saap
@@ -65,7 +65,7 @@ def test_an_index_is_asked_to_refresh_what_ages(llama, played, monkeypatch):
     answer that goes on from its cache counts on."""
     forget(llama)
     told = []
-    monkeypatch.setattr(cache_room, "EVERY", 3)
+    monkeypatch.setattr(replay, "EVERY", 3)
     monkeypatch.setattr(
         Partition, "refresh", lambda self, k, v, known: told.append((int(known), k.shape[2], v.shape[2])))
     n, layers = IDS.shape[1], llama.config.num_hidden_layers - 1
