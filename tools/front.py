@@ -167,8 +167,7 @@ def title(path):
 
 CHAPTERS = {  # page -> what one learns there
     "nbs/01_why_a_token_is_slow.ipynb": "bytes",
-    "nbs/04_exact.ipynb": "softmax in pieces",
-    "nbs/06_selection.ipynb": "a few weighted keys",
+    "nbs/02_softmax_in_pieces.ipynb": "merging, and a few weighted keys",
     "nbs/02_pocket.ipynb": "for experiments",
     "nbs/04_santa.ipynb": "drawn values",
     "nbs/08_bounds.ipynb": "error bounds",
@@ -187,7 +186,7 @@ CHAPTERS = {  # page -> what one learns there
 
 
 SHARED = {  # page -> methods that it explains beside others; every other method has a page of its own
-    "nbs/06_selection.ipynb": ("exact", "streaming", "topk", "topp", "uniform"),
+    "nbs/02_softmax_in_pieces.ipynb": ("exact", "streaming", "topk", "topp", "uniform"),
     "nbs/60_baselines.ipynb": ("quest", "double_sparsity", "adamas", "magicpig", "one_list"),
     "nbs/62_patterns.ipynb": ("vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", "random_blocks"),
 }
