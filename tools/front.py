@@ -178,7 +178,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/30_delta.ipynb": "corrected prompts",
     "nbs/50_sketch_walk.ipynb": "blocks of keys",
     "nbs/62_patterns.ipynb": "MInference, FlexPrefill, HiP",
-    "kernels/santa.ipynb": "Triton",
+    "nbs/13_a_kernel_in_four_steps.ipynb": "Triton",
     "nbs/80_bench.ipynb": "honest comparisons",
     "nbs/70_hf.ipynb": "transformers",
     "nbs/86_two_models.ipynb": "a verdict",
