@@ -167,7 +167,7 @@ def title(path):
 
 CHAPTERS = {  # page -> what one learns there
     "nbs/01_why_a_token_is_slow.ipynb": "bytes",
-    "nbs/02_softmax_in_pieces.ipynb": "merging, and a few weighted keys",
+    "nbs/02_softmax_in_pieces.ipynb": "merging, weights",
     "nbs/03_a_model_to_try.ipynb": "tasks, bytes, intervals",
     "nbs/04_santa.ipynb": "drawn values",
     "nbs/08_bounds.ipynb": "error bounds",
