@@ -174,7 +174,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/20_vattention.ipynb": "an (eps, delta) guarantee",
     "nbs/60_baselines.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",
     "nbs/08_saap.ipynb": "clusters of keys",
-    "nbs/64_eviction.ipynb": "H2O, SnapKV",
+    "nbs/09_eviction.ipynb": "H2O, SnapKV",
     "nbs/30_delta.ipynb": "corrected prompts",
     "nbs/50_sketch_walk.ipynb": "blocks of keys",
     "nbs/62_patterns.ipynb": "MInference, FlexPrefill, HiP",
@@ -188,6 +188,7 @@ CHAPTERS = {  # page -> what one learns there
 SHARED = {  # page -> methods that it explains beside others; every other method has a page of its own
     "nbs/02_softmax_in_pieces.ipynb": ("exact", "streaming", "topk", "topp", "uniform"),
     "nbs/60_baselines.ipynb": ("quest", "double_sparsity", "adamas", "magicpig", "one_list"),
+    "nbs/09_eviction.ipynb": ("h2o", "snapkv"),
     "nbs/62_patterns.ipynb": ("vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", "random_blocks"),
 }
 
