@@ -177,7 +177,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/09_eviction.ipynb": "H2O, SnapKV",
     "nbs/30_delta.ipynb": "corrected prompts",
     "nbs/50_sketch_walk.ipynb": "blocks of keys",
-    "nbs/62_patterns.ipynb": "MInference, FlexPrefill, HiP",
+    "nbs/12_patterns.ipynb": "MInference, FlexPrefill, HiP",
     "nbs/13_a_kernel_in_four_steps.ipynb": "Triton",
     "nbs/80_bench.ipynb": "honest comparisons",
     "nbs/70_hf.ipynb": "transformers",
@@ -189,7 +189,7 @@ SHARED = {  # page -> methods that it explains beside others; every other method
     "nbs/02_softmax_in_pieces.ipynb": ("exact", "streaming", "topk", "topp", "uniform"),
     "nbs/60_baselines.ipynb": ("quest", "double_sparsity", "adamas", "magicpig", "one_list"),
     "nbs/09_eviction.ipynb": ("h2o", "snapkv"),
-    "nbs/62_patterns.ipynb": ("vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", "random_blocks"),
+    "nbs/12_patterns.ipynb": ("vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", "random_blocks"),
 }
 
 
