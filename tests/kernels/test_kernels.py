@@ -37,6 +37,7 @@ from sparse_nb.attention import (Selection, SoftmaxState, masked_scores, assert_
                                  visible_range, weighted_attention, weighted_state)
 from sparse_nb import vattention
 from sparse_nb.core import bounds
+from sparse_nb.core.selection import exponential_terms, take_rows
 from sparse_nb.bench import captured
 from sparse_nb.kernels import gather, host
 from sparse_nb.kernels.common import compiled_usage, merge_kernel
@@ -44,6 +45,8 @@ from sparse_nb.kernels import santa as kernels
 from sparse_nb.kernels import vattention as steps
 from sparse_nb.kernels.santa import SCHEMES, decode, put_codes
 from sparse_nb.methods.quest import Quest
+from sparse_nb.methods.vattention.facts import chance_of_facts, delta_of_draws
+from sparse_nb.methods.vattention.order import cauchy_schwarz, longest_of
 from benchmarks.recorder import run_record
 from sparse_nb.santa import largest_remainder, santa_decode, select_santa
 from sparse_nb.santa_keys import Int8Keys, quantise
@@ -1084,7 +1087,7 @@ def test_vattention_keeps_draws_and_attends(dtype, D, R, rtol, layout, ragged, s
     # the budgets, from the same base sample
     index, parts, n_s = base_sample(found, kept, H)
     used = parts[0] | parts[1] | parts[2]
-    e, shift = vattention.exponential_terms(visible.q.double(), visible.k.double(), index, used, None)
+    e, shift = exponential_terms(visible.q.double(), visible.k.double(), index, used, None)
     facts = vattention.residual_facts(e[..., None], *parts, n_s, (e * (parts[1] | parts[2])).amax(-1), "upper", "clt",
                                       s.delta / 10, False)
     deviation, size, asked, unit = found.facts[:, :, None].double().unbind(-1)
@@ -1138,10 +1141,10 @@ def test_vattention_promises_about_vectors(dtype, D, R, bound, plugin, guarantee
     p.v.add_(3)  # a numerator that is long beside its error
     visible = Problem(p.q, *(torch.where(x.isnan(), 0, x) for x in (p.k, p.v)))
     H, L, (first, end) = G * R, G if share else G * R, visible_range(p.q, p.k, **p.masks)
-    longest = vattention._longest(visible.v.float().norm(dim=-1), p.q, first, end)
-    top = vattention._cauchy_schwarz(visible.q, visible.k, first, end, D**-0.5)
+    longest = longest_of(visible.v.float().norm(dim=-1), p.q, first, end)
+    top = cauchy_schwarz(visible.q, visible.k, first, end, D**-0.5)
     given = dict(lengths=p.v.float().norm(dim=-1), ceiling=(top / math.log(2)).float()[..., 0] if wide else None)
-    if guarantee == "output": given["levels"] = bounds.output_levels(vattention._delta_of_draws(s), DEVICE)
+    if guarantee == "output": given["levels"] = bounds.output_levels(delta_of_draws(s), DEVICE)
     codes, maps = random_codes(2, G, N), networks(H, D, 48)
     found = poisoned(lambda: steps.decode(p.q, p.k, p.v, vattention.kernel_settings(s), lists=L, codes=codes, maps=maps,
                                           seed=5, **given, **p.masks))
@@ -1153,10 +1156,10 @@ def test_vattention_promises_about_vectors(dtype, D, R, bound, plugin, guarantee
         2e-3))
     index, parts, n_s = base_sample(found, kept, H)
     used = parts[0] | parts[1] | parts[2]
-    e, shift = vattention.exponential_terms(visible.q.double(), visible.k.double(), index, used, None)
+    e, shift = exponential_terms(visible.q.double(), visible.k.double(), index, used, None)
     reach = torch.exp(top - shift) if wide else (e * (parts[1] | parts[2])).amax(-1)
-    rows = e[..., None] * vattention.take_rows(visible.v, index).double().masked_fill(~used[..., None], 0)
-    how = plugin, bound, vattention._chance_of_facts(s)
+    rows = e[..., None] * take_rows(visible.v, index).double().masked_fill(~used[..., None], 0)
+    how = plugin, bound, chance_of_facts(s)
     below = vattention.residual_facts(e[..., None], *parts, n_s, reach, *how, False)
     above = vattention.residual_facts(rows, *parts, n_s, reach * longest, *how, True)
     rest = found.rest.repeat_interleave(H // L, 1)[:, :, None]
