@@ -171,7 +171,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/03_a_model_to_try.ipynb": "tasks, bytes, intervals",
     "nbs/04_santa.ipynb": "drawn values",
     "nbs/08_bounds.ipynb": "error bounds",
-    "nbs/20_vattention.ipynb": "an (eps, delta) guarantee",
+    "nbs/06_vattention.ipynb": "an (eps, delta) guarantee",
     "nbs/60_baselines.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",
     "nbs/08_saap.ipynb": "clusters of keys",
     "nbs/09_eviction.ipynb": "H2O, SnapKV",
