@@ -23,7 +23,7 @@ from .core.checks import (
 from .core.exact import promote, visible_range
 from .core.index import with_lengths
 from .core.method import Method, Stats
-from .core.predictor import Predictor
+from .core.key_scorer import KeyScorer
 from .core.selection import COPIED_AT_ONCE, Selection, attend_selected, has_kernels
 from .core.streams import new_seed, query_seeds
 from sparse_nb.methods.vattention.facts import (
@@ -131,7 +131,7 @@ class VAttention(Method):
     window: int | float = 128      # last visible keys to keep: a count, or a share of them
     topk: int | float = 0.025      # predicted keys to keep between these: a count, or a share of the visible keys
     base: int | float = 0.025      # base sample: a count from 2, or a share of the residual (`BASE_LEAST` or more)
-    predictor: object = "oracle"   # "oracle" (exact scores), or a method with priorities: a `Predictor`
+    predictor: object = "oracle"   # "oracle" (exact scores), or a method that scores keys: a `KeyScorer`
     guarantee: str = "denominator" # whose error is promised: one of `GUARANTEES`
     bound: str = "clt"             # one of `BOUNDS`
     replacement: bool = False      # may a key be drawn twice?
@@ -144,8 +144,8 @@ class VAttention(Method):
         check_level("delta", self.delta)
         for name in "sinks", "window", "topk": check_budget(getattr(self, name), name, 0)
         check_budget(self.base, "base", 2)
-        if self.predictor != "oracle" and not isinstance(self.predictor, Predictor):
-            raise ValueError(f"predictor must be 'oracle' or a method with priorities, got {self.predictor!r}")
+        if self.predictor != "oracle" and not isinstance(self.predictor, KeyScorer):
+            raise ValueError(f"predictor must be 'oracle' or a method that scores keys, got {self.predictor!r}")
         for name, allowed in ("guarantee", GUARANTEES), ("bound", BOUNDS), ("plugin", PLUGINS):
             check_choice(name, getattr(self, name), allowed)
         for name in "replacement", "share": check_flag(name, getattr(self, name))
@@ -164,7 +164,7 @@ class VAttention(Method):
         window: int | float = 128,        # f_l: last visible keys to keep, likewise
         topk: int | float = 0.025,        # f_t: predicted keys to keep, likewise
         base: int | float = 0.025,        # f_b: base sample, a count from 2 or a share of the residual
-        predictor: object = "oracle",     # "oracle", or a method with priorities
+        predictor: object = "oracle",     # "oracle", or a method that scores keys
         guarantee: str = "denominator",   # one of `GUARANTEES`; "output" is Theorem 4.3
     ) -> "VAttention":
         """Algorithms 1 and 2 of vAttention as they are printed, with the settings of the paper's Table 2.
@@ -203,10 +203,10 @@ class VAttention(Method):
         return select_and_promise(q, k, None, self, state, seed=seed, scale=scale, **masks)[0]
 
     def decode(self, q, k, v, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, return_stats=False,
-               backend="auto", state=None, q_before=None):
-        "`vattention_decode` with these settings; `q_before` is heard by a `state` that asks for queries before RoPE."
+               backend="auto", state=None, q_pre_rope=None):
+        "`vattention_decode` with these settings; `q_pre_rope` is for a `state` that needs queries before RoPE."
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
-        if q_before is not None: state.asked = q_before
+        if q_pre_rope is not None: state.asked = q_pre_rope
         return _decode(self, q, k, v, masks, seed, scale, return_stats, backend, state)
 
 # %% ../nbs/06_vattention.ipynb #69459c06
@@ -241,7 +241,7 @@ def vattention_decode(
     window: int | float = 128,            # last visible keys to keep, likewise
     topk: int | float = 0.025,            # predicted keys to keep between these: a count, or a share of the visible
     base: int | float = 0.025,            # base sample: a count from 2, or a share of the residual, >= `BASE_LEAST`
-    predictor="oracle",                   # "oracle" (exact scores), or a method with priorities: a `Predictor`
+    predictor="oracle",                   # "oracle" (exact scores), or a method that scores keys: a `KeyScorer`
     guarantee: str = "denominator",       # whose error is promised: "denominator", "numerator" or "output"
     bound: str = "clt",                   # "clt"; "hoeffding" or "bernstein" hold for any number of draws, ask for more
     replacement: bool = False,            # may a key be drawn twice?

@@ -29,7 +29,7 @@ from sparse_nb.methods.quest import Quest
 from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
 from sparse_nb import vattention
 from sparse_nb.core.bounds import bernstein_radius, kl_bound, output_levels, spread_bound
-from sparse_nb.core.predictor import Predictor
+from sparse_nb.core.key_scorer import KeyScorer
 from sparse_nb.methods.vattention import facts, order
 from sparse_nb.saap import Saap
 from sparse_nb.tuning import search
@@ -52,10 +52,10 @@ class Norms(State):
     def features(self, k, v): return k.sum(-1)
 
 
-class Guess(Predictor):
+class Guess(KeyScorer):
     "A predictor that looks at one number of each key."
     def new_state(self): return Norms()
-    def priorities(self, q, state, *, scale=None):
+    def scores(self, q, state, *, scale=None):
         return (q.sum(-1)[..., None] * state.rows.repeat_interleave(q.shape[1] // state.rows.shape[1],
                                                                     1)[:, :, None]).float()
     def index_bytes(self, head_dim): return 2.0
@@ -85,8 +85,8 @@ BAD = [(lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got l
        (lambda: decode(topk="5%"), TypeError, "topk must be an int (keys) or a float (share of the keys), got str"),
        (lambda: decode(base=1), ValueError, "base must be at least 2, got 1"),
        (lambda: decode(predictor="quest"), ValueError,
-        "predictor must be 'oracle' or a method with priorities, got 'quest'"),
-       (lambda: decode(predictor=TopK()), ValueError, "predictor must be 'oracle' or a method with priorities"),
+        "predictor must be 'oracle' or a method that scores keys, got 'quest'"),
+       (lambda: decode(predictor=TopK()), ValueError, "predictor must be 'oracle' or a method that scores keys"),
        (lambda: decode(guarantee="all"), ValueError,
         "guarantee must be one of denominator, numerator, output, got 'all'"),
        (lambda: decode(bound="chernoff"), ValueError, "bound must be one of clt, hoeffding, bernstein, got 'chernoff'"),
@@ -600,14 +600,14 @@ def test_an_index_keeps_the_lengths_of_the_values_where_the_promise_needs_them(p
     state.pick_rows(torch.tensor([1, 1, 0]))
     assert torch.equal(state.lengths, want[[1, 1, 0]])
     state.crop(290)
-    state.fix(310)
-    for i in range(290, 300): state.put(k[[1, 1, 0]], v[[1, 1, 0]], torch.tensor([i]))
+    state.to_static(310)
+    for i in range(290, 300): state.write(k[[1, 1, 0]], v[[1, 1, 0]], torch.tensor([i]))
     assert torch.equal(state.lengths[:, :, :300], want[[1, 1, 0]]) and state.lengths.shape[2] == 310
     assert any(x is state.lengths for x in state.buffers())
-    state.free(299, k[[1, 1, 0]])
+    state.to_dynamic(299, k[[1, 1, 0]])
     assert torch.equal(state.lengths, want[[1, 1, 0], :, :299])
     state.reset()
-    assert state.lengths is None and not state.fixed
+    assert state.lengths is None and not state.static
 
 
 def test_the_lengths_are_counted():

@@ -121,7 +121,7 @@ def _split_places(place, kept, base):
     return place < a, (place >= a) & (place < b), (place >= b) & (place < c)
 
 def index_of(s, q, k, state, kv_start, kv_end, causal=False):
-    "The predictor's index of the keys: `state`, or a new one, as `Predictor.state_for`; None for the oracle."
+    "The predictor's index of the keys: `state`, or a new one, as `KeyScorer.state_for`; None for the oracle."
     if s.predictor != "oracle": return s.predictor.state_for(q, k, state, kv_start, kv_end, causal)
     if state is not None: raise ValueError(f"state must be None with predictor='oracle', got {type(state).__name__}")
 
