@@ -170,7 +170,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/02_softmax_in_pieces.ipynb": "merging, weights",
     "nbs/03_a_model_to_try.ipynb": "tasks, bytes, intervals",
     "nbs/04_santa.ipynb": "drawn values",
-    "nbs/08_bounds.ipynb": "error bounds",
+    "nbs/05_how_many_draws.ipynb": "error bounds",
     "nbs/06_vattention.ipynb": "an (eps, delta) guarantee",
     "nbs/60_baselines.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",
     "nbs/08_saap.ipynb": "clusters of keys",
