@@ -16,8 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
-    LOG2E, Plans, by_engine, compiled_usage, contiguous, device_limits, dot, launch_limits, layout_of, load_queries,
-    load_tile, refusal, relaunch, running_softmax, visible)
+    LOG2E, PageTable, Plans, by_engine, cache_of, compiled_usage, contiguous, device_limits, dot, launch_limits,
+    layout_of, load_queries, load_tile, refusal, relaunch, running_softmax, visible)
 
 # %% ../../kernels/exact.ipynb #8e07b3f4
 @triton.jit
@@ -78,11 +78,11 @@ def _fold(b_q, b_k, b_v, seen, m, l, acc, scale, FLIP: tl.constexpr):
 
 # %% ../../kernels/exact.ipynb #7696ca54
 @triton.jit
-def _read_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, m_ptr, l_ptr, o_ptr, start_ptr, len_ptr, sinks, window,
-                 scale, q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, B, N, P, S, R, D: tl.constexpr,
-                 BR: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BB: tl.constexpr,
-                 RUNS: tl.constexpr, SHARE: tl.constexpr, FLIP: tl.constexpr, STAGES: tl.constexpr,
-                 PDL: tl.constexpr):
+def _read_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, m_ptr, l_ptr, o_ptr, table_ptr, start_ptr, len_ptr, sinks,
+                 window, scale, q_b, q_h, q_m, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, t_b, B, N, P, S, R,
+                 PAGE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+                 BD: tl.constexpr, BB: tl.constexpr, RUNS: tl.constexpr, SHARE: tl.constexpr, FLIP: tl.constexpr,
+                 STAGES: tl.constexpr, PDL: tl.constexpr):
     if PDL: gdc_launch_dependents()
     i_p, i_g = tl.program_id(0), tl.program_id(1)                     # share of the tiles, key/value head
     o_r, o_n, o_s, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BS), tl.arange(0, BD)
@@ -104,13 +104,17 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, m_ptr, l_ptr, o_ptr, start
         m, l = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32)
         acc = tl.zeros([BD, BR] if FLIP else [BR, BD], tl.float32)
         for i_n in tl.range(first, first + tl.where(n < BN, n, 0), BS, num_stages=1):   # less than a tile
-            b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BS, BD, True)
-            b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BS, BD, True)
+            b_k = load_tile(k_ptr, None, i_b, i_g, i_n, k_b, k_g, k_n, k_d, first, first + n, D, BS, BD, True,
+                            table_ptr, t_b, PAGE)
+            b_v = load_tile(v_ptr, None, i_b, i_g, i_n, v_b, v_g, v_n, v_d, first, first + n, D, BS, BD, True,
+                            table_ptr, t_b, PAGE)
             m, l, acc = _fold(b_q, b_k, b_v, i_n + o_s < first + n, m, l, acc, scale, FLIP)
         for t in tl.range(t_0, tl.where(n < BN, t_0, t_1), num_stages=STAGES):
             i_n = first + tl.minimum(t * BN, n - BN)                  # the last tile begins early
-            b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False)
-            b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False)
+            b_k = load_tile(k_ptr, k_desc, i_b, i_g, i_n, k_b, k_g, k_n, k_d, 0, 0, D, BN, BD, False,
+                            table_ptr, t_b, PAGE)
+            b_v = load_tile(v_ptr, v_desc, i_b, i_g, i_n, v_b, v_g, v_n, v_d, 0, 0, D, BN, BD, False,
+                            table_ptr, t_b, PAGE)
             m, l, acc = _fold(b_q, b_k, b_v, i_n + o_n >= first + t * BN, m, l, acc, scale, FLIP)
         i_o = i_h.to(tl.int64) * S + i_p + i_r                        # no other share and run has this place
         tl.store(m_ptr + i_o, m, mask=m_r)
@@ -170,20 +174,22 @@ def tile_settings(
 # %% ../../kernels/exact.ipynb #78171a8f
 _plans = Plans()
 
-def _sizes(q, k, v, sinks, window, tiles, engine):
+def _sizes(q, k, v, table, sinks, window, tiles, engine):
     "What both launches take beside tensors and the scale"
-    (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
+    (B, H, _, D), G, (N, (_, t_b, page)) = q.shape, k.shape[1], cache_of(k, table)
     BD, engine = max(16, triton.next_power_of_2(D)), by_engine(q, k, v) if engine is None else engine
+    engine = engine and not page
     tiles = tile_settings(BD, q.element_size(), engine) if tiles is None else tiles
     BN, warps, stages, programs, columns, registers = tiles
+    if page: stages = 2 * stages - 1                                  # a look-up before each tile
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     *runs, RUNS, SHARE = _as_runs(sinks, window, N)
     most = triton.cdiv(N, BN) + RUNS - 1                              # tiles of a sequence
     P = max(1, min(programs * sms // G, B * most))                    # shares of the tiles of a key/value head
     S, BC = P + B * RUNS - 1, triton.next_power_of_2(min(P, most) + RUNS - 1)
     BB, BR, BW = triton.next_power_of_2(B * RUNS), max(columns or 16, triton.next_power_of_2(H // G)), min(BD, 32)
-    read = (*q.stride(), *k.stride(), *v.stride(), B, N, P, S, H // G,
-            D, BR, BN, 16, BD, BB, RUNS, SHARE, columns > 0, stages, PDL)
+    read = (*q.stride(), *k.stride(), *v.stride(), t_b, B, N, P, S, H // G,
+            page, D, BR, BN, 16, BD, BB, RUNS, SHARE, columns > 0, stages, PDL)
     merge = H * D, D, 1, B, N, P, S, H, D, BN, BC, min(BC, 64), BW, BB, RUNS, SHARE, PDL
     return ([1, 1, BN, BD] if engine else None, runs, S, ((P, G, 1), read, launch_limits(warps, registers)),
             ((B * H, triton.cdiv(D, BW), 1), merge, dict(num_warps=4) | (dict(launch_pdl=True) if PDL else {})))
@@ -192,20 +198,21 @@ def launch(
     q, k, v, scale, kv_start, kv_end, # as for `attend_all`
     tiles: Tiles | None = None,       # in place of `tile_settings`
     engine: bool | None = None,       # does the copy engine bring the tiles? None: where it can
-    sinks=0, window=None,             # as for `attend_all`
+    sinks=0, window=None, table=None, # as for `attend_all`
 ) -> torch.Tensor:                    # [B, H, 1, D] in the dtype of q
     "Launch both kernels."
-    places, D = contiguous(kv_start, kv_end), q.shape[3]
-    given = sinks, type(window), window, tiles, engine
-    (block, runs, S, read, merge), made = _plans.get(
-        (q.device, layout_of(q, k, v, *places), given), lambda: _sizes(q, k, v, sinks, window, tiles, engine))
+    N, (numbers, *_) = cache_of(k, table)
+    places, D = contiguous(kv_start, kv_end if table is None else table.lengths), q.shape[3]
+    given = N, sinks, type(window), window, tiles, engine
+    (block, runs, S, read, merge), made = _plans.get((q.device, layout_of(q, k, v, numbers, *places), given),
+                                                     lambda: _sizes(q, k, v, table, sinks, window, tiles, engine))
     descriptors = [TensorDescriptor(x, list(x.shape), list(x.stride()), block) if block else None for x in (k, v)]
     m, l = torch.empty(2, q.shape[1], S, dtype=torch.float32, device=q.device)
     o = torch.empty(q.shape[1], S, D, dtype=torch.float32, device=q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scale = (D**-0.5 if scale is None else scale) * LOG2E
     for name, kernel, (grid, sizes, limits), tensors in (
-            ("read", _read_kernel, read, (q, k, v, *descriptors, m, l, o, *places, *runs, scale)),
+            ("read", _read_kernel, read, (q, k, v, *descriptors, m, l, o, numbers, *places, *runs, scale)),
             ("merge", _merge_kernel, merge, (m, l, o, out, *places, *runs))):
         relaunch(made, name, kernel, grid, *tensors, *sizes, **limits)
     return out
@@ -223,7 +230,7 @@ def _(q, k, v, scale, kv_start, kv_end, sinks=0, window=None):
 
 def attend_all(
     q: torch.Tensor,                      # queries [B, H, 1, D] on a GPU, D <= 256
-    k: torch.Tensor,                      # keys [B, G, N, D], any strides; N may be the capacity of a buffer
+    k: torch.Tensor,                      # keys [B, G, N, D], any strides; N may be the capacity of a buffer; or pages
     v: torch.Tensor,                      # values [B, G, N, D], likewise
     *,
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
@@ -231,18 +238,22 @@ def attend_all(
     kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B], read when the kernels run
     sinks: int = 0,                       # valid keys to read from the beginning
     window: int | float | None = None,    # and from the end: a count >= 1, or a share in (0, 1] of them; None: all
+    table: PageTable | None = None,       # of a cache in pages: k and v are [P, G, page, D], and it says their ends
 ) -> torch.Tensor:                        # [B, H, 1, D] in the dtype of q
     """Exact attention of one query a head to its valid keys, or to the first and the last of them.
 
     The kernels behind `sparse_nb.core.selection.full_attention` and `window_attention`, which check the arguments.
     Other rows are not read. A head whose scores are all -inf, or hold NaN or +inf, gives NaN, and so does a sequence
-    without a valid key. Raises TypeError or ValueError for a dtype, size or device without a kernel.
+    without a valid key. Raises TypeError or ValueError for a dtype, size or device without a kernel, and for pages that
+    do not fit.
     """
     if error := refusal(q): raise error
     for name, x in (("k", k), ("v", v)):
         if x.device != q.device: raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    if table is not None: table.check(q, k, v, kv_end)
     if torch.compiler.is_compiling(): return _op(q, k, v, scale, kv_start, kv_end, sinks, window)
-    with torch.cuda.device_of(q): return launch(q, k, v, scale, kv_start, kv_end, sinks=sinks, window=window)
+    with torch.cuda.device_of(q):
+        return launch(q, k, v, scale, kv_start, kv_end, sinks=sinks, window=window, table=table)
 
 # %% ../../kernels/exact.ipynb #1db4e481
 def resource_usage(

@@ -1,0 +1,141 @@
+"""A cache in pages: every kernel that decodes gives, bit by bit, what it gives for the same keys side by side, in both
+orders of heads and keys, for pages of 16 to 256 keys, ragged lengths, pages in any order and pages that sequences
+share. What is in no sequence is NaN, and the numbers behind a sequence's last page lead there.
+
+On the CPU in Triton's interpreter, in a process of its own, and on a GPU.
+"""
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from inputs import DEVICE, kernel, poisoned
+
+pytest.importorskip("triton")
+from sparse_nb.kernels import exact
+from sparse_nb.kernels.common import PageTable
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LENGTHS = 150, 1, 97, 64
+
+# how pages [P, G, page, C] lie in memory: heads side by side for each key, or keys for each head
+LAYOUTS = {"NHD": lambda P, G, page, C, new: new(P, page, G, C).transpose(1, 2), "HND": lambda P, G, page, C, new:
+           new(P, G, page, C)}
+
+
+class Cache(NamedTuple):
+    "The same keys and values side by side and in pages."
+    q: torch.Tensor
+    k: torch.Tensor          # [B, G, N, D]; NaN behind the last key of a sequence
+    v: torch.Tensor
+    lengths: torch.Tensor    # [B], int32
+    pages_k: torch.Tensor    # [P, G, page, D]
+    pages_v: torch.Tensor
+    table: PageTable
+    places: list             # (page, sequence, first key) of the pages with keys
+    layout: str
+
+    def cut(self, x, empty=math.nan):
+        "Rows of an index [B, G, N, ...], in pages."
+        P, G, page, _ = self.pages_k.shape
+        out = LAYOUTS[self.layout](P, G, page, x[0, 0, 0].numel(), lambda *size: x.new_full(size, empty))
+        out = out.unflatten(3, x.shape[3:]) if x.ndim > 4 else out
+        for at, b, first in self.places:
+            part = x[b, :, first:first + page]
+            out[at, :, :part.shape[1]] = part if x.ndim > 3 else part[..., None]
+        return out if x.ndim > 3 else out[..., 0]
+
+
+def cache(page=16, layout="NHD", dtype=FP32, *, lengths=LENGTHS, G=2, R=2, D=32, share=1, seed=0):
+    "Gaussian numbers; the first `share` pages are those of the longest sequence wherever a sequence has them whole."
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    new = lambda *size: torch.randn(*size, device=DEVICE, generator=generator).to(dtype)
+    B, N = len(lengths), max(lengths)
+    q, k, v = new(B, G * R, 1, D), new(B, G, N, D), new(B, G, N, D)
+    columns = -(-N // page) + 1
+    total = B * columns + 3
+    order = torch.randperm(total, device=DEVICE, generator=generator).tolist()
+    nothing = order.pop()                                  # a page of NaN, where all that is not used leads
+    numbers = torch.full((B, columns + 2), nothing, dtype=torch.int32, device=DEVICE)[:, :columns]
+    both = LAYOUTS[layout](total, G, page, 2 * D, lambda *size: torch.full(size, math.nan, dtype=dtype, device=DEVICE))
+    pages_k, pages_v = both[..., :D], both[..., D:]        # side by side, as in an engine
+    longest, places = max(range(B), key=lambda b: lengths[b]), []
+    for b in [longest, *(b for b in range(B) if b != longest)]:
+        for i in range(-(-lengths[b] // page)):
+            of = slice(i * page, min((i + 1) * page, lengths[b]))
+            if i < share and of.stop == (i + 1) * page and b != longest:
+                k[b, :, of], v[b, :, of] = k[longest, :, of], v[longest, :, of]
+                numbers[b, i] = numbers[longest, i]
+                continue
+            numbers[b, i] = at = order.pop()
+            places.append((at, b, i * page))
+            pages_k[at, :, :of.stop - of.start], pages_v[at, :, :of.stop - of.start] = k[b, :, of], v[b, :, of]
+        k[b, :, lengths[b]:] = v[b, :, lengths[b]:] = math.nan
+    ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return Cache(q, k, v, ends, pages_k, pages_v, PageTable(numbers, ends, N), places, layout)
+
+
+def same(got, want):
+    "Equal bit by bit, and numbers."
+    got, want = ((x,) if isinstance(x, torch.Tensor) else tuple(x) for x in (got, want))
+    assert len(got) == len(want)
+    for x, y in zip(got, want):
+        assert not y.isnan().any() and torch.equal(x, y)
+
+
+CASES = [(16, "NHD", FP32), (16, "HND", BF16), (64, "NHD", BF16), (32, "HND", FP32), (256, "NHD", FP16)]
+cases = pytest.mark.parametrize("page, layout, dtype", CASES, ids=lambda x: str(x))
+
+
+# exact attention
+
+@kernel
+@cases
+def test_exact(page, layout, dtype):
+    x = cache(page, layout, dtype)
+    want = exact.launch(x.q, x.k, x.v, None, None, x.lengths, engine=False)
+    same(poisoned(lambda: exact.attend_all(x.q, x.pages_k, x.pages_v, table=x.table)), want)
+
+
+@kernel
+def test_exact_sinks_and_window():
+    x = cache(32, share=2)
+    for sinks, window in ((3, 40), (20, 0.3)):
+        want = exact.attend_all(x.q, x.k, x.v, kv_end=x.lengths, sinks=sinks, window=window)
+        same(exact.attend_all(x.q, x.pages_k, x.pages_v, table=x.table, sinks=sinks, window=window), want)
+
+
+@kernel
+def test_exact_from_a_first_key():
+    x, start = cache(), torch.tensor([20, 0, 96, 17], device=DEVICE)
+    want = exact.attend_all(x.q, x.k, x.v, kv_start=start, kv_end=x.lengths)
+    same(exact.attend_all(x.q, x.pages_k, x.pages_v, kv_start=start, table=x.table), want)
+
+
+# what is refused
+
+@kernel
+@pytest.mark.parametrize("change, said", [
+    (dict(numbers=lambda x: x.table.numbers.long()), "numbers must be int32, got torch.int64"),
+    (dict(numbers=lambda x: x.table.numbers[0]), r"numbers must be \[B, pages\], got \[11\]"),
+    (dict(numbers=lambda x: x.table.numbers.T.contiguous().T), "numbers must lie side by side, got a last stride of 4"),
+    (dict(lengths=lambda x: x.lengths[:3]), "lengths must be of 4 sequences, got 3"),
+    (dict(lengths=lambda x: x.lengths.tolist()), "lengths must be a tensor, got list"),
+    (dict(keys=lambda x: 0), "keys must be at least 1, got 0"),
+    (dict(keys=lambda x: 150.0), "keys must be an int, got float"),
+    (dict(keys=lambda x: 177), "table must have pages of 16 for 177 keys, got 11"),
+    (dict(kv_end=lambda x: x.lengths), "kv_end must be None with a page table"),
+    (dict(q=lambda x: x.q[:3]), "table must be of the 3 sequences of q, got 4"),
+    (dict(q=lambda x: x.q[:, :3]), "k must have heads of 32, and as many as divide 3, got 2 of 32"),
+    (dict(v=lambda x: x.pages_v[1:]), r"v must have the shape of k, \[47, 2, 16, 32\], got \[46, 2, 16, 32\]"),
+    (dict(k=lambda x: x.pages_k[:, :, :8]), "a power of two of at least 16 keys, got 8"),
+    (dict(k=lambda x: x.pages_k.flatten(0, 1), v=lambda x: x.pages_v), "k must be pages"),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_refused(change, said):
+    x = cache()
+    call = dict(q=x.q, k=x.pages_k, v=x.pages_v, kv_end=None, numbers=x.table.numbers, lengths=x.lengths, keys=150)
+    call |= {name: make(x) for name, make in change.items()}
+    with pytest.raises((TypeError, ValueError), match=said):
+        table = PageTable(*(call.pop(name) for name in ("numbers", "lengths", "keys")))
+        exact.attend_all(**call, table=table)
