@@ -14,8 +14,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    LOG2E, Plans, cache_bytes, compiled_usage, contiguous, device_limits, dot, layout_of, refusal, relaunch,
-    starts_early, stream, uniform, visible)
+    LOG2E, PageTable, Plans, cache_bytes, cache_of, compiled_usage, contiguous, device_limits, dot, head_of, layout_of,
+    page_of, refusal, relaunch, row_offset, starts_early, stream, uniform, visible)
 
 # %% ../../kernels/santa.ipynb #8033fc1e
 @triton.jit
@@ -56,7 +56,8 @@ def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, star
                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, unit_b, unit_g, unit_n, N, T, C,
                   G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
                   SUB: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-                  KEEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                  KEEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+                  table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     if PDL:
         gdc_wait()  # for the launch before, which may put the newest key's codes
         gdc_launch_dependents()  # only now: the draws read seeds and bounds before they wait
@@ -74,16 +75,25 @@ def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, star
     else:
         p_q += o_r.to(tl.int64)[:, None] * q_h + o_d.to(tl.int64)[None, :] * q_d
         b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                               # [BR, BD]
-    p_k = k_ptr + i_b * k_b + i_g * k_g + first.to(tl.int64) * k_n + o_d.to(tl.int64)[None, :] * k_d
+    low = first.to(tl.int64)                                         # row of the first key; pages are looked up
+    p_k = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g) + (low * k_n if PAGE == 0 else 0)
+    p_k += o_d.to(tl.int64)[None, :] * k_d
     for t in tl.range(begin, stop, num_stages=STAGES):
         o_i = t * BN + o_n
         m_n = o_i < n
+        if PAGE == 0: at = o_i.to(tl.int64) * k_n
+        else:
+            key = first + o_i
+            page = page_of(key, m_n, table_ptr, i_b, t_b, PAGE)
+            at = row_offset(key, page, k_b, k_n, PAGE)
         m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
-        b_k = tl.load(p_k + o_i.to(tl.int64)[:, None] * k_n, mask=m_k, other=0)                      # [BN, BD]
+        b_k = tl.load(p_k + at[:, None], mask=m_k, other=0)                                          # [BN, BD]
         if unit_ptr is None: b_s = _scores(b_q, b_k, scale)              # [BR, BN]  s = q k / sqrt(D) log2(e)
         else:
             sums = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.int32).to(tl.float32) * counts[:, None]
-            p_unit = unit_ptr + i_b * unit_b + i_g * unit_g + (first + o_i).to(tl.int64) * unit_n
+            p_unit = head_of(unit_ptr, table_ptr, i_b, i_g, unit_b, unit_g)
+            if PAGE == 0: p_unit += (first + o_i).to(tl.int64) * unit_n
+            else: p_unit += row_offset(key, page, unit_b, unit_n, PAGE)
             unit = tl.load(p_unit, mask=m_n, other=0.)
             b_s = tl.sum(tl.reshape(sums, [4, BR, BN]), 0) * (unit * scale)[None, :]
         b_s = tl.where(m_n[None, :], b_s, -float("inf"))
@@ -164,15 +174,16 @@ def _at(u, i, BN: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, BN)[None, :] == i[:, None], u, 0.), 1)
 
 @triton.jit
-def _in_sum(b_q, p_k, k_n, k_d, unit_ptr, unit_at, unit_n, row, share, m, first, n, scale,
-            D: tl.constexpr, SUB: tl.constexpr, BD: tl.constexpr):
+def _in_sum(b_q, p_k, k_b, k_n, k_d, p_unit, unit_b, unit_n, table_ptr, i_b, t_b, row, share, m, first, n, scale,
+            D: tl.constexpr, SUB: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr):
     "Key of each share among SUB keys from number row on, which are scored again, and its mass e^(s - m)"
     o_i, o_d = row[:, None] + tl.arange(0, SUB)[None, :], tl.arange(0, BD)
-    at, m_k = (first + o_i).to(tl.int64), o_i < n
-    p_k = p_k + at[:, :, None] * k_n + o_d.to(tl.int64)[None, None, :] * k_d
+    key, m_k = first + o_i, o_i < n
+    page = page_of(key, m_k, table_ptr, i_b, t_b, PAGE)
+    p_k = p_k + row_offset(key, page, k_b, k_n, PAGE)[:, :, None] + o_d.to(tl.int64)[None, None, :] * k_d
     b_k = tl.load(p_k, mask=m_k[:, :, None] & (o_d < D)[None, None, :], other=0.)            # [BS, SUB, BD]
     b_s = tl.sum(b_k.to(tl.float32) * b_q[None, None, :], 2) * scale                         # [BS, SUB]
-    if unit_ptr is not None: b_s *= tl.load(unit_ptr + unit_at + at * unit_n, mask=m_k, other=0.)
+    if p_unit is not None: b_s *= tl.load(p_unit + row_offset(key, page, unit_b, unit_n, PAGE), mask=m_k, other=0.)
     u = tl.where(m_k, tl.exp2(b_s - m[:, None]), 0.)
     i, share = _find_in_row(_sums(u, 1, SUB, True), share, SUB)
     return row + i, _at(u, i, SUB)
@@ -207,7 +218,7 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
                    unit_b, unit_g, unit_n, out_b, out_h, out_d, N, T, S, P, SCHEME: tl.constexpr, G: tl.constexpr,
                    R: tl.constexpr, D: tl.constexpr, SUB: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
                    BN: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SEEDS: tl.constexpr, MASS: tl.constexpr,
-                   PDL: tl.constexpr):
+                   PDL: tl.constexpr, table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     bh, i_p = tl.program_id(0), tl.program_id(1)
     i_b, i_h, i_bh = bh // (G * R), bh % (G * R), bh.to(tl.int64)
     if seed_ptr is not None: seed = tl.load(seed_ptr).to(tl.int64)
@@ -228,23 +239,30 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
     u = tl.load(p_u).to(tl.float32)                                           # [BS, BN / SUB]
     i, share = _find_in_row(_sums(u, 1, BN, u_ptr.dtype.element_ty == tl.float32), share, BN // SUB)
     row, i_b, i_g = t * BN + i * SUB, i_b.to(tl.int64), (i_h // R).to(tl.int64)
-    p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
+    p_k = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g)
+    p_v = head_of(v_ptr, table_ptr, i_b, i_g, v_b, v_g)
     if MASS or SUB > 1:
         b_q = tl.load(q_ptr + i_b * q_b + i_h.to(tl.int64) * q_h + o_d.to(tl.int64) * q_d, mask=o_d < D, other=0.)
         b_q = b_q.to(tl.float32)
         m = tl.load(m_ptr + i_bh * T + t)
     if SUB == 1: mass = _at(u, i, BN)
     elif code_ptr is None:
-        row, mass = _in_sum(b_q, p_k, k_n, k_d, None, 0, 0, row, share, m, first, n, scale, D, SUB, BD)
-    else: row, mass = _in_sum(b_q, code_ptr + i_b * code_b + i_g * code_g, code_n, code_d, unit_ptr,
-                              i_b * unit_b + i_g * unit_g, unit_n, row, share, m, first, n, scale, D, SUB, BD)
+        row, mass = _in_sum(b_q, p_k, k_b, k_n, k_d, None, 0, 0, table_ptr, i_b, t_b, row, share, m, first, n, scale,
+                            D, SUB, BD, PAGE)
+    else:
+        p_code = head_of(code_ptr, table_ptr, i_b, i_g, code_b, code_g)
+        p_unit = head_of(unit_ptr, table_ptr, i_b, i_g, unit_b, unit_g)
+        row, mass = _in_sum(b_q, p_code, code_b, code_n, code_d, p_unit, unit_b, unit_n, table_ptr, i_b, t_b, row,
+                            share, m, first, n, scale, D, SUB, BD, PAGE)
     row = tl.minimum(row + first, N - 1)
     if index_ptr is not None: tl.store(index_ptr + i_bh * S + o_s, row, mask=m_s)
-    row, m_v = row.to(tl.int64)[:, None], m_s[:, None] & (o_d < D)[None, :]
-    b_v = tl.load(p_v + row * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_v, other=0.).to(tl.float32)   # [BS, BD]
+    page, m_v = page_of(row, row < first + n, table_ptr, i_b, t_b, PAGE), m_s[:, None] & (o_d < D)[None, :]
+    p_v += row_offset(row, page, v_b, v_n, PAGE)[:, None] + o_d.to(tl.int64)[None, :] * v_d
+    b_v = tl.load(p_v, mask=m_v, other=0.).to(tl.float32)                     # [BS, BD]
     factor = tl.where(Z > 0, 1. / S, float("nan"))
     if MASS:                                                                  # w = e^s over the mass of the draw
-        b_k = tl.load(p_k + row * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_v, other=0.).to(tl.float32)
+        p_k += row_offset(row, page, k_b, k_n, PAGE)[:, None] + o_d.to(tl.int64)[None, :] * k_d
+        b_k = tl.load(p_k, mask=m_v, other=0.).to(tl.float32)
         top, w = _from_logarithms(tl.sum(b_k * b_q[None, :], 1) * scale - m - tl.log2(mass), m_s)
         acc, total, factor = tl.sum(w[:, None] * b_v, 0), tl.sum(w, 0), factor * S
         if BP == 1: factor /= total
@@ -295,7 +313,8 @@ def _budget_kernel(m_ptr, l_ptr, slot_ptr, start_ptr, len_ptr, N, T, S,
 def _flash_kernel(q_ptr, k_ptr, v_ptr, m_ptr, l_ptr, part_ptr, index_ptr, start_ptr, len_ptr, seed_ptr, seed, scale,
                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, T, S, slots,
                   G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DTYPE: tl.constexpr,
-                  BR: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SEEDS: tl.constexpr):
+                  BR: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SEEDS: tl.constexpr,
+                  table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     t = tl.program_id(0)
     i_b, i_g = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
     if seed_ptr is not None: seed = tl.load(seed_ptr).to(tl.int64)
@@ -310,8 +329,9 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, m_ptr, l_ptr, part_ptr, index_ptr, start_
         b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)
         o_i = t * BN + o_n
         m_n = o_i < n
-        row = (first + o_i).to(tl.int64)
-        p_k = k_ptr + i_b * k_b + i_g * k_g + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d
+        page = page_of(first + o_i, m_n, table_ptr, i_b, t_b, PAGE)
+        p_k = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g) + row_offset(first + o_i, page, k_b, k_n, PAGE)[:, None]
+        p_k += o_d.to(tl.int64)[None, :] * k_d
         b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.)
         b_s = _scores(b_q, b_k, scale)
         m, u, l = _exponentials(tl.where(m_n[None, :], b_s, -float("inf")), DTYPE, 1)
@@ -333,7 +353,8 @@ def _flash_kernel(q_ptr, k_ptr, v_ptr, m_ptr, l_ptr, part_ptr, index_ptr, start_
                 drawn = first + t * BN + tl.where(total > 0, i, 0)
                 if index_ptr is not None:
                     tl.store(index_ptr + bh * slots + t * each + o_j, drawn, mask=o_j < tl.where(total > 0, each, 0))
-                p_v = v_ptr + i_b * v_b + i_g * v_g + drawn.to(tl.int64)[:, None] * v_n
+                at = row_offset(drawn, page_of(drawn, m_s, table_ptr, i_b, t_b, PAGE), v_b, v_n, PAGE)
+                p_v = head_of(v_ptr, table_ptr, i_b, i_g, v_b, v_g) + at[:, None]
                 p_v += o_d.to(tl.int64)[None, :] * v_d
                 acc += tl.sum(tl.load(p_v, mask=m_s[:, None] & m_d[None, :], other=0.).to(tl.float32), 0)
             tl.store(part_ptr + (bh * T + t) * BD + o_d, acc / each)
@@ -366,7 +387,8 @@ def _merge_kernel(m_ptr, l_ptr, part_ptr, out_ptr, start_ptr, len_ptr, out_b, ou
 @triton.jit
 def _feature_kernel(q_ptr, k_ptr, feature_ptr, count_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, start_ptr, len_ptr, scale,
                     k_b, k_g, k_n, k_d, N, T, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-                    BR: tl.constexpr, BF: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+                    BR: tl.constexpr, BF: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+                    table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     if PDL: gdc_launch_dependents()
     t, bg = tl.program_id(0), tl.program_id(1)
     i_b, i_g = (bg // G).to(tl.int64), (bg % G).to(tl.int64)
@@ -378,12 +400,13 @@ def _feature_kernel(q_ptr, k_ptr, feature_ptr, count_ptr, u_ptr, m_ptr, l_ptr, a
     if t < tl.cdiv(n, BN):
         o_i = t * BN + o_n
         m_n = o_i < n
-        count = tl.load(count_ptr + bg)
+        count, page = tl.load(count_ptr + bg), page_of(first + o_i, m_n, table_ptr, i_b, t_b, PAGE)
+        p_row = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g) + row_offset(first + o_i, page, k_b, k_n, PAGE)[None, :]
         acc = tl.zeros([BR, BN], tl.float32)
         for begin in range(0, count, BF):
             m_f = begin + o_f < count
             f = tl.load(feature_ptr + bg * D + begin + o_f, mask=m_f, other=0).to(tl.int64)                # [BF]
-            p_k = k_ptr + i_b * k_b + i_g * k_g + f[:, None] * k_d + (first + o_i).to(tl.int64)[None, :] * k_n
+            p_k = p_row + f[:, None] * k_d
             b_k = tl.load(p_k, mask=m_f[:, None] & m_n[None, :], other=0.)                                 # [BF, BN]
             b_q = tl.load(q_ptr + i_h[:, None] * D + f[None, :], mask=m_r[:, None] & m_f[None, :], other=0.)  # [BR, BF]
             acc += tl.sum(b_q[:, :, None] * b_k.to(tl.float32)[None, :, :], 1)                             # [BR, BN]
@@ -452,13 +475,14 @@ def _check(q, k, samples, scheme, tile, seed, estimate, codes, units, rescore):
 # %% ../../kernels/santa.ipynb #70a87d1c
 _plans = Plans()
 
-def _sizes(q, v, samples, scheme, tile, codes, settings):
+def _sizes(q, v, table, samples, scheme, tile, codes, settings):
     "Settings with sizes of blocks and counts of programs"
-    (_, H, _, D), (G, N) = q.shape, v.shape[1:3]
-    s = launch_settings(q, v, samples, codes) | settings
+    (B, H, _, D), G, N = q.shape, v.shape[1], cache_of(v, table)[0]
+    s = launch_settings(q, torch.empty(B, G, N, D, device="meta"), samples, codes) | settings
     if scheme in ("proportional", "flash"): s["BN"] = tile
     size = s["BN"] * triton.next_power_of_2(D) * q.element_size()                  # bytes of a tile
     s["stages"], s["warps"] = max(1, min(s["stages"], 2**17 // size)), 8 if size > 2**15 else s["warps"]
+    if table is not None: s["stages"] = 2 * s["stages"] - 1                        # a look-up before each tile
     s["flash_warps"] = 1 if size <= 2**14 else 2 if size <= 2**15 else 4 if size <= 2**16 else 8
     s["BS"] = min(s["BS"], triton.next_power_of_2(samples))
     s |= dict(T=triton.cdiv(N, s["BN"]), P=triton.cdiv(samples, s["BS"]))          # tiles; programs of a head's gather
@@ -468,9 +492,9 @@ def _sizes(q, v, samples, scheme, tile, codes, settings):
     s["wide"] = max(1, s["BT"] // 1024)  # warps that hold the masses of all tiles without spilling
     return s
 
-def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv_end, scale):
+def _stash_scores(q, k, units, table, estimate, s, made, u, m, l, arrived, kv_start, kv_end, scale):
     "Launch the score pass over keys or codes with their units, or the pass over the features of an estimate of q"
-    (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
+    (B, H, _, D), G, (N, pages) = q.shape, k.shape[1], cache_of(k, table)
     R = H // G
     if units is not None: s = s | dict(BR=max(4, triton.next_power_of_2(R)), BD=max(32, s["BD"]))  # digits of q
     if estimate is None:
@@ -478,7 +502,7 @@ def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv
                  q, k, units, u, m, l, arrived, kv_start, kv_end, scale,
                  q.stride(0), q.stride(1), q.stride(3), *k.stride(), *((0,) * 3 if units is None else units.stride()),
                  N, s["T"], s["chunks"], G, R, D,
-                 s["sub"], s["BR"], s["BN"], s["BD"], s["keep"], s["stages"], s["overlap"],
+                 s["sub"], s["BR"], s["BN"], s["BD"], s["keep"], s["stages"], s["overlap"], *pages,
                  num_warps=s["warps"], num_stages=s["stages"], **(dict(launch_pdl=True) if s["overlap"] else {}))
         return
     estimate = estimate.reshape(B, H, D).contiguous()
@@ -486,13 +510,12 @@ def _stash_scores(q, k, units, estimate, s, made, u, m, l, arrived, kv_start, kv
     features = torch.argsort(drawn.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)  # drawn first
     _feature_kernel[s["T"], B * G](
         estimate, k, features, drawn.sum(-1, dtype=torch.int32), u, m, l, arrived, kv_start, kv_end, scale,
-        *k.stride(), N, s["T"], G, R, D,
-        BR=triton.next_power_of_2(R), BF=8, BN=s["BN"], PDL=s["overlap"], num_warps=4)
+        *k.stride(), N, s["T"], G, R, D, triton.next_power_of_2(R), 8, s["BN"], s["overlap"], *pages, num_warps=4)
 
 # %% ../../kernels/santa.ipynb #727253eb
-def _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_end, m, l, out, index, slots, SEEDS):
+def _run_flash(q, k, v, table, samples, s, seed_ptr, seed, scale, kv_start, kv_end, m, l, out, index, slots, SEEDS):
     "Launch the flash scheme"
-    (B, H, _, D), (G, N) = q.shape, v.shape[1:3]
+    (B, H, _, D), G, (N, (numbers, t_b, page)) = q.shape, v.shape[1], cache_of(v, table)
     T, BD, BW = s["T"], s["BD"], min(s["BD"], 32)
     part = torch.empty(B * H, T, BD, dtype=torch.float32, device=q.device)
     _flash_kernel[T, B * G](
@@ -501,7 +524,7 @@ def _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_end, m, 
         N, T, samples, slots, G, H // G, D,
         DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, BR=s["BR"],
         BS=min(16, triton.next_power_of_2(triton.cdiv(samples, T))), BN=s["BN"], BD=BD,
-        SEEDS=SEEDS, num_warps=s["flash_warps"])
+        SEEDS=SEEDS, table_ptr=numbers, t_b=t_b, PAGE=page, num_warps=s["flash_warps"])
     _merge_kernel[B * H, triton.cdiv(D, BW)](
         m, l, part, out, kv_start, kv_end, out.stride(0), out.stride(1), out.stride(3), N, T, G, H // G, D,
         BT=s["BT"], BP=64, BN=s["BN"], BD=BD, BW=BW, num_warps=max(4, s["wide"]))
@@ -510,16 +533,17 @@ def _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_end, m, 
 def launch(
     q, k, v, samples, scheme, tile, seed, scale, kv_start, kv_end, # as for `decode`, which checks them
     return_index=False, estimate=None,                             # likewise
-    codes=None, units=None, rescore=False,                         # likewise
+    codes=None, units=None, rescore=False, table=None,             # likewise
     **settings,                                                    # in place of those of `launch_settings`
 ) -> tuple:                                                        # output, and key numbers or None
     "Launch the kernels of a scheme."
-    kv_start, kv_end = contiguous(kv_start, kv_end)
-    (B, H, _, D), (G, N) = q.shape, v.shape[1:3]
+    kv_start, kv_end = contiguous(kv_start, kv_end if table is None else table.lengths)
+    (B, H, _, D), G, (N, pages) = q.shape, v.shape[1], cache_of(v, table)
     if estimate is not None: settings["sub"] = 1
-    pointers = layout_of(q, k, v, kv_start, kv_end, seed if isinstance(seed, torch.Tensor) else None, codes, units)
-    key = q.device, pointers, samples, scheme, tile, return_index, estimate is None, rescore, *settings.items()
-    s, made = _plans.get(key, lambda: _sizes(q, v, samples, scheme, tile, codes is not None, settings))
+    tensors = q, k, v, kv_start, kv_end, seed if isinstance(seed, torch.Tensor) else None, codes, units, pages[0]
+    given = N, samples, scheme, tile, return_index, estimate is None, rescore, *settings.items()
+    s, made = _plans.get((q.device, layout_of(*tensors), given),
+                         lambda: _sizes(q, v, table, samples, scheme, tile, codes is not None, settings))
     T, P, BN, SUB, wide, R = s["T"], s["P"], s["BN"], s["sub"], s["wide"], H // G
     new = functools.partial(torch.empty, device=q.device)
     seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
@@ -528,11 +552,12 @@ def launch(
     index = torch.full((B, H, 1, most), -1, dtype=torch.int32, device=q.device) if return_index else None
     out, m, l = new(B, H, 1, D, dtype=q.dtype), *(new(B * H, T, dtype=torch.float32) for _ in range(2))
     if scheme == "flash":
-        _run_flash(q, k, v, samples, s, seed_ptr, seed, scale, kv_start, kv_end, m, l, out, index, most, SEEDS)
+        _run_flash(q, k, v, table, samples, s, seed_ptr, seed, scale, kv_start, kv_end, m, l, out, index, most, SEEDS)
         return out, index
     u = new(B * H, T * BN // SUB, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
     arrived = new(B * H, dtype=torch.int32)
-    _stash_scores(q, k if codes is None else codes, units, estimate, s, made, u, m, l, arrived, kv_start, kv_end, scale)
+    _stash_scores(q, k if codes is None else codes, units, table, estimate, s, made, u, m, l, arrived, kv_start, kv_end,
+                  scale)
     slots = None
     if scheme == "proportional":
         slots = new(B * H, 3, samples, dtype=torch.int32)  # tile, number there, and how many are there
@@ -546,7 +571,7 @@ def launch(
              seed, scale, q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
              *((0,) * 7 if codes is None else (*codes.stride(), *units.stride())), H * D, D, 1,
              N, T, samples, P, scheme, G, R, D, SUB, s["BS"], s["BT"], BN, s["BD"], s["BP"], SEEDS, rescore, PDL,
-             num_warps=max(s["gather_warps"], wide), **(dict(launch_pdl=True) if PDL else {}))
+             *pages, num_warps=max(s["gather_warps"], wide), **(dict(launch_pdl=True) if PDL else {}))
     return out, index
 
 # %% ../../kernels/santa.ipynb #cf1baffc
@@ -568,8 +593,8 @@ def _(q, k, v, samples, scheme, tile, seed, number, scale, kv_start, kv_end, est
 # %% ../../kernels/santa.ipynb #e2787977
 def decode(
     q: torch.Tensor,                      # queries [B, H, 1, D] on a GPU, D <= 256
-    k: torch.Tensor,                      # keys [B, G, N, D], any strides
-    v: torch.Tensor,                      # values [B, G, N, D], any strides
+    k: torch.Tensor,                      # keys [B, G, N, D], any strides, or pages
+    v: torch.Tensor,                      # values [B, G, N, D], likewise
     *,
     samples: int = 128,                   # draws for each head S, at most 2**16
     scheme: str = "systematic",           # one of `SCHEMES`
@@ -582,6 +607,7 @@ def decode(
     codes: torch.Tensor | None = None,    # int8 [B, G, N, D], scored in place of k, see `Int8Keys`; not for flash
     units: torch.Tensor | None = None,    # float32 [B, G, N]: a key is about its unit times its codes
     rescore: bool = False,                # score the drawn keys again, from k, and weigh their values by the quotient?
+    table: PageTable | None = None,       # of a cache in pages: k, v and codes are [P, G, page, D], units [P, G, page]
     return_index: bool = False,           # also return the keys that were drawn? Not under torch.compile
 ):                                        # [B, H, 1, D] in the dtype of q, or a pair of that and key numbers
     """The kernels behind `sparse_nb.santa.santa_decode`, which checks the tensors.
@@ -591,12 +617,13 @@ def decode(
     or hold NaN or +inf, gives NaN. Raises TypeError or ValueError for what has no kernel: dtype, size, device, setting.
     """
     _check(q, k, samples, scheme, tile, seed, estimate, codes, units, rescore)
+    if table is not None: table.check(q, k, v, kv_end)
     rest, stored = (scale, kv_start, kv_end), (estimate, codes, units, rescore)
     if torch.compiler.is_compiling() and not return_index:
         pair = (seed, 0) if isinstance(seed, torch.Tensor) else (None, seed)
         return _op(q, k, v, samples, scheme, tile, *pair, *rest, *stored)
     with torch.cuda.device_of(q):
-        out, index = launch(q, k, v, samples, scheme, tile, seed, *rest, return_index, *stored)
+        out, index = launch(q, k, v, samples, scheme, tile, seed, *rest, return_index, *stored, table)
     return (out, index) if return_index else out
 
 # %% ../../kernels/santa.ipynb #c58ae915

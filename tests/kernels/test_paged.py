@@ -13,8 +13,9 @@ import torch
 from inputs import DEVICE, kernel, poisoned
 
 pytest.importorskip("triton")
-from sparse_nb.kernels import exact
+from sparse_nb.kernels import exact, santa
 from sparse_nb.kernels.common import PageTable
+from sparse_nb.santa_keys import quantise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = 150, 1, 97, 64
@@ -36,15 +37,15 @@ class Cache(NamedTuple):
     places: list             # (page, sequence, first key) of the pages with keys
     layout: str
 
-    def cut(self, x, empty=math.nan):
-        "Rows of an index [B, G, N, ...], in pages."
+    def cut(self, x, unit=1):
+        "Items of an index [B, G, items, ...] of `unit` keys each, in pages."
         P, G, page, _ = self.pages_k.shape
+        empty, page = math.nan if x.is_floating_point() else 77, page // unit
         out = LAYOUTS[self.layout](P, G, page, x[0, 0, 0].numel(), lambda *size: x.new_full(size, empty))
-        out = out.unflatten(3, x.shape[3:]) if x.ndim > 4 else out
         for at, b, first in self.places:
-            part = x[b, :, first:first + page]
-            out[at, :, :part.shape[1]] = part if x.ndim > 3 else part[..., None]
-        return out if x.ndim > 3 else out[..., 0]
+            part = x[b, :, first // unit:first // unit + page]
+            out[at, :, :part.shape[1]] = part.flatten(2) if x.ndim > 3 else part[..., None]
+        return out.unflatten(3, x.shape[3:]) if x.ndim > 3 else out[..., 0]
 
 
 def cache(page=16, layout="NHD", dtype=FP32, *, lengths=LENGTHS, G=2, R=2, D=32, share=1, seed=0):
@@ -111,6 +112,47 @@ def test_exact_from_a_first_key():
     x, start = cache(), torch.tensor([20, 0, 96, 17], device=DEVICE)
     want = exact.attend_all(x.q, x.k, x.v, kv_start=start, kv_end=x.lengths)
     same(exact.attend_all(x.q, x.pages_k, x.pages_v, kv_start=start, table=x.table), want)
+
+
+# SANTA
+
+def both_draw(x, launch=santa.decode, codes=(), **settings):
+    "The same draws from pages as from the keys side by side."
+    stored = dict(zip(("codes", "units"), codes))
+    want = launch(x.q, x.k, x.v, **settings, **stored, kv_end=x.lengths, return_index=True)
+    stored = {name: x.cut(y) for name, y in stored.items()}
+    got = poisoned(lambda: launch(x.q, x.pages_k, x.pages_v, **settings, **stored, table=x.table, return_index=True))
+    same(got, want)
+
+
+@kernel
+@cases
+def test_santa(page, layout, dtype): both_draw(cache(page, layout, dtype), samples=24, seed=3)
+
+
+@kernel
+@pytest.mark.parametrize("page, layout, scheme", [(16, "HND", "proportional"), (16, "NHD", "flash"),
+                                                  (64, "HND", "flash")])
+def test_santa_schemes(page, layout, scheme): both_draw(cache(page, layout), samples=24, scheme=scheme, tile=32)
+
+
+@kernel
+@pytest.mark.parametrize("page, layout, dtype, sub, rescore", [
+    (16, "NHD", FP32, 8, None), (16, "HND", BF16, 1, False), (16, "NHD", BF16, 8, False), (32, "HND", FP32, 8, True),
+    (64, "NHD", BF16, 1, True)], ids=str)
+def test_santa_sums_and_codes(page, layout, dtype, sub, rescore):
+    x = cache(page, layout, dtype)
+    codes = () if rescore is None else quantise(x.k.nan_to_num(0))
+    def launch(*tensors, kv_end=None, **given):
+        return santa.launch(*tensors, 24, "stratified", 128, 5, None, None, kv_end, sub=sub, **given)
+    both_draw(x, launch, codes, **{} if rescore is None else dict(rescore=rescore))
+
+
+@kernel
+def test_santa_of_an_estimate():
+    x = cache(32, "HND")
+    estimate = x.q * (torch.arange(32, device=DEVICE) % 3 == 0)
+    both_draw(x, samples=24, seed=3, estimate=estimate.float())
 
 
 # what is refused
