@@ -14,14 +14,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
-    LOG2E, Plans, device_limits, dot, layout_of, merge_kernel, refusal, relaunch, running_softmax)
+    LOG2E, PageTable, Plans, cache_of, device_limits, dot, head_of, layout_of, merge_kernel, page_of, refusal, relaunch,
+    row_offset, running_softmax, visible)
 
 # %% ../../kernels/gather.ipynb #76ed6d39
 @triton.jit
 def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, count_ptr, m_ptr, l_ptr, o_ptr, scale,
                    q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, i_b, i_l_, i_s, w_b, w_h, w_s, n_b, n_h,
                    N, S, L, P, C, R, LR: tl.constexpr, D: tl.constexpr,
-                   BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                   BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+                   table_ptr=None, len_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()  # for the launch before, which may make the list
@@ -35,8 +37,9 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, count_ptr, m_ptr,
     b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                       # [BR, BD]
     p_i = index_ptr + i_b_ * i_b + i_l * i_l_
     if weight_ptr is not None: p_w = weight_ptr + i_b_ * w_b + i_h_[:, None] * w_h
-    p_k = k_ptr + i_b_ * k_b + i_g * k_g + o_d.to(tl.int64)[None, :] * k_d
-    p_v = v_ptr + i_b_ * v_b + i_g * v_g + o_d.to(tl.int64)[None, :] * v_d
+    p_k = head_of(k_ptr, table_ptr, i_b_, i_g, k_b, k_g) + o_d.to(tl.int64)[None, :] * k_d
+    p_v = head_of(v_ptr, table_ptr, i_b_, i_g, v_b, v_g) + o_d.to(tl.int64)[None, :] * v_d
+    if table_ptr is not None: N = visible(None, len_ptr, i_b_, N)[1]                     # of the sequence
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
     if count_ptr is not None:
         b_n = tl.minimum(tl.load(count_ptr + i_b_ * n_b + i_h_ * n_h, mask=m_r, other=0), S).to(tl.int32)  # [BR]
@@ -51,12 +54,12 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, index_ptr, weight_ptr, count_ptr, m_ptr,
         if weight_ptr is None: b_w = m_w.to(tl.float32)                                  # [BR, BN]
         else: b_w = tl.load(p_w + o_s[None, :] * w_s, mask=m_w, other=0.).to(tl.float32)
         there = m_s & (row >= 0) & (row < N)
-        m_k = there[:, None] & m_d[None, :]
-        b_k = tl.load(p_k + row[:, None] * k_n, mask=m_k, other=0.)                      # [BN, BD]
+        m_k, page = there[:, None] & m_d[None, :], page_of(row, there, table_ptr, i_b_, t_b, PAGE)
+        b_k = tl.load(p_k + row_offset(row, page, k_b, k_n, PAGE)[:, None], mask=m_k, other=0.)  # [BN, BD]
         b_s = dot(b_q, tl.trans(b_k)) * scale + tl.log2(b_w)                             # s' = s + log2 w
         b_s = tl.where(b_w == 0, -float("inf"), tl.where(there[None, :], b_s, float("nan")))  # no row: NaN
         m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
-        b_v = tl.load(p_v + row[:, None] * v_n, mask=m_k, other=0.)                      # [BN, BD]
+        b_v = tl.load(p_v + row_offset(row, page, v_b, v_n, PAGE)[:, None], mask=m_k, other=0.)  # [BN, BD]
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)
     i_o = (i_b_ * L * LR + i_h_) * C + i_c
     tl.store(m_ptr + i_o, m, mask=m_r)
@@ -74,12 +77,13 @@ def _tile(BD, itemsize, weighed=True):
 
 _plans = Plans()
 
-def _sizes(q, k, v, index, weight, count):
+def _sizes(q, k, v, index, weight, count, table):
     "Shapes of the workspaces, grids, and numbers and constants for both kernels"
-    (B, H, _, D), (G, N), S = q.shape, k.shape[1:3], index.shape[3]
+    (B, H, _, D), G, S, N = q.shape, k.shape[1], index.shape[3], cache_of(k, table)[0]
     L = G if index.shape[1] == H and H > G and index.stride(1) == 0 else index.shape[1]  # G: one list for all heads
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
     BN, stages, programs = _tile(BD, q.element_size(), weight is not None)
+    if table is not None: stages += stages // 2                     # of each number, its page is looked up
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     parts = max(1, min(512, programs * sms // (B * L)))
     P = triton.cdiv(triton.cdiv(S, parts), BN) * BN                                     # slots of a part
@@ -92,17 +96,18 @@ def _sizes(q, k, v, index, weight, count):
     merge = H * D, D, 1, H, C, D, BC, BW, PDL
     return (B * H, C), (B * L, C, 1), gather, (B * H, triton.cdiv(D, BW), 1), merge, PDL
 
-def _run(q, k, v, index, weight, count, scale, state=False):
+def _run(q, k, v, index, weight, count, scale, state=False, table=None):
     "Launch both kernels: the output, or what `attend_state` returns"
-    tensors = q, k, v, index, weight, count
-    s, made = _plans.get((q.device, layout_of(*tensors)), lambda: _sizes(*tensors))
+    tensors, (N, (numbers, *paged)) = (q, k, v, index, weight, count), cache_of(k, table)
+    pages = numbers, None if table is None else table.lengths, *paged
+    s, made = _plans.get((q.device, N, layout_of(*tensors, *pages[:2])), lambda: _sizes(*tensors, table))
     parts, programs, gather, programs_merge, merge, PDL = s
     D, new = q.shape[3], functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     m, l, o, out = new(parts), new(parts), new(*parts, D), new(q.shape, dtype=torch.float32 if state else q.dtype)
     peak, mass = (new(q.shape[:3]), new(q.shape[:3])) if state else (None, None)
     more = dict(launch_pdl=True) if PDL else {}
     relaunch(made, "gather", _gather_kernel, programs, *tensors, m, l, o, (D**-0.5 if scale is None else scale) * LOG2E,
-             *gather, num_warps=_WARPS, **more)
+             *gather, *pages, num_warps=_WARPS, **more)
     relaunch(made, "state" if state else "merge", merge_kernel, programs_merge, m, l, o, out, peak, mass, *merge,
              num_warps=4, **more)
     return (peak, mass, out) if state else out
@@ -116,32 +121,34 @@ def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, 
 @_op.register_fake
 def _(q, k, v, index, weight, count, scale): return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
-def _check(q, k, index):
-    "Raise TypeError or ValueError unless the kernels can serve these queries and lists."
+def _check(q, k, v, index, table):
+    "Raise TypeError or ValueError unless the kernels can serve these queries, lists and pages."
     if error := refusal(q): raise error
+    if table is not None: table.check(q, k, v)
     if index.shape[1] not in (q.shape[1], k.shape[1]):
         raise ValueError(f"index must have a list for each of {q.shape[1]} query heads or {k.shape[1]} groups, "
                          f"got {index.shape[1]}")
 
 def attend(
     q: torch.Tensor,            # queries [B, H, 1, D] on a GPU, D <= 256
-    k: torch.Tensor,            # keys [B, G, N, D], any strides; on the GPU or in pinned host memory
+    k: torch.Tensor,            # keys [B, G, N, D], any strides; on the GPU or in pinned host memory; or pages
     v: torch.Tensor,            # values [B, G, N, D], likewise
     index: torch.Tensor,        # key numbers [B, H, 1, S], integers; [B, G, 1, S]: heads of a group share a list
     weight: torch.Tensor | None, # their weights [B, H, 1, S]; 0 in unused slots; None: 1 in every slot that is read
     count: torch.Tensor | None = None, # slots of each head that are read, the first [B, H, 1], integers; None: all
     *,
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
+    table: PageTable | None = None, # of a cache in pages on the GPU: k and v are [P, G, page, D]; numbers are of keys
 ) -> torch.Tensor:              # [B, H, 1, D] in the dtype of q
     """Attention over weighted keys (vAttention Eq. 3).
 
-    The kernels behind `sparse_nb.core.selection.weighted_attention`, which checks the tensors. A number outside [0, N)
-    in a used slot, or a head without a used slot, gives NaN. Raises TypeError or ValueError for a dtype, size or device
-    without a kernel.
+    The kernels behind `sparse_nb.core.selection.weighted_attention`, which checks the tensors. A number outside [0, N),
+    or behind the keys of the page table, in a used slot, or a head without a used slot, gives NaN. Raises TypeError or
+    ValueError for a dtype, size or device without a kernel, and for pages that do not fit.
     """
-    _check(q, k, index)
+    _check(q, k, v, index, table)
     if torch.compiler.is_compiling(): return _op(q, k, v, index, weight, count, scale)
-    with torch.cuda.device_of(q): return _run(q, k, v, index, weight, count, scale)
+    with torch.cuda.device_of(q): return _run(q, k, v, index, weight, count, scale, table=table)
 
 # %% ../../kernels/gather.ipynb #c0c0a7e5
 @torch.library.custom_op("sparse_nb::attend_state", mutates_args=())
@@ -163,8 +170,9 @@ def attend_state(
     count: torch.Tensor | None = None, # likewise
     *,
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
+    table: PageTable | None = None, # likewise
 ) -> tuple:                     # a `SoftmaxState` of the chosen keys, float32; m is the largest s + ln w
     "`attend`, left unfinished for `merge_states`; a head without a used slot has the state of no keys. Raises as it."
-    _check(q, k, index)
+    _check(q, k, v, index, table)
     if torch.compiler.is_compiling(): return _state_op(q, k, v, index, weight, count, scale)
-    with torch.cuda.device_of(q): return _run(q, k, v, index, weight, count, scale, True)
+    with torch.cuda.device_of(q): return _run(q, k, v, index, weight, count, scale, True, table)

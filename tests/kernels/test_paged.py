@@ -13,7 +13,7 @@ import torch
 from inputs import DEVICE, kernel, poisoned
 
 pytest.importorskip("triton")
-from sparse_nb.kernels import exact, santa
+from sparse_nb.kernels import exact, gather, santa
 from sparse_nb.kernels.common import PageTable
 from sparse_nb.santa_keys import quantise
 
@@ -153,6 +153,40 @@ def test_santa_of_an_estimate():
     x = cache(32, "HND")
     estimate = x.q * (torch.arange(32, device=DEVICE) % 3 == 0)
     both_draw(x, samples=24, seed=3, estimate=estimate.float())
+
+
+# lists of keys
+
+def lists(x, S=40, heads=4):
+    "Keys of each sequence at random, with weights, a few of them 0, and how many slots are read."
+    generator = torch.Generator(DEVICE).manual_seed(4)
+    draw = lambda *size: torch.rand(*size, device=DEVICE, generator=generator)
+    index = (draw(4, heads, 1, S) * x.lengths.view(4, 1, 1, 1)).long()
+    weight = draw(4, 4, 1, S) * (draw(4, 4, 1, S) > 0.2)
+    weight[..., 0] = 1
+    return index, weight, 1 + (draw(4, 4, 1) * S).long()
+
+
+@kernel
+@cases
+def test_lists(page, layout, dtype):
+    x = cache(page, layout, dtype)
+    for heads in (4, 2):
+        index, weight, count = lists(x, heads=heads)
+        for given in ((index, weight), (index.int(), None, count)):
+            want = gather.attend(x.q, x.k, x.v, *given)
+            same(poisoned(lambda: gather.attend(x.q, x.pages_k, x.pages_v, *given, table=x.table)), want)
+    want = gather.attend_state(x.q, x.k, x.v, *given)
+    same(gather.attend_state(x.q, x.pages_k, x.pages_v, *given, table=x.table), want)
+
+
+@kernel
+def test_a_number_behind_a_sequence_is_no_key():
+    x = cache()
+    index, weight, _ = lists(x)
+    index[2, 1, 0, 0] = 97                                 # the page has room for it
+    got = gather.attend(x.q, x.pages_k, x.pages_v, index, weight, table=x.table)
+    assert got[2, 1].isnan().all() and int(got.isnan().any(-1).sum()) == 1
 
 
 # what is refused
