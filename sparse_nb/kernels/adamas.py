@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import bits_set, early_launch, row_of, starts_early
+from .common import bits_set, early_launch, item_offset, row_of, starts_early
 from .top_budget import (
     TILES, Place, Tiles, end_after_marks, heads_of, items_of, list_by, new_marks, put_marks, sample_of, wanted)
 
@@ -91,7 +91,8 @@ def _distance(p_ask, l, h, R: tl.constexpr, WORDS: tl.constexpr, PLANES: tl.cons
 @triton.jit
 def _guess_codes_kernel(ask_ptr, row_ptr, mark_ptr, start_ptr, len_ptr, x_b, x_g, x_n, N, G, budget, EACH: tl.constexpr,
                         R: tl.constexpr, WORDS: tl.constexpr, PLANES: tl.constexpr, SIGMAS: tl.constexpr,
-                        NEAR: tl.constexpr, SHARE: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr):
+                        NEAR: tl.constexpr, SHARE: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
+                        table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "The marks of a list of R heads, one of EACH of a group"
     if PDL:
         gdc_wait()
@@ -100,21 +101,24 @@ def _guess_codes_kernel(ask_ptr, row_ptr, mark_ptr, start_ptr, len_ptr, x_b, x_g
     i_b, i_g = bl // EACH // G, bl // EACH % G
     first, end, begin, low, items = items_of(start_ptr, len_ptr, None, i_b, N, 1)
     at = sample_of(tl.arange(0, BS), items, BS)
-    p_row = row_ptr + (i_b * x_b + i_g * x_g + (low + at) * x_n) * (2 * WORDS)
-    l, h = _codes_at(p_row, (at >= 0) & (items > BS), WORDS)
+    there = (at >= 0) & (items > BS)
+    p_row = row_ptr + item_offset(low + at, there, table_ptr, i_b, i_g, t_b, x_b, x_g, x_n, PAGE) * (2 * WORDS)
+    l, h = _codes_at(p_row, there, WORDS)
     x = -_distance(ask_ptr + bl * ((4 + 3 * PLANES) * WORDS), l, h, R, WORDS, PLANES)
     put_marks(mark_ptr + bl * 4, x, items, wanted(budget, end - first, SHARE), end - first, SIGMAS, NEAR, BS)
 
 @triton.jit
 def _distance_kernel(ask_ptr, row_ptr, score_ptr, start_ptr, len_ptr, x_b, x_g, x_n, N, G, EACH: tl.constexpr,
-                     R: tl.constexpr, WORDS: tl.constexpr, PLANES: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+                     R: tl.constexpr, WORDS: tl.constexpr, PLANES: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+                     table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "Minus the distances of the codes of some keys and of the queries of the EACH lists of a group"
     if PDL: gdc_launch_dependents()
     bg = tl.program_id(1).to(tl.int64)
     first, end, begin, low, items = items_of(start_ptr, len_ptr, None, bg // G, N, 1)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     there, key = o_n < items, (low + o_n).to(tl.int64)
-    l, h = _codes_at(row_ptr + (bg // G * x_b + bg % G * x_g + key * x_n) * (2 * WORDS), there, WORDS)
+    at = item_offset(key, there, table_ptr, bg // G, bg % G, t_b, x_b, x_g, x_n, PAGE)
+    l, h = _codes_at(row_ptr + at * (2 * WORDS), there, WORDS)
     for r in tl.static_range(EACH):
         bl = bg * EACH + r
         far = _distance(ask_ptr + bl * ((4 + 3 * PLANES) * WORDS), l, h, R, WORDS, PLANES)
@@ -150,11 +154,12 @@ def score(
     strides = (x // (2 * words) for x in rows.stride()[:3])
     sizes = (place.start, place.stop, *strides, place.N, G)
     mark, number, sample = new_marks(q, lists, budget, tiles.sample)
+    pages = place.pages(rows)
     _ask_kernel[B * lists,](q, ask, *of_q, lists, factor, RP=RP, D=D, W=W, STEPS=W.bit_length() - 1,
                             num_warps=ask_warps(RP), **_BY_STEPS, **asked)
-    _guess_codes_kernel[B * lists,](ask, rows, mark, *sizes, number, EACH=lists // G, **sample, **asked)
+    _guess_codes_kernel[B * lists,](ask, rows, mark, *sizes, number, EACH=lists // G, **pages, **sample, **asked)
     _distance_kernel[triton.cdiv(place.N, BN), B * G](ask, rows, scores, *sizes, EACH=lists // G, BN=BN,
-                                                      num_warps=warps, **asked)
+                                                      num_warps=warps, **pages, **asked)
     return scores, mark
 
 topk = list_by("adamas", score)

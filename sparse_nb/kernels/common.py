@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['INTERPRETED', 'LOG2E', 'fold_in', 'uniform', 'stream', 'visible', 'dot', 'share_in_units', 'in_keys', 'head_of',
-           'page_of', 'row_offset', 'PageTable', 'cache_of', 'bits_set', 'sign_code', 'code_kernel', 'row_of',
-           'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note', 'by_engine', 'launch_limits',
-           'load_parts', 'part_weights', 'merge_kernel', 'device_limits', 'cache_bytes', 'starts_early', 'early_launch',
-           'refusal', 'contiguous', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
+           'page_of', 'row_offset', 'item_offset', 'PageTable', 'cache_of', 'bits_set', 'sign_code', 'code_kernel',
+           'row_of', 'load_tile', 'load_queries', 'running_softmax', 'is_due', 'leave_note', 'by_engine',
+           'launch_limits', 'load_parts', 'part_weights', 'merge_kernel', 'device_limits', 'cache_bytes',
+           'starts_early', 'early_launch', 'refusal', 'contiguous', 'layout_of', 'Plans', 'relaunch', 'compiled_usage']
 
 # %% ../../kernels/common.ipynb #72988fbd
 import dataclasses
@@ -100,6 +100,12 @@ def row_offset(key, page, x_b, x_n, PAGE: tl.constexpr):
     else: at = page * x_b + (key % PAGE).to(tl.int64) * x_n
     return at
 
+@triton.jit
+def item_offset(item, there, table_ptr, i_b, i_g, t_b, x_b, x_g, x_n, PAGE: tl.constexpr):
+    "How far items of an index are from its beginning, of which a page has PAGE"
+    page = page_of(item, there, table_ptr, i_b, t_b, PAGE)
+    return head_of(0, table_ptr, i_b, i_g, x_b, x_g) + row_offset(item, page, x_b, x_n, PAGE)
+
 # %% ../../kernels/common.ipynb #b1a6e0d3
 @dataclasses.dataclass(frozen=True, eq=False)
 class PageTable:
@@ -129,29 +135,40 @@ class PageTable:
             raise TypeError(f"keys must be an int, got {type(self.keys).__name__}")
         if self.keys < 1: raise ValueError(f"keys must be at least 1, got {self.keys}")
 
-    def check(
+    def check_rows(
         self,
-        q: torch.Tensor,              # queries [B, H, 1, D]
-        k: torch.Tensor,              # pages of keys [P, G, page, D], any strides
-        v: torch.Tensor | None = None, # pages of values, likewise; None: there are none
+        q: torch.Tensor,     # queries [B, H, 1, D]
+        rows: torch.Tensor,  # pages [P, G, items, ...], any strides
+        name: str = "rows",  # of them
+        unit: int = 1,       # keys of an item
         kv_end: torch.Tensor | None = None, # must not be given: the lengths say it
     ):
-        "Raise ValueError unless the pages can be those of this table, and the queries of its sequences."
-        if k.ndim != 4: raise ValueError(f"k must be pages [P, G, page, D], got {list(k.shape)}")
-        (B, columns), (_, G, page, D) = self.numbers.shape, k.shape
+        "Raise ValueError unless the rows can be pages of this table, and the queries those of its sequences."
         if kv_end is not None: raise ValueError("kv_end must be None with a page table, whose lengths say it")
         if torch.compiler.is_compiling(): raise ValueError("table must be None under torch.compile, got a PageTable")
+        (B, columns), G, page = self.numbers.shape, rows.shape[1], rows.shape[2] * unit
         if len(q) != B: raise ValueError(f"table must be of the {len(q)} sequences of q, got {B}")
         if page < 16 or page & page - 1:
-            raise ValueError(f"k must have pages of a power of two of at least 16 keys, got {page}")
-        if D != q.shape[3] or q.shape[1] % G:
-            raise ValueError(f"k must have heads of {q.shape[3]}, and as many as divide {q.shape[1]}, got {G} of {D}")
-        if v is not None and v.shape != k.shape:
-            raise ValueError(f"v must have the shape of k, {list(k.shape)}, got {list(v.shape)}")
+            raise ValueError(f"{name} must have pages of a power of two of at least 16 keys, got {page}")
+        if q.shape[1] % G: raise ValueError(f"{name} must have as many heads as divide {q.shape[1]}, got {G}")
         if self.keys > columns * page:
             raise ValueError(f"table must have pages of {page} for {self.keys} keys, got {columns}")
-        for name, x in ("table", self.numbers), ("k", k), ("v", k if v is None else v):
+        for name, x in ("table", self.numbers), (name, rows):
             if x.device != q.device: raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+    def check(
+        self,
+        q: torch.Tensor, # queries [B, H, 1, D]
+        k: torch.Tensor, # pages of keys [P, G, page, D], any strides
+        v: torch.Tensor, # pages of values, likewise
+        kv_end: torch.Tensor | None = None, # must not be given: the lengths say it
+    ):
+        "Raise ValueError unless keys and values can be pages of this table, and the queries those of its sequences."
+        if k.ndim != 4: raise ValueError(f"k must be pages [P, G, page, D], got {list(k.shape)}")
+        self.check_rows(q, k, "k", kv_end=kv_end)
+        if k.shape[3] != q.shape[3]: raise ValueError(f"k must have heads of {q.shape[3]}, got {k.shape[3]}")
+        if v.shape != k.shape: raise ValueError(f"v must have the shape of k, {list(k.shape)}, got {list(v.shape)}")
+        if v.device != q.device: raise ValueError(f"v must be on the device of q, {q.device}, got {v.device}")
 
 def cache_of(
     k: torch.Tensor,         # keys [B, G, N, D], or pages of them

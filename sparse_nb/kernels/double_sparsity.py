@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import early_launch, row_of, starts_early
+from .common import early_launch, item_offset, row_of, starts_early
 from sparse_nb.kernels.top_budget import (
     TILES, Place, Tiles, end_after_marks, heads_of, items_of, list_by, new_marks, put_marks, rank, sample_of,
     sample_size, wanted)
@@ -36,7 +36,7 @@ def _of_channels(p_q, m_q, q_d, p_fit, f_c, p_row, x_d, there, scale, C: tl.cons
 def _guess_channels_kernel(q_ptr, row_ptr, fit_ptr, mark_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_d, x_b, x_g, x_n,
                            x_d, f_b, f_g, f_c, N, G, budget, EACH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
                            C: tl.constexpr, SIGMAS: tl.constexpr, NEAR: tl.constexpr, SHARE: tl.constexpr,
-                           BS: tl.constexpr, PDL: tl.constexpr):
+                           BS: tl.constexpr, PDL: tl.constexpr, table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "The marks of a list of R heads, one of EACH of a group"
     if PDL:
         gdc_wait()
@@ -46,14 +46,15 @@ def _guess_channels_kernel(q_ptr, row_ptr, fit_ptr, mark_ptr, start_ptr, len_ptr
     first, end, begin, low, items = items_of(start_ptr, len_ptr, None, i_b, N, 1)
     p_q, p_fit = q_ptr + i_b * q_b + (bh % (G * EACH) * R + o_r) * q_h, fit_ptr + i_b * f_b + i_g * f_g
     at = sample_of(tl.arange(0, BS), items, BS)
-    p_row = row_ptr + i_b * x_b + i_g * x_g + (low + at) * x_n
-    x = tl.sum(_of_channels(p_q, o_r < R, q_d, p_fit, f_c, p_row, x_d, (at >= 0) & (items > BS), scale, C, True), 0)
+    there = (at >= 0) & (items > BS)
+    p_row = row_ptr + item_offset(low + at, there, table_ptr, i_b, i_g, t_b, x_b, x_g, x_n, PAGE)
+    x = tl.sum(_of_channels(p_q, o_r < R, q_d, p_fit, f_c, p_row, x_d, there, scale, C, True), 0)
     put_marks(mark_ptr + bh * 4, rank(x), items, wanted(budget, end - first, SHARE), end - first, SIGMAS, NEAR, BS)
 
 @triton.jit
 def _channel_kernel(q_ptr, row_ptr, fit_ptr, score_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_d, x_b, x_g, x_n, x_d,
                     f_b, f_g, f_c, N, G, C: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, BN: tl.constexpr,
-                    SUM: tl.constexpr, PDL: tl.constexpr):
+                    SUM: tl.constexpr, PDL: tl.constexpr, table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "What a few channels give to the scores of some keys, for the heads of a group, or the sum of that"
     if PDL: gdc_launch_dependents()
     bg, o_r = tl.program_id(1).to(tl.int64), tl.arange(0, LP)
@@ -61,7 +62,8 @@ def _channel_kernel(q_ptr, row_ptr, fit_ptr, score_ptr, start_ptr, len_ptr, scal
     first, end, begin, low, items = items_of(start_ptr, len_ptr, None, i_b, N, 1)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     there, key = o_n < items, (low + o_n).to(tl.int64)
-    p_row, p_fit = row_ptr + i_b * x_b + i_g * x_g + key * x_n, fit_ptr + i_b * f_b + i_g * f_g
+    p_row = row_ptr + item_offset(key, there, table_ptr, i_b, i_g, t_b, x_b, x_g, x_n, PAGE)
+    p_fit = fit_ptr + i_b * f_b + i_g * f_g
     p_q = q_ptr + i_b * q_b + (i_g * LR + o_r) * q_h
     b_s = _of_channels(p_q, o_r < LR, q_d, p_fit, f_c, p_row, x_d, there, scale, C, SUM)
     if SUM: tl.store(score_ptr + bg * N + key, tl.sum(b_s, 0), mask=there)
@@ -90,11 +92,11 @@ def score(
     scores = torch.empty(B, lists, place.N, dtype=torch.float32, device=q.device)
     BS, seen = min(sample_size(place.N, tiles), 2 * tiles.sample), (place.start, place.stop, factor)
     mark, number, sample = new_marks(q, lists, budget, BS)
-    sizes, C = (*of_q, *rows.stride(), *fit.stride(), place.N, G), fit.shape[2]
+    sizes, C, pages = (*of_q, *rows.stride(), *fit.stride(), place.N, G), fit.shape[2], place.pages(rows)
     _guess_channels_kernel[B * lists,](q, rows, fit, mark, *seen, *sizes, number, EACH=lists // G, R=R, RP=RP, C=C,
-                                       PDL=same["PDL"], **sample, **more)
+                                       PDL=same["PDL"], **pages, **sample, **more)
     _channel_kernel[triton.cdiv(place.N, BN), B * G](q, rows, fit, scores, *seen, *sizes, C=C, BN=BN,
-                                                     num_warps=max(1, warps // 2), **heads, **same, **more)
+                                                     num_warps=max(1, warps // 2), **pages, **heads, **same, **more)
     return scores, mark
 
 topk = list_by("double_sparsity", score)

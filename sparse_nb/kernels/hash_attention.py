@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import bits_set, code_kernel, early_launch, row_of, sign_code, starts_early
+from .common import (
+    bits_set, code_kernel, early_launch, item_offset, row_of, sign_code, starts_early)
 from .top_budget import TILES, Counts, Place, Tiles, heads_of, items_of, list_by, list_tile
 
 # %% ../../kernels/hash_attention.ipynb #321d0d72
@@ -29,14 +30,16 @@ def _put_counted(score_ptr, total_ptr, reach_ptr, row, key, x, there, N, T, BINS
 
 @triton.jit
 def _equal_kernel(code_ptr, row_ptr, score_ptr, total_ptr, reach_ptr, start_ptr, len_ptr, x_b, x_g, x_n, N, G, T,
-                  LR: tl.constexpr, BN: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr):
+                  LR: tl.constexpr, BN: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
+                  table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "Equal bits of the signatures of a tile of keys and of the queries of a group, or their sum, and their counts"
     if PDL: gdc_launch_dependents()
     bg = tl.program_id(1).to(tl.int64)
     first, end, begin, low, items = items_of(start_ptr, len_ptr, None, bg // G, N, 1)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     there, key = o_n < items, (low + o_n).to(tl.int64)
-    word = tl.load(row_ptr + bg // G * x_b + bg % G * x_g + key * x_n, mask=there, other=0)
+    at = item_offset(key, there, table_ptr, bg // G, bg % G, t_b, x_b, x_g, x_n, PAGE)
+    word = tl.load(row_ptr + at, mask=there, other=0)
     if PDL: gdc_wait()
     total = tl.zeros([BN], tl.int32)
     for r in tl.static_range(LR):
@@ -69,7 +72,7 @@ def score(
                         num_warps=8, PDL=same["PDL"], **more)
     _equal_kernel[T, B * G](
         code, rows, scores, *counts, place.start, place.stop, *rows.stride()[:3], place.N, G, T, LR=heads["LR"], BN=BN,
-        BINS=BINS, num_warps=warps, **same, **more)
+        BINS=BINS, num_warps=warps, **place.pages(rows), **same, **more)
     return scores, counts
 
 topk = list_by("hash_attention", score)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import early_launch, row_of, starts_early
+from .common import early_launch, item_offset, row_of, starts_early
 from sparse_nb.kernels.top_budget import (
     FEW, TILES, Place, Tiles, end_after_marks, guess_kernel, heads_of, items_of, list_by, new_marks, sample_of,
     sample_size)
@@ -22,7 +22,8 @@ from sparse_nb.kernels.top_budget import (
 @triton.jit
 def _box_kernel(q_ptr, row_ptr, score_ptr, begin_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_d, x_b, x_g, x_n, x_s, x_d,
                 N, M, G, U: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-                BS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr):
+                BS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr, table_ptr=None, t_b=None,
+                PAGE: tl.constexpr = 0):
     "Upper bounds of the scores of some pages, or of some of a sample of BS, for the heads of a group, or their sum"
     if PDL:
         if BS > 0: gdc_wait()
@@ -32,7 +33,8 @@ def _box_kernel(q_ptr, row_ptr, score_ptr, begin_ptr, start_ptr, len_ptr, scale,
     first, end, begin, low, items = items_of(start_ptr, len_ptr, begin_ptr, i_b, N, U)
     if BS > 0: page, there = low + sample_of(o_n, items, BS), (o_n >= 0) & (items > BS)
     else: page, there = low + o_n.to(tl.int64), o_n < items
-    p_row = row_ptr + i_b * x_b + i_g * x_g + page[:, None] * x_n + o_d[None, :] * x_d
+    p_row = row_ptr + item_offset(page, there, table_ptr, i_b, i_g, t_b, x_b, x_g, x_n, PAGE)[:, None]
+    p_row += o_d[None, :] * x_d
     both = there[:, None] & m_d[None, :]
     b_low, b_high = tl.load(p_row, mask=both, other=0.), tl.load(p_row + x_s, mask=both, other=0.)  # [BN, BD]
     up, down = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
@@ -70,7 +72,8 @@ def score(
 ) -> tuple:               # upper bounds [B, H, M], or [B, G, M], float32, and the marks
     "Scores of the pages, and the marks of their lists; nothing is written where no key is visible."
     same = dict(PDL=starts_early(q), SUM=shared)
-    B, D, (G, M), U = q.shape[0], q.shape[3], rows.shape[1:3], place.unit
+    B, D, G, U = q.shape[0], q.shape[3], rows.shape[1], place.unit
+    M = rows.shape[2] if place.table is None else triton.cdiv(place.N, U)
     BD, BS = max(16, triton.next_power_of_2(D)), sample_size(M, tiles)
     lists, of_q, heads = heads_of(q, G, same)
     new, times = functools.partial(torch.empty, dtype=torch.float32, device=q.device), 2 if B * lists <= FEW else 1
@@ -80,7 +83,7 @@ def score(
     def boxes(into, pages, BS):
         _box_kernel[triton.cdiv(pages, BN), B * G](
             q, rows, into, *seen, factor, *of_q, *rows.stride(), place.N, M, G, U=U, LR=heads["LR"], D=D, BD=BD, BN=BN,
-            BS=BS, num_warps=warps, **same, **more)
+            BS=BS, num_warps=warps, **place.pages(rows), **same, **more)
     boxes(some, BS, BS)
     guess_kernel[B * lists,](some, mark, *seen, place.N, BS, lists, number, U=U, BESIDE=True, PDL=same["PDL"],
                              **sample, **more)

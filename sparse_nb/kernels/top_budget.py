@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import contiguous, refusal, starts_early, visible
+from .common import PageTable, cache_of, contiguous, refusal, starts_early, visible
 
 # %% ../../kernels/top_budget.ipynb #d516f217
 def _bits_of(
@@ -346,6 +346,14 @@ class Place(NamedTuple):
     stop: torch.Tensor | None = None    # end of the visible keys [B]
     begin: torch.Tensor | None = None   # first key of item 0 [B]; None: 0
     unit: int = 1                       # keys of an item
+    table: PageTable | None = None      # of an index in pages
+
+    def pages(
+        self,
+        rows: torch.Tensor, # the index
+    ) -> dict:
+        "What a kernel is told of its pages."
+        return dict(zip(("table_ptr", "t_b", "PAGE"), cache_of(rows, self.table)[1]))
 
 MOST = 2**24 # keys of a sequence
 
@@ -402,7 +410,7 @@ def launch_list(
 ) -> tuple:                # key numbers [B, H, 1, S], int64, weights, float32, and used slots [B, H, 1], int64
     "Launch threshold and list."
     B, H, M = scores.shape
-    N, start, stop, begin, U = place
+    N, start, stop, begin, U = place[:5]
     PDL, S = starts_early(scores), _slots(budget, N)
     BN, warps = list_tile(M, tiles, isinstance(known, Counts), B * H)
     T = triton.cdiv(M, BN)
@@ -482,17 +490,23 @@ def list_by(
         kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
         kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
         shared: bool = False,                 # one list for the heads of a group, by the sums of their scores?
+        table: PageTable | None = None,       # of an index in pages [P, G, items, ...], `keys` as it says, no kv_end
     ) -> tuple: # key numbers [B, H, 1, S], int64, the first key in unused slots; weights, float32; used slots [B, H, 1]
         """The visible keys of the best scores, the earlier of two equal ones first, in the order of the keys.
 
-        For what `attend` takes; checks no tensor. A list that is shared is one of G in place of H. Raises TypeError or
-        ValueError for a dtype, size or device without a kernel.
+        For what `attend` takes; checks no tensor. A list that is shared is one of G in place of H; numbers are of keys,
+        not of rows in pages. Raises TypeError or ValueError for a dtype, size or device without a kernel, and for pages
+        that do not fit.
         """
         if error := refusal(q): raise error
+        if table is not None:
+            table.check_rows(q, rows, unit=unit, kv_end=kv_end)
+            if keys != table.keys: raise ValueError(f"keys must be {table.keys}, as the table says, got {keys}")
+            kv_end = table.lengths
         if keys > MOST: raise ValueError(f"keys must be at most {MOST}, got {keys}")
         if torch.compiler.is_compiling():
             share = isinstance(budget, float)
             return op(q, rows, list(own), factor, float(budget), share, keys, unit, begin, kv_start, kv_end, shared)
-        place = Place(keys, *contiguous(kv_start, kv_end), begin, unit)
+        place = Place(keys, *contiguous(kv_start, kv_end), begin, unit, table)
         return launched(q, rows, own, factor, budget, place, shared)
     return topk

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .common import dot, starts_early
+from .common import dot, item_offset, starts_early
 from .top_budget import TILES, Place, Tiles, heads_of, items_of, list_by
 
 # %% ../../kernels/topk.ipynb #d1a0c0e6
 @triton.jit
 def _key_kernel(q_ptr, k_ptr, score_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, N, G,
                 LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-                SUM: tl.constexpr, PDL: tl.constexpr):
+                SUM: tl.constexpr, PDL: tl.constexpr, table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "Scores of some keys, for the heads of a group, or their sum"
     if PDL: gdc_launch_dependents()
     bg, o_r, o_d = tl.program_id(1).to(tl.int64), tl.arange(0, BR), tl.arange(0, BD)
@@ -27,7 +27,8 @@ def _key_kernel(q_ptr, k_ptr, score_ptr, start_ptr, len_ptr, scale, q_b, q_h, q_
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     there, key = o_n < items, (low + o_n).to(tl.int64)
     p_q = q_ptr + i_b * q_b + (i_g * LR + o_r)[:, None] * q_h + o_d.to(tl.int64)[None, :] * q_d
-    p_k = k_ptr + i_b * k_b + i_g * k_g + key[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d
+    p_k = k_ptr + item_offset(key, there, table_ptr, i_b, i_g, t_b, k_b, k_g, k_n, PAGE)[:, None]
+    p_k += o_d.to(tl.int64)[None, :] * k_d
     b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                           # [BR, BD]
     b_k = tl.load(p_k, mask=there[:, None] & m_d[None, :], other=0.)                         # [BN, BD]
     p_score, b_s = score_ptr + (bg * LR + o_r)[:, None] * N + key[None, :], dot(b_q, tl.trans(b_k)) * scale
@@ -56,7 +57,8 @@ def score(
     scores, BN = torch.empty(B, lists, N, dtype=torch.float32, device=q.device), key_tile(tiles, BD, q.element_size())
     _key_kernel[triton.cdiv(N, BN), B * G](
         q, rows, scores, place.start, place.stop, factor, *of_q, *rows.stride(), N, G, LR=heads["LR"], D=D,
-        BR=max(16, heads["LP"]), BD=BD, BN=BN, num_warps=tiles.score[1], **same)
+        BR=max(16, heads["LP"]), BD=BD, BN=BN, num_warps=tiles.score[1], **place.pages(rows),
+        **same)
     return scores, None
 
 topk = list_by("topk", score)

@@ -13,8 +13,13 @@ import torch
 from inputs import DEVICE, kernel, poisoned
 
 pytest.importorskip("triton")
-from sparse_nb.kernels import exact, gather, santa
+from sparse_nb.hash_attention import PARTS, HashAttention
+from sparse_nb.kernels import adamas, double_sparsity, exact, gather, hash_attention, quest, santa, topk
 from sparse_nb.kernels.common import PageTable
+from sparse_nb.kernels.top_budget import Place, Tiles
+from sparse_nb.methods.adamas import CUT, Adamas
+from sparse_nb.methods.double_sparsity import DoubleSparsity
+from sparse_nb.methods.quest import Quest
 from sparse_nb.santa_keys import quantise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -189,6 +194,51 @@ def test_a_number_behind_a_sequence_is_no_key():
     assert got[2, 1].isnan().all() and int(got.isnan().any(-1).sum()) == 1
 
 
+def index_of(name, k, unit=16, R=2, seed=2):
+    "Kernels, rows of the index, and what a step is told, as the methods' states keep them."
+    state_of = dict(topk=None, quest=Quest(0.2, page=unit), adamas=Adamas(0.2), double_sparsity=DoubleSparsity(0.2),
+                    hash_attention=HashAttention(0.2, layer=0))[name]
+    if name == "topk": return topk, k, {}
+    B, G, N, D = k.shape
+    state, draw = state_of.new_state(), torch.Generator(DEVICE).manual_seed(seed)
+    if name == "hash_attention":
+        new = lambda *size: torch.randn(*size, device=DEVICE, generator=draw)
+        state.held = {part: new(*size) for part, size in zip(PARTS, [
+            x for heads in (G, G * R) for x in ((heads, D, 8), (heads, 8), (heads, 8, 32), (heads, 32))])}
+    q = dict(q=torch.randn(B, G * R, 1, D, device=DEVICE, generator=draw).to(k.dtype)) if "q" in state.hears else {}
+    state.append(k, k, **q)
+    own = dict(double_sparsity=lambda: (state.fit[:, :, 0],),
+               hash_attention=lambda: tuple(state.held[part] for part in PARTS if part[0] == "q")).get(name, tuple)()
+    given = dict(unit=unit, begin=torch.zeros(B, dtype=torch.int64, device=DEVICE)) if name == "quest" else {}
+    kernels = dict(quest=quest, adamas=adamas, double_sparsity=double_sparsity, hash_attention=hash_attention)[name]
+    return kernels, state.rows, given | dict(own=own) | (dict(factor=CUT) if name == "adamas" else {})
+
+
+@kernel
+@pytest.mark.parametrize("page, layout, dtype, shared", [(16, "HND", FP32, False), (64, "NHD", BF16, True)], ids=str)
+@pytest.mark.parametrize("name", ["topk", "quest", "adamas", "double_sparsity", "hash_attention"])
+def test_the_best_keys_by_an_index_in_pages(name, page, layout, dtype, shared):
+    x = cache(page, layout, dtype, share=0 if name in ("adamas", "double_sparsity") else 2)  # fitted to a sequence
+    kernels, rows, given = index_of(name, x.k.nan_to_num(0))
+    pages, rows = (x.pages_k, x.k) if name == "topk" else (x.cut(rows, given.get("unit", 1)), rows)
+    want = kernels.best_keys(x.q, rows, 0.2, 150, **given, kv_end=x.lengths, shared=shared)
+    got = poisoned(lambda: kernels.best_keys(x.q, pages, 0.2, 150, **given, shared=shared, table=x.table))
+    same(got, want)
+
+
+@kernel
+@pytest.mark.parametrize("name, sample", [("quest", 16), ("adamas", 64), ("double_sparsity", 32)])
+def test_marks_from_a_sample_of_an_index_in_pages(name, sample):
+    x = cache(16, "NHD", share=0)
+    kernels, rows, given = index_of(name, x.k.nan_to_num(0), unit=4)
+    place = Place(150, None, x.lengths, given.get("begin"), given.get("unit", 1))
+    told = list(given["own"]), given.get("factor", 1.0), 0.2
+    marks = [kernels.score(x.q, of, *told, at, tiles=Tiles(sample=sample))[1][:, :3]
+             for of, at in ((rows, place), (x.cut(rows, place.unit), place._replace(table=x.table)))]
+    assert int((marks[0][:, 0] > -2**31).sum()) >= 4       # a sample was read
+    same(*marks)
+
+
 # what is refused
 
 @kernel
@@ -203,7 +253,7 @@ def test_a_number_behind_a_sequence_is_no_key():
     (dict(keys=lambda x: 177), "table must have pages of 16 for 177 keys, got 11"),
     (dict(kv_end=lambda x: x.lengths), "kv_end must be None with a page table"),
     (dict(q=lambda x: x.q[:3]), "table must be of the 3 sequences of q, got 4"),
-    (dict(q=lambda x: x.q[:, :3]), "k must have heads of 32, and as many as divide 3, got 2 of 32"),
+    (dict(q=lambda x: x.q[:, :3]), "k must have as many heads as divide 3, got 2"),
     (dict(v=lambda x: x.pages_v[1:]), r"v must have the shape of k, \[47, 2, 16, 32\], got \[46, 2, 16, 32\]"),
     (dict(k=lambda x: x.pages_k[:, :, :8]), "a power of two of at least 16 keys, got 8"),
     (dict(k=lambda x: x.pages_k.flatten(0, 1), v=lambda x: x.pages_v), "k must be pages"),
