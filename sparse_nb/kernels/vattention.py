@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import (
-    LOG2E, bits_set, code_kernel, contiguous, device_limits, dot, in_keys, load_parts, part_weights, refusal,
-    running_softmax, share_in_units, starts_early, stream, visible)
+from sparse_nb.kernels.common import (
+    LOG2E, PageTable, bits_set, cache_of, code_kernel, contiguous, device_limits, dot, head_of, in_keys, item_offset,
+    load_parts, page_of, part_weights, refusal, row_offset, running_softmax, share_in_units, starts_early, stream,
+    visible)
 
 # %% ../../kernels/vattention.ipynb #d6d2cf67
 @triton.jit
@@ -33,7 +34,8 @@ def _parts(start_ptr, len_ptr, b, N, sinks, sinks_share, window, window_share, t
 @triton.jit
 def _guess_kernel(code_ptr, key_ptr, plane_ptr, hist_ptr, start_ptr, len_ptr, key_b, key_g, key_n, N, L, R,
                   sinks, sinks_share, window, window_share, top, top_share,
-                  LR: tl.constexpr, PLANES: tl.constexpr, BS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):
+                  LR: tl.constexpr, PLANES: tl.constexpr, BS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+                  table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "What the queries of a list need of a key, and the lowest score of `BINS` around the threshold of BS keys"
     if PDL: gdc_launch_dependents()
     bl = tl.program_id(0)
@@ -42,8 +44,9 @@ def _guess_kernel(code_ptr, key_ptr, plane_ptr, hist_ptr, start_ptr, len_ptr, ke
                                           sinks, sinks_share, window, window_share, top, top_share)
     o_s, o_j, middle, p_plane = tl.arange(0, BS), tl.arange(0, 32), right - left, plane_ptr + bl * (PLANES + 1)
     some = first + left + (o_s.to(tl.int64) * middle // BS).to(tl.int32)
-    p_key = key_ptr + i_b.to(tl.int64) * key_b + (i_l * LR // R).to(tl.int64) * key_g + some.to(tl.int64) * key_n
-    x = tl.load(p_key, mask=(o_s >= 0) & (middle > 0), other=0)
+    there, i_g = (o_s >= 0) & (middle > 0), (i_l * LR // R).to(tl.int64)
+    at = item_offset(some, there, table_ptr, i_b.to(tl.int64), i_g, t_b, key_b, key_g, key_n, PAGE)
+    x = tl.load(key_ptr + at, mask=there, other=0)
     tl.store(hist_ptr + bl * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))                # for the next launch
     if PDL: gdc_wait()
     ones = tl.zeros([32], tl.int32)  # heads with bit j
@@ -68,7 +71,8 @@ def _guess_kernel(code_ptr, key_ptr, plane_ptr, hist_ptr, start_ptr, len_ptr, ke
 @triton.jit
 def _count_kernel(key_ptr, plane_ptr, bin_ptr, tail_ptr, hist_ptr, start_ptr, len_ptr, key_b, key_g, key_n,
                   N, T, L, R, sinks, sinks_share, window, window_share, top, top_share,
-                  LR: tl.constexpr, PLANES: tl.constexpr, BINS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+                  LR: tl.constexpr, PLANES: tl.constexpr, BINS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+                  table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "Scores of a tile of keys in bins, and how many keys each bin has"
     tl.static_assert(BN // 512 <= 15)  # what 4 bits can count
     if PDL: gdc_launch_dependents()
@@ -77,8 +81,9 @@ def _count_kernel(key_ptr, plane_ptr, bin_ptr, tail_ptr, hist_ptr, start_ptr, le
     first, n, left, right, top = _parts(start_ptr, len_ptr, i_b, N,
                                           sinks, sinks_share, window, window_share, top, top_share)
     o_i, o_bin, p_plane = t * BN + tl.arange(0, BN), tl.arange(0, BINS), plane_ptr + bl * (PLANES + 1)
-    p_key = key_ptr + i_b.to(tl.int64) * key_b + (i_l * LR // R).to(tl.int64) * key_g
-    x = tl.load(p_key + (first + o_i).to(tl.int64) * key_n, mask=o_i < n, other=0)
+    i_g = (i_l * LR // R).to(tl.int64)
+    at = item_offset(first + o_i, o_i < n, table_ptr, i_b.to(tl.int64), i_g, t_b, key_b, key_g, key_n, PAGE)
+    x = tl.load(key_ptr + at, mask=o_i < n, other=0)
     if PDL: gdc_wait()
     LAST: tl.constexpr = 2 ** (PLANES - 1) - 1
     differ = (LR - LAST) * bits_set(x ^ tl.load(p_plane + PLANES - 1))
@@ -221,9 +226,9 @@ def _base_places(n, rest, count, share, LEAST: tl.constexpr):
 
 # %% ../../kernels/vattention.ipynb #20ac559a
 @triton.jit
-def _rows(q_ptr, k_ptr, v_ptr, length_ptr, drawn_ptr, drawn, step, kept_ptr, kept, scale, q_h, q_d, k_n, k_d, v_n, v_d,
-          LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-          SQUARES: tl.constexpr, STAGES: tl.constexpr):
+def _rows(q_ptr, k_ptr, v_ptr, length_ptr, table_ptr, i_b, t_b, length_b, drawn_ptr, drawn, step, kept_ptr, kept, scale,
+          q_h, q_d, k_b, k_n, k_d, v_b, v_n, v_d, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+          BD: tl.constexpr, PAGE: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr):
     """Partial softmax (m, l, o) of two lists of rows, of the first one every step-th tile.
 
     Of these also the largest score, sum and sum of squares of the terms, and, where there are lengths of values, the
@@ -241,18 +246,19 @@ def _rows(q_ptr, k_ptr, v_ptr, length_ptr, drawn_ptr, drawn, step, kept_ptr, kep
         row = tl.load(p_row, mask=o_s < drawn + kept, other=-1)
         m_n = row >= 0
         m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
-        row = row.to(tl.int64)
-        b_k = tl.load(k_ptr + row[:, None] * k_n + o_d[None, :] * k_d, mask=m_k, other=0.)
+        page = page_of(row, m_n, table_ptr, i_b, t_b, PAGE)
+        b_k = tl.load(k_ptr + row_offset(row, page, k_b, k_n, PAGE)[:, None] + o_d[None, :] * k_d, mask=m_k, other=0.)
         b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))
         m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
-        b_v = tl.load(v_ptr + row[:, None] * v_n + o_d[None, :] * v_d, mask=m_k, other=0.)
+        b_v = tl.load(v_ptr + row_offset(row, page, v_b, v_n, PAGE)[:, None] + o_d[None, :] * v_d, mask=m_k, other=0.)
         if SQUARES:
             if at < drawn:
                 most = tl.maximum(most, tl.max(tl.where(m_1[None, :], b_s, -float("inf")), 1))
                 b_e = tl.where(m_1[None, :], b_p, 0.)
                 e, e2 = e * old + tl.sum(b_e, 1), e2 * old * old + tl.sum(b_e * b_e, 1)
                 if length_ptr is not None:
-                    b_l = b_e * tl.load(length_ptr + row, mask=m_n, other=0.)[None, :]
+                    p_length = length_ptr + row_offset(row, page, length_b, 1, PAGE)
+                    b_l = b_e * tl.load(p_length, mask=m_n, other=0.)[None, :]
                     own2 = own2 * old * old + tl.sum(b_l * b_l, 1)
                     high = b_e.to(b_v.dtype)
                     own = own * old[:, None] + dot(high, b_v)
@@ -292,11 +298,12 @@ def _list_of(start_ptr, len_ptr, seed_ptr, seed, N, L, sinks, sinks_share, windo
     return bl, i_b, i_l, own, first, n, right - left - top
 
 @triton.jit
-def _heads_of(q_ptr, k_ptr, v_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR: tl.constexpr):
+def _heads_of(q_ptr, k_ptr, v_ptr, table_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR: tl.constexpr):
     "Where the queries of a list begin, and the keys and values of its group"
     i_h, i_g = (i_l * LR).to(tl.int64), (i_l * LR // R).to(tl.int64)
     i_b = i_b.to(tl.int64)
-    return q_ptr + i_b * q_b + i_h * q_h, k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
+    p_k, p_v = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g), head_of(v_ptr, table_ptr, i_b, i_g, v_b, v_g)
+    return q_ptr + i_b * q_b + i_h * q_h, p_k, p_v
 
 # %% ../../kernels/vattention.ipynb #761b01aa
 @triton.jit(do_not_specialize=["seed"])
@@ -305,7 +312,8 @@ def _look_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr,
                  q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, L, R, W, S, K, C, CP,
                  sinks, sinks_share, window, window_share, top, top_share, base, base_share, LEAST: tl.constexpr,
                  LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-                 BC: tl.constexpr, SEEDS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                 BC: tl.constexpr, SEEDS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+                 table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "Attention over a part of the kept keys and of the base sample, and what the latter says about the rest"
     if PDL: gdc_launch_dependents()
     i_c = tl.program_id(1)
@@ -322,13 +330,15 @@ def _look_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr,
     if PDL: gdc_wait()
     p_mask = mask_ptr + bl.to(tl.int64) * W
     drawn = _draw(p_row + K, p_mask, i, tl.load(p_mask + (i >> 5)), begin, stop - begin, 1, first, n, own, BC, BN)
-    p_q, p_k, p_v = _heads_of(q_ptr, k_ptr, v_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR)
+    p_q, p_k, p_v = _heads_of(q_ptr, k_ptr, v_ptr, table_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR)
     at, end = _slice(kept, i_c, CP)
-    p_length = length_ptr
-    if length_ptr is not None: p_length += (i_b * (L * LR // R) + i_l * LR // R).to(tl.int64) * N
+    p_length, length_b = length_ptr, tl.cast(L * LR // R * PAGE, tl.int64)
+    if length_ptr is not None:
+        if PAGE == 0: p_length += (i_b * (L * LR // R) + i_l * LR // R).to(tl.int64) * N
+        else: p_length += (i_l * LR // R).to(tl.int64) * PAGE
     m, l, acc, most, e, e2, own_o, own2 = _rows(
-        p_q, p_k, p_v, p_length, p_row + K + begin, stop - begin, 1, p_row + at, end - at, scale, q_h, q_d, k_n, k_d,
-        v_n, v_d, LR, D, BR, BN, BD, True, STAGES)
+        p_q, p_k, p_v, p_length, table_ptr, i_b, t_b, length_b, p_row + K + begin, stop - begin, 1, p_row + at,
+        end - at, scale, q_h, q_d, k_b, k_n, k_d, v_b, v_n, v_d, LR, D, BR, BN, BD, PAGE, True, STAGES)
     bh, o_r, o_d = bl.to(tl.int64) * LR, tl.arange(0, BR), tl.arange(0, BD)
     if length_ptr is not None:
         p_own = own_ptr + ((bh + o_r) * CP + i_c)[:, None] * D + o_d[None, :]
@@ -337,7 +347,9 @@ def _look_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_ptr,
         at, end = _slice(n, i_c, CP)                               # the longest of so many visible values
         longest, o_n = tl.zeros([BC], tl.float32), tl.arange(0, BC)
         for j in range(at, end, BC):
-            x = tl.load(p_length + first + j + o_n, mask=j + o_n < end, other=0.)
+            page = page_of(first + j + o_n, j + o_n < end, table_ptr, i_b, t_b, PAGE)
+            p_x = p_length + row_offset(first + j + o_n, page, length_b, 1, PAGE)
+            x = tl.load(p_x, mask=j + o_n < end, other=0.)
             longest = tl.maximum(longest, tl.where(x == x, x, float("inf")))
         tl.store(longest_ptr + bl * CP + i_c, tl.max(longest, 0))
     _put(m_ptr, l_ptr, o_ptr, m, l, acc, bh, i_c, C, LR, D, BR, BD)
@@ -537,7 +549,8 @@ def _sample_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_pt
                    eps, log, square, plug, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr, PLUGIN: tl.constexpr,
                    BQ: tl.constexpr, BP: tl.constexpr, LEAST: tl.constexpr,
                    LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-                   BC: tl.constexpr, SEEDS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                   BC: tl.constexpr, SEEDS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+                   table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "Attention over a part of the keys that the budget adds"
     if PDL: gdc_launch_dependents()
     i_c = tl.program_id(1)
@@ -558,10 +571,10 @@ def _sample_kernel(q_ptr, k_ptr, v_ptr, row_ptr, mask_ptr, m_ptr, l_ptr, most_pt
     places = tl.maximum(places - done, 0)
     count = places // (CE * BN) * BN + tl.minimum(tl.maximum(places % (CE * BN) - i_c * BN, 0), BN)
     drawn = _draw(p_row, p_mask, i, word, begin, count, CE, first, n, own, BC, BN)
-    p_q, p_k, p_v = _heads_of(q_ptr, k_ptr, v_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR)
+    p_q, p_k, p_v = _heads_of(q_ptr, k_ptr, v_ptr, table_ptr, i_b, i_l, R, q_b, q_h, k_b, k_g, v_b, v_g, LR)
     m, l, acc, most, e, e2, own_o, own2 = _rows(
-        p_q, p_k, p_v, None, p_row + begin, count, CE, p_row, 0, scale, q_h, q_d, k_n, k_d, v_n, v_d, LR, D, BR, BN, BD,
-        False, STAGES)
+        p_q, p_k, p_v, None, table_ptr, i_b, t_b, 0, p_row + begin, count, CE, p_row, 0, scale, q_h, q_d, k_b, k_n, k_d,
+        v_b, v_n, v_d, LR, D, BR, BN, BD, PAGE, False, STAGES)
     tl.store(count_ptr + bl * C + CP + i_c, drawn)
     _put(m_ptr, l_ptr, o_ptr, m, l, acc, bl.to(tl.int64) * LR, CP + i_c, C, LR, D, BR, BD)
 
@@ -614,10 +627,10 @@ _BINS, GUESS = 8, 1024  # of the histogram; keys that the guess is made from
 
 def _most(x, n): return min(x, n) if isinstance(x, int) else min(n, math.ceil(n * x * (1 - 1e-12)))
 
-def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_end):
+def _heavy(q, codes, maps, table, s, L, rows, mask, kv_start, kv_end):
     "Fill in the kept keys by equal bits of signatures"
-    B, H, _, D = q.shape
-    G, N = codes.shape[1:3]
+    (B, H, _, D), G, (N, pages) = q.shape, codes.shape[1], cache_of(codes, table)
+    pages = dict(zip(("table_ptr", "t_b", "PAGE"), pages))
     LR, M, R, device = H // L, maps[0].shape[2], H // G, q.device
     PDL, PLANES = starts_early(q), LR.bit_length()
     BN = 4096 if N > 2**17 else 2048 if N > 2**15 else 1024
@@ -633,10 +646,10 @@ def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_end):
         **same | dict(num_warps=8))
     _guess_kernel[B * L,](
         code, codes, planes, hist, kv_start, kv_end, *keys, N, L, R, *middle,
-        LR=LR, PLANES=PLANES, BS=GUESS, BINS=_BINS, **same)
+        LR=LR, PLANES=PLANES, BS=GUESS, BINS=_BINS, **pages, **same)
     _count_kernel[T, B * L](
         codes, planes, bins.view(torch.uint8), tails, hist, kv_start, kv_end, *keys, N, T, L, R, *middle,
-        LR=LR, PLANES=PLANES, BINS=_BINS, BN=BN, **same)
+        LR=LR, PLANES=PLANES, BINS=_BINS, BN=BN, **pages, **same)
     _keep_kernel[T, B * L](
         bins, tails, hist, rows, mask, kv_start, kv_end, N, T, L, mask.shape[2], rows.shape[2], *middle,
         BINS=_BINS, BT=triton.next_power_of_2(T), BN=BN, **same)
@@ -644,9 +657,9 @@ def _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_end):
 # %% ../../kernels/vattention.ipynb #070bbb82
 _LOOK, _SAMPLE = (128, 2, 2), (64, 2, 4)  # rows at once, stages, programs a multiprocessor of what reads rows
 
-def _sizes(q, k, s, L, vectors=False):
+def _sizes(q, N, s, L, vectors=False, paged=False):
     "Room for kept keys, programs of a list that look (also for `vectors`?) and that sample, and what both are told"
-    (B, H, _, D), N = q.shape, k.shape[2]
+    B, H, _, D = q.shape
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     K = min(N, sum(_most(x, N) for x in (s.sinks, s.window, s.topk)))
@@ -656,8 +669,8 @@ def _sizes(q, k, s, L, vectors=False):
     def parts(n, rows, stages, programs):
         return max(1, min(256, programs * sms // (B * L), triton.cdiv(n, 2 * fit(rows))))
     def launch_of(rows, stages, programs, places):
-        return dict(BN=fit(rows), STAGES=stages, BC=max(128, min(1024, triton.next_power_of_2(places))), LR=LR, D=D,
-                    BR=max(16, triton.next_power_of_2(LR)), BD=BD, LEAST=s.least, PDL=PDL, num_warps=4)
+        return dict(BN=fit(rows), STAGES=stages + 2 * paged, BC=max(128, min(1024, triton.next_power_of_2(places))),
+                    LR=LR, D=D, BR=max(16, triton.next_power_of_2(LR)), BD=BD, LEAST=s.least, PDL=PDL, num_warps=4)
     CP = max(4, parts(K + _most(s.base, N), *look) // 4 * 4)  # a quarter has the first quarter of the base sample
     return K, CP, parts(N, *_SAMPLE), launch_of(*look, triton.cdiv(_most(s.base, N), CP)), launch_of(*_SAMPLE, 1)
 
@@ -669,11 +682,13 @@ def launch(
     codes=None, maps=(), kept=None, mask=None, ceiling=None,  # as for `decode`
     lengths=None, levels=None,                                # likewise
     seed=0, scale=None, kv_start=None, kv_end=None,           # likewise
+    table=None,                                               # likewise
 ) -> Found:
     "Launch the kernels of a step."
-    kv_start, kv_end, lengths = contiguous(kv_start, kv_end, lengths)
-    (B, H, _, D), (G, N) = q.shape, k.shape[1:3]
-    (K, CP, CE, look, sample), LR, W = _sizes(q, k, s, L, lengths is not None), H // L, triton.cdiv(N, 32)
+    kv_start, kv_end, lengths = contiguous(kv_start, kv_end if table is None else table.lengths, lengths)
+    (B, H, _, D), G, (N, pages) = q.shape, k.shape[1], cache_of(k, table)
+    pages, LR, W = dict(zip(("table_ptr", "t_b", "PAGE"), pages)), H // L, triton.cdiv(N, 32)
+    K, CP, CE, look, sample = _sizes(q, N, s, L, lengths is not None, table is not None)
     C, S, BD, PDL = CP + CE, K + N, look["BD"], look["PDL"]
     integers, floats = (functools.partial(torch.empty, device=q.device, dtype=x) for x in (torch.int32, torch.float32))
     rows, count, stop, facts = integers(B, L, S), integers(B, L, C), integers(B, L, 2), floats(B, H, 4)
@@ -683,7 +698,7 @@ def launch(
     norm = None if lengths is None else floats(B, H)
     if kept is None:
         mask = integers(B, L, W)
-        _heavy(q, codes, maps, s, L, rows, mask, kv_start, kv_end)
+        _heavy(q, codes, maps, table, s, L, rows, mask, kv_start, kv_end)
     else: rows[:, :, :K] = kept
     seed_ptr, seed = (seed.contiguous(), 0) if isinstance(seed, torch.Tensor) else (None, seed)
     seeds = dict(SEEDS=seed_ptr is not None and seed_ptr.ndim == 2)
@@ -694,7 +709,8 @@ def launch(
     more = dict(launch_pdl=True) if PDL else {}
     _look_kernel[B * L, CP](
         q, k, v, rows, mask, m, l, most, e, e2, o, count, lengths, *own, kv_start, kv_end, *drawn,
-        *strides, N, L, H // G, W, S, K, C, CP, *middle, *base, **look, **seeds, **(more if kept is None else {}))
+        *strides, N, L, H // G, W, S, K, C, CP, *middle, *base, **pages, **look, **seeds,
+        **(more if kept is None else {}))
     promise = dict(CLT_LEAST=s.clt_least, BOUND=s.bound, PLUGIN=s.plugin,
                    BQ=triton.next_power_of_2(LR), BP=triton.next_power_of_2(CP))
     sums = (most, e, e2) if lengths is None else (None,) * 3
@@ -706,7 +722,7 @@ def launch(
     _sample_kernel[B * L, CE](
         q, k, v, rows, mask, m, l, *sums, o, count, ceiling, stop, facts, kv_start, kv_end, *drawn,
         *strides, N, L, H // G, W, S, K, C, CP, CE, *middle, *base, s.eps, s.log, s.square, s.plug,
-        **promise, **sample, **seeds, **more)
+        **promise, **pages, **sample, **seeds, **more)
     BW = min(BD, 32)
     _merge_kernel[B * H, triton.cdiv(D, BW)](
         m, l, o, stop, count, out, out.stride(0), out.stride(1), out.stride(3), H, LR, C, CE,
@@ -734,7 +750,7 @@ def _(q, k, v, parts, whole, bound, plugin, lists, codes, maps, kept, mask, ceil
 # %% ../../kernels/vattention.ipynb #2144b7c3
 def decode(
     q: torch.Tensor,                      # queries [B, H, 1, D] on a GPU, D <= 256
-    k: torch.Tensor,                      # keys [B, G, N, D], any strides; on the GPU or in pinned host memory
+    k: torch.Tensor,                      # keys [B, G, N, D], any strides, on the GPU or pinned on the host; or pages
     v: torch.Tensor,                      # values [B, G, N, D], likewise
     settings: Settings,
     *,
@@ -750,6 +766,7 @@ def decode(
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    table: PageTable | None = None,       # of a cache in pages: k and v are [P, G, page, D], as are codes and lengths
 ) -> Found:                               # under torch.compile with nothing but `out`
     """The kernels behind `sparse_nb.vattention.vattention_decode` (vAttention, Alg. 1 and 2, corrected).
 
@@ -759,7 +776,8 @@ def decode(
     Raises TypeError or ValueError for a dtype, size, device or setting without a kernel.
     """
     if error := refusal(q): raise error
-    H, (G, N) = q.shape[1], k.shape[1:3]
+    if table is not None: table.check(q, k, v, kv_end)
+    H, G, N = q.shape[1], k.shape[1], cache_of(k, table)[0]
     if lists not in (H, G): raise ValueError(f"lists must be {H} or {G}, for each head or for each group, got {lists}")
     if N > 2**24: raise ValueError(f"k must have at most {2**24} keys, got {N}")
     if (codes is None) == (kept is None): raise ValueError("codes or kept must be given, and not both")
@@ -771,4 +789,4 @@ def decode(
         out = _op(q, k, v, parts, whole, settings.bound, settings.plugin, lists,
                   codes, list(maps), *chosen[2:], *seed, *rest)
         return Found(out, *[None] * 7)
-    with torch.cuda.device_of(q): return launch(q, k, v, settings, lists, *chosen, seed, *rest)
+    with torch.cuda.device_of(q): return launch(q, k, v, settings, lists, *chosen, seed, *rest, table)

@@ -5,6 +5,7 @@ share. What is in no sequence is NaN, and the numbers behind a sequence's last p
 On the CPU in Triton's interpreter, in a process of its own, and on a GPU.
 """
 import math
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from inputs import DEVICE, kernel, poisoned
 
 pytest.importorskip("triton")
+from sparse_nb.core.bounds import output_levels, tail_levels
 from sparse_nb.hash_attention import PARTS, HashAttention
-from sparse_nb.kernels import adamas, double_sparsity, exact, gather, hash_attention, quest, santa, topk
+from sparse_nb.kernels import adamas, double_sparsity, exact, gather, hash_attention, quest, santa, topk, vattention
 from sparse_nb.kernels.common import PageTable
 from sparse_nb.kernels.top_budget import Place, Tiles
 from sparse_nb.methods.adamas import CUT, Adamas
@@ -237,6 +239,31 @@ def test_marks_from_a_sample_of_an_index_in_pages(name, sample):
              for of, at in ((rows, place), (x.cut(rows, place.unit), place._replace(table=x.table)))]
     assert int((marks[0][:, 0] > -2**31).sum()) >= 4       # a sample was read
     same(*marks)
+
+
+# vAttention
+
+@kernel
+@pytest.mark.parametrize("page, layout, dtype, G, promise", [
+    (16, "NHD", FP32, 2, "denominator"), (32, "HND", BF16, 1, "numerator"), (64, "NHD", FP32, 1, "output")], ids=str)
+def test_vattention(page, layout, dtype, G, promise):
+    x = cache(page, layout, dtype, lengths=(300, 1, 97), G=G, R=3)
+    draw = torch.Generator(DEVICE).manual_seed(6)
+    codes = torch.randint(-2**31, 2**31, (3, G, 300, 1), device=DEVICE, generator=draw).int()
+    for b in range(3): codes[b, :, :page] = codes[0, :, :page]                  # of a page that may be shared
+    sizes = (3 * G, 32, 8), (3 * G, 8), (3 * G, 8, 32), (3 * G, 32)
+    maps, levels = tuple(torch.randn(*size, device=DEVICE, generator=draw) for size in sizes), None
+    log, square = tail_levels(0.1, promise == "numerator")
+    settings = vattention.Settings(3, 7, 0.05, 0.1, 16, 0.2, log, square, 5.0, plug_square=9.0)
+    lengths = None if promise == "denominator" else x.v.float().norm(dim=-1)
+    if promise == "output": levels = output_levels(0.1, DEVICE)
+    call = partial(vattention.decode, settings=settings, lists=G, maps=maps, levels=levels, seed=5)
+    want = call(x.q, x.k, x.v, codes=codes, lengths=lengths, kv_end=x.lengths)
+    got = poisoned(lambda: call(x.q, x.pages_k, x.pages_v, codes=x.cut(codes), table=x.table,
+                                lengths=None if lengths is None else x.cut(lengths)))
+    same([got.out, got.places, got.rest, got.base, got.extra], [want.out, *want[2:6]])
+    assert torch.equal(got.facts.nan_to_num(), want.facts.nan_to_num()) and (got.extra.sum(-1) > 0).any()
+    if lengths is not None: assert torch.equal(got.norm, want.norm)
 
 
 # what is refused
