@@ -170,6 +170,7 @@ class PageTable:
         if v.shape != k.shape: raise ValueError(f"v must have the shape of k, {list(k.shape)}, got {list(v.shape)}")
         if v.device != q.device: raise ValueError(f"v must be on the device of q, {q.device}, got {v.device}")
 
+# %% ../../kernels/common.ipynb #b1a6e0d6
 def cache_of(
     k: torch.Tensor,         # keys [B, G, N, D], or pages of them
     table: PageTable | None, # None: no pages

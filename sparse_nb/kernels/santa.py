@@ -51,6 +51,7 @@ def _digits(q_ptr, q_h, q_d, R, D: tl.constexpr, BR: tl.constexpr, BD: tl.conste
     share = ((122 - 7 * digit) << 23).to(tl.float32, bitcast=True)   # 2^(-5 - 7 digit)
     return found.to(tl.int8), unit * share + tl.sum(x * 0, 1)        # what is not finite makes its sums NaN
 
+# %% ../../kernels/santa.ipynb #bd16da5d
 @triton.jit
 def _score_kernel(q_ptr, k_ptr, unit_ptr, u_ptr, m_ptr, l_ptr, arrived_ptr, start_ptr, len_ptr, scale,
                   q_b, q_h, q_d, k_b, k_g, k_n, k_d, unit_b, unit_g, unit_n, N, T, C,
@@ -174,19 +175,28 @@ def _at(u, i, BN: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, BN)[None, :] == i[:, None], u, 0.), 1)
 
 @triton.jit
-def _in_sum(b_q, p_k, k_b, k_n, k_d, p_unit, unit_b, unit_n, table_ptr, i_b, t_b, row, share, m, first, n, scale,
-            D: tl.constexpr, SUB: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr):
+def _in_sum(b_q, k_ptr, k_b, k_g, k_n, k_d, unit_ptr, unit_b, unit_g, unit_n, table_ptr, i_b, i_g, t_b, row, share, m,
+            first, n, scale, D: tl.constexpr, SUB: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr):
     "Key of each share among SUB keys from number row on, which are scored again, and its mass e^(s - m)"
     o_i, o_d = row[:, None] + tl.arange(0, SUB)[None, :], tl.arange(0, BD)
     key, m_k = first + o_i, o_i < n
     page = page_of(key, m_k, table_ptr, i_b, t_b, PAGE)
-    p_k = p_k + row_offset(key, page, k_b, k_n, PAGE)[:, :, None] + o_d.to(tl.int64)[None, None, :] * k_d
+    p_k = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g) + row_offset(key, page, k_b, k_n, PAGE)[:, :, None]
+    p_k += o_d.to(tl.int64)[None, None, :] * k_d
     b_k = tl.load(p_k, mask=m_k[:, :, None] & (o_d < D)[None, None, :], other=0.)            # [BS, SUB, BD]
     b_s = tl.sum(b_k.to(tl.float32) * b_q[None, None, :], 2) * scale                         # [BS, SUB]
-    if p_unit is not None: b_s *= tl.load(p_unit + row_offset(key, page, unit_b, unit_n, PAGE), mask=m_k, other=0.)
+    if unit_ptr is not None:
+        p_unit = head_of(unit_ptr, table_ptr, i_b, i_g, unit_b, unit_g) + row_offset(key, page, unit_b, unit_n, PAGE)
+        b_s *= tl.load(p_unit, mask=m_k, other=0.)
     u = tl.where(m_k, tl.exp2(b_s - m[:, None]), 0.)
     i, share = _find_in_row(_sums(u, 1, SUB, True), share, SUB)
     return row + i, _at(u, i, SUB)
+
+@triton.jit
+def _rows(p_x, row, page, x_b, x_n, x_d, mask, BD: tl.constexpr, PAGE: tl.constexpr):
+    "Rows of a head [BS, BD], float32"
+    p_x += row_offset(row, page, x_b, x_n, PAGE)[:, None] + tl.arange(0, BD).to(tl.int64)[None, :] * x_d
+    return tl.load(p_x, mask=mask, other=0.).to(tl.float32)
 
 @triton.jit
 def _from_logarithms(s, mask):
@@ -239,30 +249,24 @@ def _gather_kernel(q_ptr, k_ptr, v_ptr, code_ptr, unit_ptr, u_ptr, m_ptr, l_ptr,
     u = tl.load(p_u).to(tl.float32)                                           # [BS, BN / SUB]
     i, share = _find_in_row(_sums(u, 1, BN, u_ptr.dtype.element_ty == tl.float32), share, BN // SUB)
     row, i_b, i_g = t * BN + i * SUB, i_b.to(tl.int64), (i_h // R).to(tl.int64)
-    p_k = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g)
-    p_v = head_of(v_ptr, table_ptr, i_b, i_g, v_b, v_g)
+    p_k, p_v = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g), head_of(v_ptr, table_ptr, i_b, i_g, v_b, v_g)
     if MASS or SUB > 1:
         b_q = tl.load(q_ptr + i_b * q_b + i_h.to(tl.int64) * q_h + o_d.to(tl.int64) * q_d, mask=o_d < D, other=0.)
         b_q = b_q.to(tl.float32)
         m = tl.load(m_ptr + i_bh * T + t)
     if SUB == 1: mass = _at(u, i, BN)
     elif code_ptr is None:
-        row, mass = _in_sum(b_q, p_k, k_b, k_n, k_d, None, 0, 0, table_ptr, i_b, t_b, row, share, m, first, n, scale,
-                            D, SUB, BD, PAGE)
-    else:
-        p_code = head_of(code_ptr, table_ptr, i_b, i_g, code_b, code_g)
-        p_unit = head_of(unit_ptr, table_ptr, i_b, i_g, unit_b, unit_g)
-        row, mass = _in_sum(b_q, p_code, code_b, code_n, code_d, p_unit, unit_b, unit_n, table_ptr, i_b, t_b, row,
-                            share, m, first, n, scale, D, SUB, BD, PAGE)
+        row, mass = _in_sum(b_q, k_ptr, k_b, k_g, k_n, k_d, None, 0, 0, 0, table_ptr, i_b, i_g, t_b, row, share, m,
+                            first, n, scale, D, SUB, BD, PAGE)
+    else: row, mass = _in_sum(b_q, code_ptr, code_b, code_g, code_n, code_d, unit_ptr, unit_b, unit_g, unit_n,
+                              table_ptr, i_b, i_g, t_b, row, share, m, first, n, scale, D, SUB, BD, PAGE)
     row = tl.minimum(row + first, N - 1)
     if index_ptr is not None: tl.store(index_ptr + i_bh * S + o_s, row, mask=m_s)
     page, m_v = page_of(row, row < first + n, table_ptr, i_b, t_b, PAGE), m_s[:, None] & (o_d < D)[None, :]
-    p_v += row_offset(row, page, v_b, v_n, PAGE)[:, None] + o_d.to(tl.int64)[None, :] * v_d
-    b_v = tl.load(p_v, mask=m_v, other=0.).to(tl.float32)                     # [BS, BD]
+    b_v = _rows(p_v, row, page, v_b, v_n, v_d, m_v, BD, PAGE)                 # [BS, BD]
     factor = tl.where(Z > 0, 1. / S, float("nan"))
     if MASS:                                                                  # w = e^s over the mass of the draw
-        p_k += row_offset(row, page, k_b, k_n, PAGE)[:, None] + o_d.to(tl.int64)[None, :] * k_d
-        b_k = tl.load(p_k, mask=m_v, other=0.).to(tl.float32)
+        b_k = _rows(p_k, row, page, k_b, k_n, k_d, m_v, BD, PAGE)
         top, w = _from_logarithms(tl.sum(b_k * b_q[None, :], 1) * scale - m - tl.log2(mass), m_s)
         acc, total, factor = tl.sum(w[:, None] * b_v, 0), tl.sum(w, 0), factor * S
         if BP == 1: factor /= total

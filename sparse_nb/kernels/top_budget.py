@@ -339,6 +339,7 @@ class Tiles(NamedTuple):
 
 TILES, FEW = Tiles(), 16 # so few lists leave multiprocessors idle, unless programs are larger
 
+# %% ../../kernels/top_budget.ipynb #70b5c019
 class Place(NamedTuple):
     "Which keys are visible, and which items they are in."
     N: int                              # keys there is room for
