@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparse_nb.kernels.common import (
-    INTERPRETED, LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, merge_kernel, refusal, running_softmax,
-    share_in_units, visible)
+from .common import (
+    INTERPRETED, LOG2E, PageTable, cache_of, contiguous, device_limits, dot, head_of, in_keys, launch_limits,
+    merge_kernel, page_of, refusal, row_offset, running_softmax, share_in_units, visible)
 
 # %% ../../kernels/sketch_walk.ipynb #4570c87e
 FINE = {"fine4": 4, "fine16": 16}  # keys of a sub-block; an index of means has none
@@ -199,37 +199,45 @@ def _of_blocks(x, R: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, WARPS: tl.
 
 # %% ../../kernels/sketch_walk.ipynb #c8cc14c4
 @triton.jit
-def _own_means(k_ptr, start, end, k_n, k_d, RADIUS: tl.constexpr, FINE: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-               W: tl.constexpr):
+def _own_keys(k_ptr, table_ptr, i_b, t_b, key, end, k_b, k_n, k_d, D: tl.constexpr, W: tl.constexpr,
+              PAGE: tl.constexpr):
+    "Those of some keys [C, FEW] that are before `end` [C, FEW, W], zeros else, and which they are"
+    o_d, there = tl.arange(0, W), key < end
+    page = page_of(key, there, table_ptr, i_b, t_b, PAGE)
+    p_k = k_ptr + row_offset(key, page, k_b, k_n, PAGE)[:, :, None] + o_d.to(tl.int64)[None, None, :] * k_d
+    there = there[:, :, None] & (o_d < D)[None, None, :]
+    return tl.load(p_k, mask=there, other=0.).to(tl.float32), there
+
+@triton.jit
+def _own_means(k_ptr, table_ptr, i_b, t_b, start, end, k_b, k_n, k_d, RADIUS: tl.constexpr, FINE: tl.constexpr,
+               C: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr):
     "Mean keys of the sub-blocks from key `start` on and before `end` [C, W], how many keys, and their radii [C]"
     FEW: tl.constexpr = 1 if C > 8 else FINE if FINE * C < 16 else 16 // C                   # keys of each at once
-    o_c, o_f, o_d = tl.arange(0, C), tl.arange(0, FEW), tl.arange(0, W)
-    key, m_d = start + (o_c * FINE)[:, None] + o_f[None, :], o_d < D                         # [C, FEW]
-    p_k = k_ptr + key[:, :, None] * k_n + o_d.to(tl.int64)[None, None, :] * k_d
+    o_c, o_f = tl.arange(0, C), tl.arange(0, FEW)
+    key = start + (o_c * FINE)[:, None] + o_f[None, :]                                       # [C, FEW]
     b_m, widest = tl.zeros([C, W], tl.float32), tl.zeros([C], tl.float32)
     for f in tl.static_range(0, FINE, FEW):
-        there = (key + f < end)[:, :, None] & m_d[None, None, :]
-        b_m += tl.sum(tl.load(p_k + f * k_n, mask=there, other=0.).to(tl.float32), 1)
+        b_k, there = _own_keys(k_ptr, table_ptr, i_b, t_b, key + f, end, k_b, k_n, k_d, D, W, PAGE)
+        b_m += tl.sum(b_k, 1)
     count = tl.minimum(tl.maximum(end - start - o_c * FINE, 0), FINE).to(tl.int32)
     b_m *= (1 / tl.maximum(count, 1).to(tl.float32))[:, None]                                # exact for whole ones
     if RADIUS:
         for f in tl.static_range(0, FINE, FEW):
-            there = (key + f < end)[:, :, None] & m_d[None, None, :]
-            far = tl.load(p_k + f * k_n, mask=there, other=0.).to(tl.float32) - b_m[:, None, :]
-            far = tl.where(there, far, 0.)
+            b_k, there = _own_keys(k_ptr, table_ptr, i_b, t_b, key + f, end, k_b, k_n, k_d, D, W, PAGE)
+            far = tl.where(there, b_k - b_m[:, None, :], 0.)
             widest = tl.maximum(widest, tl.max(tl.sum(far * far, 2), 1))
     return b_m, count, tl.sqrt(widest)
 
 # %% ../../kernels/sketch_walk.ipynb #84cdc60b
 @triton.jit
-def _own_row(k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, bg, begin, own, end, room, k_n, k_d, MEAN: tl.constexpr,
-             RADIUS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-             STEPS: tl.constexpr):
+def _own_row(k_ptr, table_ptr, i_b, t_b, row_ptr, fact_ptr, radius_ptr, sign_ptr, bg, begin, own, end, room, k_b, k_n,
+             k_d, MEAN: tl.constexpr, RADIUS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+             W: tl.constexpr, STEPS: tl.constexpr, PAGE: tl.constexpr):
     "The means of the block of the newest key as the index has them [C, W], written to it once the block is full"
     C: tl.constexpr = BLOCK // FINE
     o_c, o_d, start = tl.arange(0, C), tl.arange(0, W), begin + own * BLOCK
     m_d = o_d < D
-    b_m, count, widest = _own_means(k_ptr, start, end, k_n, k_d, RADIUS, FINE, C, D, W)
+    b_m, count, widest = _own_means(k_ptr, table_ptr, i_b, t_b, start, end, k_b, k_n, k_d, RADIUS, FINE, C, D, W, PAGE)
     few = count.to(tl.float32).to(tl.int32, bitcast=True) >> 16                              # a bfloat16
     step, facts, place = tl.full([C], 1, tl.float32), few, (bg * room + own) * C + o_c
     whole = begin + (own + 1) * BLOCK <= end
@@ -320,7 +328,7 @@ def _score_kernel(k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_ptr, sta
                   MEAN: tl.constexpr, RADIUS: tl.constexpr, REACH: tl.constexpr, FINE: tl.constexpr,
                   BLOCK: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
                   STEPS: tl.constexpr, BB: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-                  PDL: tl.constexpr):
+                  PDL: tl.constexpr, table_ptr=None, t_b=None, PAGE: tl.constexpr = 0):
     "log2 of the weights of blocks as the index guesses them, for all heads of a group, with maximum and sum of a part"
     if PDL: gdc_launch_dependents()
     p, S, bg = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
@@ -330,9 +338,10 @@ def _score_kernel(k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_ptr, sta
     first, end, begin, low, own = _place(start_ptr, len_ptr, begin_ptr, bg // G, N, BLOCK)
     p_ask, factor = ask_ptr + bg * (LP * (W + 5)), scale if MEAN else scale * W**-0.5
     if p == 0:
-        p_k = k_ptr + bg // G * k_b + bg % G * k_g
-        code, facts, widest = _own_row(p_k, row_ptr, fact_ptr, radius_ptr, sign_ptr, bg, begin.to(tl.int64), own, end,
-                                       room, k_n, k_d, MEAN, RADIUS, FINE, BLOCK, D, W, STEPS)
+        p_k = head_of(k_ptr, table_ptr, bg // G, bg % G, k_b, k_g)
+        code, facts, widest = _own_row(
+            p_k, table_ptr, bg // G, t_b, row_ptr, fact_ptr, radius_ptr, sign_ptr, bg, begin.to(tl.int64), own, end,
+            room, k_b, k_n, k_d, MEAN, RADIUS, FINE, BLOCK, D, W, STEPS, PAGE)
         if PDL: gdc_wait()
         b_q = tl.load(p_ask + o_r[:, None] * W + tl.arange(0, W)[None, :])
         reach = tl.load(p_ask + LP * (W + 4) + o_r)
@@ -499,7 +508,8 @@ def _join_kernel(key_ptr, cut_ptr, list_ptr, reader_ptr, count_ptr, X, LR: tl.co
 def _read_kernel(q_ptr, k_ptr, v_ptr, list_ptr, reader_ptr, count_ptr, begin_ptr, start_ptr, len_ptr, m_ptr, l_ptr,
                  o_ptr, scale, q_b, q_h, q_d, k_b, k_g, k_n, k_d, v_b, v_g, v_n, v_d, N, G, X, share,
                  BLOCK: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-                 BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                 BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, table_ptr=None, t_b=None,
+                 PAGE: tl.constexpr = 0):
     "Attention over a part of the rows of the chosen blocks, by all heads of a group or by the readers of each"
     if PDL: gdc_launch_dependents()
     p, P, bg = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
@@ -508,7 +518,7 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, list_ptr, reader_ptr, count_ptr, begin_ptr
     first, end, begin, first_block, own = _place(start_ptr, len_ptr, begin_ptr, i_b, N, BLOCK)
     p_q = q_ptr + i_b * q_b + (i_g * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
     b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.)                           # [BR, BD]
-    p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
+    p_k, p_v = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g), head_of(v_ptr, table_ptr, i_b, i_g, v_b, v_g)
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
     rows = _wanted(first_block, own, share) * BLOCK
     if PDL: gdc_wait()
@@ -519,15 +529,17 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, list_ptr, reader_ptr, count_ptr, begin_ptr
         o_s = at + o_n
         block = tl.load(list_ptr + bg * X + o_s // BLOCK, mask=o_s < high, other=0)
         key = begin + block * BLOCK + o_s % BLOCK
-        m_n, row = (o_s < high) & (key >= first) & (key < end), key.to(tl.int64)
+        m_n = (o_s < high) & (key >= first) & (key < end)
         m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
-        b_k = tl.load(p_k + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
+        page = page_of(key, m_n, table_ptr, i_b, t_b, PAGE)
+        at_k, at_v = row_offset(key, page, k_b, k_n, PAGE)[:, None], row_offset(key, page, v_b, v_n, PAGE)[:, None]
+        b_k = tl.load(p_k + at_k + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
         b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))         # [BR, BN]
         if reader_ptr is not None:
             bits = tl.load(reader_ptr + bg * X + o_s // BLOCK, mask=o_s < high, other=0)
             b_s = tl.where((bits[None, :] & bit[:, None]) != 0, b_s, -float("inf"))
         m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
-        b_v = tl.load(p_v + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
+        b_v = tl.load(p_v + at_v + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
     i_o = (bg * LR + o_r) * P + p
     tl.store(m_ptr + i_o, m, mask=m_r)
@@ -583,12 +595,13 @@ def _likely(k, v, s, tiles, lists, PDL):
     if not (fits and PDL and k.is_cuda): return 0
     return int(tiles.select[2] * 1e6 / (2 * s.block * D * size * k.shape[0] * lists))
 
-def _launch_lists(k, v, s, tiles, score, part_m, part_l, place, share, blocks, readers, count, LP, PDL, more):
+def _launch_lists(k, v, N, s, tiles, likely, score, part_m, part_l, place, share, blocks, readers, count, LP, PDL,
+                  more):
     "From the scores of all heads to the blocks that each group reads: two launches, or three for lists of heads"
-    (B, H, X), G, N, S, (few, BT, _) = score.shape, *k.shape[1:3], part_m.shape[1], tiles.select
+    (B, H, X), G, S, (few, BT, _) = score.shape, k.shape[1], part_m.shape[1], tiles.select
     each, L = (H // G, H) if s.heads == "each" else (0, G)
     new = functools.partial(torch.empty, device=score.device, dtype=torch.int32)
-    key, cut, parts, likely = new(B * L, X), new(B * L, 2), triton.cdiv(X, BT), _likely(k, v, s, tiles, L, PDL)
+    key, cut, parts = new(B * L, X), new(B * L, 2), triton.cdiv(X, BT)
     ends, BM, same = each or int(X > tiles.twice[0]), triton.next_power_of_2(X), dict(BT=BT, PDL=PDL)
     makers = 1 if ends else parts
     _share_kernel[parts, B * L](
@@ -608,11 +621,13 @@ def launch(
     index: Index,
     s: Settings,
     scale=None, kv_start=None, kv_end=None, # likewise
+    table=None,                             # likewise
     tiles: Tiles = _TILES,
 ) -> Found:
     "Launch the kernels of a step."
-    kv_start, kv_end = contiguous(kv_start, kv_end)
-    (B, H, _, D), (G, N), LR = q.shape, k.shape[1:3], q.shape[1] // k.shape[1]
+    kv_start, kv_end = contiguous(kv_start, kv_end if table is None else table.lengths)
+    (B, H, _, D), G, LR, (N, pages) = q.shape, k.shape[1], q.shape[1] // k.shape[1], cache_of(k, table)
+    pages = dict(zip(("table_ptr", "t_b", "PAGE"), pages))
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     BD, BR = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(LR))
     LP, X, room = max(4, triton.next_power_of_2(LR)), triton.cdiv(N, s.block), index.rows.shape[2]
@@ -638,13 +653,14 @@ def launch(
     _score_kernel[S, B * G](
         k, index.rows, index.facts, index.radius, index.sign, *place, *asked, score, part_m, part_l, scale,
         *k.stride(), N, G, X, room, RADIUS=s.index == "fine16", REACH=REACH, FINE=fine, BLOCK=s.block, BB=BB,
-        WARPS=warps, STAGES=stages, num_warps=warps, **of_row, **same, **more)
+        WARPS=warps, STAGES=stages, num_warps=warps, **pages, **of_row, **same, **more)
     share = share_in_units(float(s.density))[1]
-    _launch_lists(k, v, s, tiles, score, part_m, part_l, place, share, blocks, readers, count, LP, PDL, more)
+    likely = _likely(k, v, s, tiles, H if each else G, PDL) if table is None else 0  # a block may be of several pages
+    _launch_lists(k, v, N, s, tiles, likely, score, part_m, part_l, place, share, blocks, readers, count, LP, PDL, more)
     BN = read_tile(tiles, BD, q.element_size(), each)
     _read_kernel[P, B * G](
         q, k, v, blocks, readers, count, *place, m, l, o, scale, *of_q, *k.stride(), *v.stride(), N, G, X, share,
-        BLOCK=s.block, D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2],
+        BLOCK=s.block, D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2] + (table is not None), **pages,
         **launch_limits(tiles.read[1], tiles.read[4]), **same, **more)
     BW = min(BD, tiles.merge[0])
     merge_kernel[B * H, triton.cdiv(D, BW)](
@@ -670,8 +686,9 @@ def _(q, k, v, rows, facts, radius, begin, sign, block, density, index, heads, s
 # %% ../../kernels/sketch_walk.ipynb #18f8712c
 def no_kernel(
     q: torch.Tensor, # queries [B, H, Q, D]
-    k: torch.Tensor, # keys [B, G, N, D]
+    k: torch.Tensor, # keys [B, G, N, D], or pages
     s: Settings,
+    table: PageTable | None = None,
 ) -> TypeError | ValueError | None:
     "Why these kernels cannot serve these queries; None if they can."
     if error := refusal(q): return error
@@ -686,12 +703,12 @@ def no_kernel(
     if s.heads == "each" and (R := q.shape[1] // k.shape[1]) > MOST_READERS:
         return ValueError(f"q must have at most {MOST_READERS} heads a group for backend='triton' and heads='each', "
                           f"got {R}")
-    if (blocks := triton.cdiv(k.shape[2], s.block)) > MOST_BLOCKS:
+    if (blocks := triton.cdiv(cache_of(k, table)[0], s.block)) > MOST_BLOCKS:
         return ValueError(f"k must have at most {MOST_BLOCKS} blocks for backend='triton', got {blocks}")
 
 def decode(
     q: torch.Tensor,                      # queries [B, H, 1, D] on a GPU, D <= 256; above 32 but for an index of means
-    k: torch.Tensor,                      # keys [B, G, N, D], any strides; on the GPU or in pinned host memory
+    k: torch.Tensor,                      # keys [B, G, N, D], any strides, on the GPU or pinned on the host; or pages
     v: torch.Tensor,                      # values [B, G, N, D], likewise
     index: Index,                         # of these keys; the newest block is not read, and is written once it is full
     settings: Settings,
@@ -699,19 +716,21 @@ def decode(
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
+    table: PageTable | None = None,       # of a cache in pages: k and v are [P, G, page, D], the index is of sequences
 ) -> Found:                               # under torch.compile with nothing but `out`
     """The kernels behind `sparse_nb.sketch_walk.sketch_walk_decode`, which checks the tensors.
 
     Raises TypeError or ValueError for a dtype, size or device without a kernel, and an index that does not fit.
     """
-    if error := no_kernel(q, k, settings): raise error
-    blocks, s = triton.cdiv(k.shape[2], settings.block), settings
-    want = [*k.shape[:2], s.block // s.fine]
+    if table is not None: table.check(q, k, v, kv_end)
+    if error := no_kernel(q, k, settings, table): raise error
+    blocks, s = triton.cdiv(cache_of(k, table)[0], settings.block), settings
+    want = [len(q), k.shape[1], s.block // s.fine]
     if (got := [*index.rows.shape[:2], index.rows.shape[3]]) != want:
         raise ValueError(f"index must be of [B, G, sub-blocks of a block] = {want}, got {got}")
     if (room := index.rows.shape[2]) < blocks: raise ValueError(f"index must have room for {blocks} blocks, got {room}")
     if (index.rows.dtype == torch.bfloat16) != (s.index == "mean") or (index.radius is None) == (s.index == "fine16"):
         raise ValueError(f"index must be packed as {s.index!r}, got another kind")
-    if not torch.compiler.is_compiling(): return _launched(q, k, v, *index, s, scale, kv_start, kv_end)
+    if not torch.compiler.is_compiling(): return _launched(q, k, v, *index, s, scale, kv_start, kv_end, table)
     return Found(_op(q, k, v, *index, s.block, s.density, s.index, s.heads, scale, kv_start, kv_end),
                  *[None] * 4)

@@ -16,13 +16,16 @@ from inputs import DEVICE, kernel, poisoned
 pytest.importorskip("triton")
 from sparse_nb.core.bounds import output_levels, tail_levels
 from sparse_nb.hash_attention import PARTS, HashAttention
-from sparse_nb.kernels import adamas, double_sparsity, exact, gather, hash_attention, quest, santa, topk, vattention
+from sparse_nb.kernels import (
+    adamas, double_sparsity, exact, gather, hash_attention, quest, santa, sketch_walk, topk, vattention)
 from sparse_nb.kernels.common import PageTable
 from sparse_nb.kernels.top_budget import Place, Tiles
 from sparse_nb.methods.adamas import CUT, Adamas
 from sparse_nb.methods.double_sparsity import DoubleSparsity
 from sparse_nb.methods.quest import Quest
+from sparse_nb.methods.sketch_walk.index import signed_hadamard
 from sparse_nb.santa_keys import quantise
+from sparse_nb.sketch_walk import SketchWalk
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = 150, 1, 97, 64
@@ -264,6 +267,28 @@ def test_vattention(page, layout, dtype, G, promise):
     same([got.out, got.places, got.rest, got.base, got.extra], [want.out, *want[2:6]])
     assert torch.equal(got.facts.nan_to_num(), want.facts.nan_to_num()) and (got.extra.sum(-1) > 0).any()
     if lengths is not None: assert torch.equal(got.norm, want.norm)
+
+
+# Sketch&Walk
+
+@kernel
+@pytest.mark.parametrize("page, layout, dtype, kind, heads", [
+    (16, "NHD", FP32, "fine4", "group"), (32, "HND", BF16, "mean", "each"), (64, "NHD", FP32, "fine16", "group")],
+    ids=str)
+def test_sketch_walk(page, layout, dtype, kind, heads):
+    x = cache(page, layout, dtype, lengths=(150, 33, 96), R=3, D=64)
+    settings = sketch_walk.Settings(32, 0.4, kind, heads)
+    places = dict(causal=False, kv_start=None, kv_end=None)
+    state = SketchWalk(32, index=kind).state_of(x.q, x.k.nan_to_num(0), None, places)
+    sign = signed_hadamard(64, None)[:, 0].sign().to(DEVICE)
+    def step(*tensors, **given):
+        index = sketch_walk.pack(kind, state.rows, state.begin, sign)           # the step writes full blocks
+        found = sketch_walk.decode(*tensors, index, settings, **given)
+        return found.out, found.count, index.rows, index.facts, found.blocks.where(
+            torch.arange(found.blocks.shape[2], device=DEVICE) < found.count[..., None], 0)
+    want = step(x.q, x.k, x.v, kv_end=x.lengths)
+    same(poisoned(lambda: step(x.q, x.pages_k, x.pages_v, table=x.table)), want)
+    assert (want[1] < 5).any()
 
 
 # what is refused
