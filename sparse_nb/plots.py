@@ -4,10 +4,13 @@
 
 # %% auto #0
 __all__ = ['METHOD_LABELS', 'METHOD_COLOURS', 'METHOD_MARKERS', 'SERIES', 'palette', 'series', 'shades', 'style', 'plot_coverage',
-           'plot_error_budget', 'plot_kept']
+           'plot_error_budget', 'plot_kept', 'Frames', 'slider']
 
 # %% ../nbs/03_plots.ipynb #02d1456e
+from base64 import b64encode
 from collections.abc import Iterable, Mapping
+from html import escape
+from io import BytesIO
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
+from PIL import Image
 
 from .core.checks import check_count, check_mass
 from .core.registry import METHODS
@@ -241,3 +245,56 @@ def plot_kept(
     axes[-1].set_xlabel(f"position of the key (tokens, bins of {width}; darker: more of the bin was kept)")
     if title: fig.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     return fig
+
+# %% ../nbs/03_plots.ipynb #f08201d8
+_MOVE = ("const box=this.closest('.slider'),at=+this.value;box.querySelector('output').value="
+         "box.querySelectorAll('img')[at].dataset.value;"
+         "box.querySelectorAll('img').forEach((x,i)=>x.style.display=i==at?'':'none')")
+
+class Frames:
+    "Pictures of one figure for several values of a parameter. `slider` makes it; Jupyter and the site show it."
+    def __init__(self, pictures: Mapping, label: str, still: str, alt: str):
+        self.pictures, self.label, self.still, self.alt = pictures, label, still, alt
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        "The slider as HTML, and one picture for what shows none."
+        start, images = [*self.pictures].index(self.still), []
+        for value, picture in self.pictures.items():
+            hidden = "" if value == self.still else ' style="display:none"'
+            said = escape(f"{self.alt} {self.label}: {value}.")
+            images.append(f'<img alt="{said}" data-value="{escape(value)}"{hidden} '
+                          f'src="data:image/png;base64,{picture}">')
+        knob = (f'<input type="range" min="0" max="{len(images) - 1}" value="{start}" style="width:60%" '
+                f'aria-label="{escape(self.label)}" oninput="{_MOVE}">')
+        text = f'<label>{escape(self.label)}: <output>{escape(self.still)}</output><br>{knob}</label>'
+        return {"text/html": f'<div class="slider">{text}{"".join(images)}</div>',
+                "image/png": self.pictures[self.still], "text/plain": f"a figure for {len(images)} values"}
+
+def slider(
+    draw,             # a value -> matplotlib `Figure`, all of one size; it is closed
+    values: Iterable, # of the parameter, at least two, in order
+    label: str,       # what the parameter is, with its unit
+    *,
+    still,            # the value that is seen first, and where nothing moves
+    alt: str,         # what the figure shows, for those who do not see it
+) -> Frames:          # the last line of a cell shows it
+    """A figure for each value of a parameter, and a slider to choose by.
+
+    Raises ValueError for fewer than two values and for a `still` that is none of them, TypeError where `draw` returns
+    something else."""
+    values = [*values]
+    if len(values) < 2: raise ValueError(f"values must be at least two, got {len(values)}")
+    if still not in values: raise ValueError(f"still must be one of the values, got {still!r}")
+    pictures = {}
+    for value in values:
+        figure = draw(value)
+        if not isinstance(figure, Figure):
+            raise TypeError(f"draw must return a matplotlib Figure, got {type(figure).__name__}")
+        buffer, small = BytesIO(), BytesIO()
+        figure.savefig(buffer, format="png")
+        plt.close(figure)
+        image = Image.open(buffer).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        image.save(small, "png", optimize=True)
+        pictures[f"{value:,}"] = b64encode(small.getvalue()).decode()
+    return Frames(pictures, label, f"{still:,}", alt)
+

@@ -312,6 +312,19 @@ def test_the_ledger_is_first_and_readable_on_a_phone(site, browser):
     assert box <= 0 and top < 844 and columns == 4
 
 
+def test_a_slider_moves_the_figure_and_one_picture_stands_still_without(site, browser):
+    path = site / place("nbs/03_plots.ipynb")
+    browser.open(path.as_uri(), 390, 844)
+    seen = "[...document.querySelectorAll('.slider')].at(-1).querySelectorAll('img')"
+    shown = f"[...{seen}].map(x => x.offsetWidth)"
+    before = browser.value(shown)
+    after = browser.value(f"""(() => {{ const box = [...document.querySelectorAll('.slider')].at(-1);
+        const knob = box.querySelector('input'); knob.value = 3; knob.dispatchEvent(new Event('input'));
+        return [box.querySelector('output').value, {shown}] }})()""")
+    assert [x > 0 for x in before] == [False, True, False, False] and before[1] <= 390
+    assert after[0] == "8" and [x > 0 for x in after[1]] == [False, False, False, True]
+
+
 def test_the_search_finds_from_the_disk(site, browser):
     browser.open((site / "search.html").as_uri() + "?q=softmax", 1280, 800)
     found = browser.value("""new Promise(done => { let tries = 100; const look = () => {
