@@ -13,7 +13,7 @@ from sparse_nb.kernels import santa, sketch_walk, vattention
 from sparse_nb.kernels.common import PageTable
 from sparse_nb.kernels.exact import attend_all
 from sparse_nb.kernels.gather import attend
-from sparse_nb.kernels.topk import best_keys
+from sparse_nb.kernels.topk import topk
 from sparse_nb.methods.adamas import Adamas
 from sparse_nb.methods.double_sparsity import DoubleSparsity
 from sparse_nb.methods.quest import Quest
@@ -86,8 +86,8 @@ def _sketch_walk(case):
 def _lists(case, method):
     "The list that a method makes by its index in pages, or, for None, the keys of the largest scores."
     listed, x = [], None if method is None else asked(case, method)
-    choose = best_keys if x is None else partial(
-        x.kernels.best_keys, factor=x.factor, own=x.own, unit=x.place.unit, begin=x.place.begin)
+    choose = topk if x is None else partial(
+        x.kernels.topk, factor=x.factor, own=x.own, unit=x.place.unit, begin=x.place.begin)
     def run(k, v, *held):
         (rows, table) = (k, *held) if x is None else held
         index, weight, _ = choose(case.q, rows, DENSITY, case.n, table=table)

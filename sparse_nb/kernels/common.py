@@ -175,7 +175,7 @@ def cache_of(
     k: torch.Tensor,         # keys [B, G, N, D], or pages of them
     table: PageTable | None, # None: no pages
 ) -> tuple:
-    "Keys of a sequence at most, and what a kernel is told: page numbers, from sequence to sequence, keys of a page."
+    "Keys of a sequence at most, and for a kernel: page numbers, their stride between sequences, keys of a page."
     if table is None: return k.shape[2], (None, None, 0)
     return table.keys, (table.numbers, table.numbers.stride(0), k.shape[2])
 

@@ -353,7 +353,7 @@ class Place(NamedTuple):
         self,
         rows: torch.Tensor, # the index
     ) -> dict:
-        "What a kernel is told of its pages."
+        "Arguments of a kernel for its pages."
         return dict(zip(("table_ptr", "t_b", "PAGE"), cache_of(rows, self.table)[1]))
 
 MOST = 2**24 # keys of a sequence

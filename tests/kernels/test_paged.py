@@ -210,7 +210,7 @@ def index_of(name, k, unit=16, R=2, seed=2):
         new = lambda *size: torch.randn(*size, device=DEVICE, generator=draw)
         state.held = {part: new(*size) for part, size in zip(PARTS, [
             x for heads in (G, G * R) for x in ((heads, D, 8), (heads, 8), (heads, 8, 32), (heads, 32))])}
-    q = dict(q=torch.randn(B, G * R, 1, D, device=DEVICE, generator=draw).to(k.dtype)) if "q" in state.hears else {}
+    q = dict(q=torch.randn(B, G * R, 1, D, device=DEVICE, generator=draw).to(k.dtype)) if "q" in state.observes else {}
     state.append(k, k, **q)
     own = dict(double_sparsity=lambda: (state.fit[:, :, 0],),
                hash_attention=lambda: tuple(state.held[part] for part in PARTS if part[0] == "q")).get(name, tuple)()
@@ -226,8 +226,8 @@ def test_the_best_keys_by_an_index_in_pages(name, page, layout, dtype, shared):
     x = cache(page, layout, dtype, share=0 if name in ("adamas", "double_sparsity") else 2)  # fitted to a sequence
     kernels, rows, given = index_of(name, x.k.nan_to_num(0))
     pages, rows = (x.pages_k, x.k) if name == "topk" else (x.cut(rows, given.get("unit", 1)), rows)
-    want = kernels.best_keys(x.q, rows, 0.2, 150, **given, kv_end=x.lengths, shared=shared)
-    got = poisoned(lambda: kernels.best_keys(x.q, pages, 0.2, 150, **given, shared=shared, table=x.table))
+    want = kernels.topk(x.q, rows, 0.2, 150, **given, kv_end=x.lengths, shared=shared)
+    got = poisoned(lambda: kernels.topk(x.q, pages, 0.2, 150, **given, shared=shared, table=x.table))
     same(got, want)
 
 
