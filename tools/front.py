@@ -172,7 +172,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/04_santa.ipynb": "drawn values",
     "nbs/05_how_many_draws.ipynb": "error bounds",
     "nbs/06_vattention.ipynb": "an (eps, delta) guarantee",
-    "nbs/60_baselines.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",
+    "nbs/07_heavy_keys.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",
     "nbs/08_saap.ipynb": "clusters of keys",
     "nbs/09_eviction.ipynb": "H2O, SnapKV",
     "nbs/30_delta.ipynb": "corrected prompts",
@@ -187,7 +187,8 @@ CHAPTERS = {  # page -> what one learns there
 
 SHARED = {  # page -> methods that it explains beside others; every other method has a page of its own
     "nbs/02_softmax_in_pieces.ipynb": ("exact", "streaming", "topk", "topp", "uniform"),
-    "nbs/60_baselines.ipynb": ("quest", "double_sparsity", "adamas", "magicpig", "one_list"),
+    "nbs/07_heavy_keys.ipynb": ("quest", "double_sparsity", "adamas", "magicpig", "one_list", "hash_attention",
+                                "reformer", "kdeformer", "then"),
     "nbs/09_eviction.ipynb": ("h2o", "snapkv"),
     "nbs/12_patterns.ipynb": ("vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", "random_blocks"),
 }

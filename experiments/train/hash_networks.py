@@ -1,4 +1,4 @@
-"""How the bits of [HashAttention](../../nbs/61_hash_attention.ipynb) are trained, and the record that makes the file
+"""How the bits of [HashAttention](../../nbs/07_heavy_keys.ipynb) are trained, and the record that makes the file
 of the package"""
 import math
 from functools import partial
