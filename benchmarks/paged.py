@@ -9,7 +9,7 @@ import torch
 from sparse_nb.bench import SHAPES, Shape
 from sparse_nb.core.bounds import tail_levels
 from sparse_nb.hash_attention import HashAttention
-from sparse_nb.kernels import santa, sketch_walk, vattention
+from sparse_nb.kernels import saap, saap_index, santa, sketch_walk, vattention
 from sparse_nb.kernels.common import PageTable
 from sparse_nb.kernels.exact import attend_all
 from sparse_nb.kernels.gather import attend
@@ -83,6 +83,15 @@ def _sketch_walk(case):
     settings = sketch_walk.Settings(64, DENSITY)
     return Paged(lambda k, v, table: sketch_walk.decode(case.q, k, v, index, settings, table=table).out, (), 0.01)
 
+def _saap(case):
+    "Clusters and index are of sequences, whose first keys and last ones are in no list."
+    (_, G, D), C, draw = case.shape, 1024 if case.n > 1024 else 8, torch.Generator(case.device).manual_seed(1)
+    centroids = torch.randn(case.B, G, C, D, device=case.device, generator=draw).to(case.dtype)
+    bounds = (torch.full((case.B,), x, device=case.device) for x in (1, case.n - case.n // 64))
+    index = saap_index.build_index(case.k, case.v, saap_index.assign(case.k, centroids), *bounds, C)
+    settings = saap.Settings(DENSITY)
+    return Paged(lambda k, v, table: saap.decode(case.q, k, v, index, settings, table=table).out, (), 0.01)
+
 def _lists(case, method):
     "The list that a method makes by its index in pages, or, for None, the keys of the largest scores."
     listed, x = [], None if method is None else asked(case, method)
@@ -100,6 +109,7 @@ def steps(case: Case):
     yield from _attends(case)
     yield "vattention", partial(_vattention, case)
     yield "sketch_walk", partial(_sketch_walk, case)
+    yield "saap", partial(_saap, case)
     for name, method in (("topk", None), ("quest", Quest(DENSITY, page=16)), ("adamas", Adamas(DENSITY)),
                          ("hash_attention", HashAttention(DENSITY, layer=0)),
                          ("double_sparsity", DoubleSparsity(DENSITY))):

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparse_nb.kernels.common import (
-    LOG2E, contiguous, device_limits, dot, in_keys, launch_limits, load_parts, refusal, running_softmax, share_in_units,
-    starts_early, visible)
+from .common import (
+    LOG2E, PageTable, cache_of, contiguous, device_limits, dot, head_of, in_keys, launch_limits, load_parts, page_of,
+    refusal, row_offset, running_softmax, share_in_units, starts_early, visible)
 from .saap_index import Index
 
 # %% ../../kernels/saap.ipynb #d7dea6d6
@@ -220,29 +220,33 @@ def _four_lists(end_ptr, base_ptr, i, C):
 
 # %% ../../kernels/saap.ipynb #0b2a0339
 @triton.jit
-def _read_near(b_q, k_ptr, v_ptr, low, high, first, sinks, built, scale, k_n, k_d, v_n, v_d, LR: tl.constexpr,
-               D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+def _read_near(b_q, k_ptr, v_ptr, table_ptr, i_b, t_b, low, high, first, sinks, built, scale, k_b, k_n, k_d, v_b, v_n,
+               v_d, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+               PAGE: tl.constexpr):
     "Partial softmax of sinks and of what is behind the lists: their numbers `low` to `high`; nothing in row LR"
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
     for at in tl.range(low, high, BN, num_stages=1):
         o_s = at + o_n
         m_n = o_s < high
-        row = tl.where(o_s < sinks, first + o_s, built + o_s - sinks).to(tl.int64)
+        row = tl.where(o_s < sinks, first + o_s, built + o_s - sinks)
         m_k = m_n[:, None] if BD == D else m_n[:, None] & (o_d < D)[None, :]
-        b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
+        page = page_of(row, m_n, table_ptr, i_b, t_b, PAGE)
+        at_k, at_v = row_offset(row, page, k_b, k_n, PAGE)[:, None], row_offset(row, page, v_b, v_n, PAGE)[:, None]
+        b_k = tl.load(k_ptr + at_k + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
         b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))         # [BR, BN]
         m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
         b_p = tl.where((o_r < LR)[:, None], b_p, 0.)
-        b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
+        b_v = tl.load(v_ptr + at_v + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
         acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                               # [BR, BD]
     return m, l, acc
 
 # %% ../../kernels/saap.ipynb #44e7c7eb
 @triton.jit
-def _read_rows(m, l, acc, ends, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr, low, high, cut, end_cut, scale, k_n,
-               k_d, v_n, v_d, C, CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr,
-               BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr):
+def _read_rows(m, l, acc, ends, b_q, k_ptr, v_ptr, table_ptr, i_b, t_b, order_ptr, end_ptr, base_ptr, low, high, cut,
+               end_cut, scale, k_b, k_n, k_d, v_b, v_n, v_d, C, CUT: tl.constexpr, SECOND: tl.constexpr,
+               LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+               STAGES: tl.constexpr, PAGE: tl.constexpr):
     "Slots joined to a partial softmax, and sums over those from `cut` to `end_cut`: scores, lengths, keys, values"
     o_r, o_n, o_d = tl.arange(0, BR), tl.arange(0, BN), tl.arange(0, BD)
     m_d, is_sum = o_d < D, o_r == LR
@@ -256,9 +260,11 @@ def _read_rows(m, l, acc, ends, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr,
             m_n = o_s < stop
             place = base + o_s + tl.where(o_s >= end_0, more_1, 0)
             place += tl.where(o_s >= end_1, more_2, 0) + tl.where(o_s >= end_2, more_3, 0)
-            row = tl.load(order_ptr + place, mask=m_n, other=0).to(tl.int64)
+            row = tl.load(order_ptr + place, mask=m_n, other=0)
             m_k = m_n[:, None] if BD == D else m_n[:, None] & m_d[None, :]
-            b_k = tl.load(k_ptr + row[:, None] * k_n + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
+            page = page_of(row, m_n, table_ptr, i_b, t_b, PAGE)
+            at_k, at_v = row_offset(row, page, k_b, k_n, PAGE)[:, None], row_offset(row, page, v_b, v_n, PAGE)[:, None]
+            b_k = tl.load(k_ptr + at_k + o_d.to(tl.int64)[None, :] * k_d, mask=m_k, other=0.)
             b_s = tl.where(m_n[None, :], dot(b_q, tl.trans(b_k)) * scale, -float("inf"))     # [BR, BN]
             m, l, b_p, old = running_softmax(b_s, m, l, 1., True)
             if CUT:
@@ -269,7 +275,7 @@ def _read_rows(m, l, acc, ends, b_q, k_ptr, v_ptr, order_ptr, end_ptr, base_ptr,
                 if SECOND:
                     b_x = tl.where(counted[:, None], b_k.to(tl.float32), 0.)
                     squares, keys = squares + tl.sum(b_x * b_x, 1), keys + tl.sum(b_x, 0)
-            b_v = tl.load(v_ptr + row[:, None] * v_n + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
+            b_v = tl.load(v_ptr + at_v + o_d.to(tl.int64)[None, :] * v_d, mask=m_k, other=0.)
             acc = acc * old[:, None] + dot(b_p.to(b_v.dtype), b_v)                           # [BR, BD]
         low, i_l = stop, i_l + 4
     return m, l, acc, scores, tl.sum(squares, 0), keys
@@ -322,7 +328,8 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
                  v_b, v_g, v_n, v_d, N, S, G, C, P,
                  CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
                  BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-                 TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                 TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, table_ptr=None, t_b=None,
+                 PAGE: tl.constexpr = 0):
     "Attention over a part of the rows, or over the means of some clusters"
     if PDL: gdc_launch_dependents()
     bg, p, A = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
@@ -332,12 +339,12 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
     b_q = tl.load(p_q, mask=(o_r < LR)[:, None] & m_d[None, :], other=0.)
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
     scores, o_c = tl.zeros([BR], tl.float32), tl.arange(0, BC)
-    p_k, p_v = k_ptr + i_b * k_b + i_g * k_g, v_ptr + i_b * v_b + i_g * v_g
+    p_k, p_v = head_of(k_ptr, table_ptr, i_b, i_g, k_b, k_g), head_of(v_ptr, table_ptr, i_b, i_g, v_b, v_g)
     if p < P:                                                                                # needs no choice
         first, sinks, built, near = _near(start_ptr, len_ptr, since_ptr, built_ptr, bg, G, N)
         low, high = _share(near, p, P)
-        m, l, acc = _read_near(b_q, p_k, p_v, low, high, first, sinks, built, scale, k_n, k_d, v_n, v_d, LR, D, BR, BN,
-                               BD)
+        m, l, acc = _read_near(b_q, p_k, p_v, table_ptr, i_b, t_b, low, high, first, sinks, built, scale, k_b, k_n, k_d,
+                               v_b, v_n, v_d, LR, D, BR, BN, BD, PAGE)
     if PDL: gdc_wait()
     if p < P:
         ends = tl.load(end_ptr + bg * C + o_c, mask=o_c < C, other=2**31 - 1)
@@ -345,8 +352,9 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
         end_cut = cut + tl.load(fact_ptr + bg * 8 + 4)
         low, high = _share(slots, p, P)
         m, l, acc, scores, square, keys = _read_rows(
-            m, l, acc, ends, b_q, p_k, p_v, order_ptr + bg * S, end_ptr + bg * C, base_ptr + bg * C, low, high, cut,
-            end_cut, scale, k_n, k_d, v_n, v_d, C, CUT, SECOND, LR, D, BR, BN, BD, STAGES)
+            m, l, acc, ends, b_q, p_k, p_v, table_ptr, i_b, t_b, order_ptr + bg * S, end_ptr + bg * C,
+            base_ptr + bg * C, low, high, cut, end_cut, scale, k_b, k_n, k_d, v_b, v_n, v_d, C, CUT, SECOND, LR, D, BR,
+            BN, BD, STAGES, PAGE)
         if CUT and SECOND:
             p_x = sum_x_ptr + (bg * P + p) * (D + 1)
             tl.store(p_x + o_d, keys, mask=m_d)
@@ -456,12 +464,13 @@ def launch(
     index: Index,
     s: Settings,
     centroids=None, ask=None, guess=None, factor=None, # as for `decode`
-    scale=None, kv_start=None, kv_end=None,            # likewise
+    scale=None, kv_start=None, kv_end=None, table=None, # likewise
     tiles: Tiles = _TILES,
 ) -> Found:
     "Launch the kernels of a step."
-    kv_start, kv_end = contiguous(kv_start, kv_end)
-    (B, H, _, D), (G, N), C, LR = q.shape, k.shape[1:3], index.clusters, q.shape[1] // k.shape[1]
+    kv_start, kv_end = contiguous(kv_start, kv_end if table is None else table.lengths)
+    (B, H, _, D), G, (N, pages) = q.shape, k.shape[1], cache_of(k, table)
+    C, LR = index.clusters, H // G
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     tail, second = s.tail != "drop", s.tail in ("second_order", "fitted")
     CUT, moments = tail and s.probes is None, centroids is None and guess is None
@@ -498,8 +507,9 @@ def launch(
         q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, index.sums,
         end, base, facts, index.since, index.built, kv_start, kv_end, m, l, o, sum_s, sum_x, rest_s, rest_x, scale,
         *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G, C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN,
-        BC=BC, BT=BT, TILES=TILES, STAGES=tiles.read[2],
-        **launch_limits(tiles.read[1], tiles.read[4]), **sized, **more)
+        BC=BC, BT=BT, TILES=TILES, STAGES=tiles.read[2] + (table is not None),
+        **dict(zip(("table_ptr", "t_b", "PAGE"), pages)),
+        **launch_limits(tiles.read[1], tiles.read[4] if table is None else 168), **sized, **more)  # of three programs
     BW = min(BD, tiles.merge[0])
     _merge_kernel[B * H, triton.cdiv(D, BW)](
         q, m, l, o, sum_s, sum_x, rest_s, rest_x, factor, facts, out, scale, *of_q, *of_out, G, P, A, CUT=CUT,
@@ -525,7 +535,7 @@ def _(q, k, v, index, budget, whole, probes, density, tail, centroids, ask, gues
 # %% ../../kernels/saap.ipynb #0b4d02aa
 def decode(
     q: torch.Tensor,                        # queries [B, H, 1, D] on a GPU, D <= 256
-    k: torch.Tensor,                        # keys [B, G, N, D], any strides; on the GPU or in pinned host memory
+    k: torch.Tensor,                        # keys [B, G, N, D], any strides, on the GPU or pinned on the host; or pages
     v: torch.Tensor,                        # values [B, G, N, D], likewise
     index: Index,                           # of these keys
     settings: Settings,
@@ -537,6 +547,7 @@ def decode(
     scale: float | None = None,             # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None,   # first valid key of each sequence [B]
     kv_end: torch.Tensor | None = None,     # end of the valid keys of each sequence [B]
+    table: PageTable | None = None,         # of a cache in pages: k and v are [P, G, page, D]; the index has none
 ) -> Found:                                 # under torch.compile with nothing but `out`
     """The kernels behind `sparse_nb.saap.saap_decode`, which checks the tensors.
 
@@ -544,12 +555,13 @@ def decode(
     stand in for it. Raises TypeError or ValueError for a dtype, size or device without a kernel.
     """
     if error := refusal(q): raise error
-    if (N := k.shape[2]) > 2**24: raise ValueError(f"k must have at most {2**24} keys, got {N}")
+    if table is not None: table.check(q, k, v, kv_end)
+    if (N := cache_of(k, table)[0]) > 2**24: raise ValueError(f"k must have at most {2**24} keys, got {N}")
     if (C := index.clusters) > 4096: raise ValueError(f"index must have at most 4096 clusters, got {C}")
-    if index.order.shape[:2] != k.shape[:2]:
-        raise ValueError(f"index must be of [B, G] = {list(k.shape[:2])}, got {list(index.order.shape[:2])}")
+    if index.order.shape[:2] != (len(q), k.shape[1]):
+        raise ValueError(f"index must be of [B, G] = {[len(q), k.shape[1]]}, got {list(index.order.shape[:2])}")
     if centroids is not None and centroids.stride()[2:] != (k.shape[3], 1): centroids = centroids.contiguous()
     given, s, budget = (centroids, ask, guess, factor, scale, kv_start, kv_end), settings, settings.budget or 0
-    if not torch.compiler.is_compiling(): return _launched(q, k, v, index, s, *given)
+    if not torch.compiler.is_compiling(): return _launched(q, k, v, index, s, *given, table)
     out = _op(q, k, v, list(index), float(budget), isinstance(budget, int), s.probes, s.density, s.tail, *given)
     return Found(out, *[None] * 3)

@@ -5,19 +5,21 @@ share. What is in no sequence is NaN, and the numbers behind a sequence's last p
 On the CPU in Triton's interpreter, in a process of its own, and on a GPU.
 """
 import math
+import re
 from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from inputs import DEVICE, kernel, poisoned
+from inputs import DEVICE, INTERPRETED, kernel, poisoned
 
 pytest.importorskip("triton")
 from sparse_nb.core.bounds import output_levels, tail_levels
 from sparse_nb.hash_attention import PARTS, HashAttention
 from sparse_nb.kernels import (
-    adamas, double_sparsity, exact, gather, hash_attention, quest, santa, sketch_walk, topk, vattention)
+    adamas, double_sparsity, exact, gather, hash_attention, quest, saap, saap_index, santa, sketch_walk, topk,
+    vattention)
 from sparse_nb.kernels.common import PageTable
 from sparse_nb.kernels.top_budget import Place, Tiles
 from sparse_nb.methods.adamas import CUT, Adamas
@@ -199,7 +201,7 @@ def test_a_number_behind_a_sequence_is_no_key():
     assert got[2, 1].isnan().all() and int(got.isnan().any(-1).sum()) == 1
 
 
-def index_of(name, k, unit=16, R=2, seed=2):
+def index_of(name, k, unit, R=2, seed=2):
     "Kernels, rows of the index, and what a step is told, as the methods' states keep them."
     state_of = dict(topk=None, quest=Quest(0.2, page=unit), adamas=Adamas(0.2), double_sparsity=DoubleSparsity(0.2),
                     hash_attention=HashAttention(0.2, layer=0))[name]
@@ -224,7 +226,7 @@ def index_of(name, k, unit=16, R=2, seed=2):
 @pytest.mark.parametrize("name", ["topk", "quest", "adamas", "double_sparsity", "hash_attention"])
 def test_the_best_keys_by_an_index_in_pages(name, page, layout, dtype, shared):
     x = cache(page, layout, dtype, share=0 if name in ("adamas", "double_sparsity") else 2)  # fitted to a sequence
-    kernels, rows, given = index_of(name, x.k.nan_to_num(0))
+    kernels, rows, given = index_of(name, x.k.nan_to_num(0), unit=page // 2)
     pages, rows = (x.pages_k, x.k) if name == "topk" else (x.cut(rows, given.get("unit", 1)), rows)
     want = kernels.topk(x.q, rows, 0.2, 150, **given, kv_end=x.lengths, shared=shared)
     got = poisoned(lambda: kernels.topk(x.q, pages, 0.2, 150, **given, shared=shared, table=x.table))
@@ -291,6 +293,24 @@ def test_sketch_walk(page, layout, dtype, kind, heads):
     assert (want[1] < 5).any()
 
 
+# SAAP
+
+@kernel
+@pytest.mark.parametrize("page, layout, dtype, tail, probes", [
+    (16, "NHD", FP32, "first_order", None), (32, "HND", BF16, "second_order", None), (64, "NHD", FP32, "drop", 3)],
+    ids=str)
+def test_saap(page, layout, dtype, tail, probes):
+    x = cache(page, layout, dtype, lengths=(150, 33, 97))
+    ids = torch.randint(6, (3, 2, 150), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(7))
+    index = saap_index.build_index(x.k.nan_to_num(0), x.v.nan_to_num(0), ids, torch.full((3,), 4, device=DEVICE),
+                                   x.lengths - 9, 6)
+    settings = saap.Settings(None if probes else 0.2, probes, tail=tail)
+    step = lambda *tensors, **given: saap.decode(*tensors, index, settings, **given)
+    want = step(x.q, x.k, x.v, kv_end=x.lengths)
+    got = poisoned(lambda: step(x.q, x.pages_k, x.pages_v, table=x.table))
+    same([got.out, got.end, got.facts[..., :5]], [want.out, want.end, want.facts[..., :5]])
+
+
 # what is refused
 
 @kernel
@@ -317,3 +337,15 @@ def test_what_is_refused(change, said):
     with pytest.raises((TypeError, ValueError), match=said):
         table = PageTable(*(call.pop(name) for name in ("numbers", "lengths", "keys")))
         exact.attend_all(**call, table=table)
+
+
+if not INTERPRETED:
+    @pytest.mark.kernels
+    @pytest.mark.budget(40)
+    @pytest.mark.parametrize("shard", range(2))
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
+    def test_in_the_interpreter(forked_pytest, shard):
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--shard", f"{shard}/2", __file__,
+                                   TRITON_INTERPRET="1")
+        print(said)
+        assert not code and re.search(r"\d\d passed", said), said[-4000:]
