@@ -9,7 +9,7 @@
 # PIP_FLAGS    options of pip for all other packages
 # ARGS         options of the demo, of pytest or of the bench: make ARGS="--task kv --context 4096" demo
 # WORKERS      processes that the tests run in: make WORKERS=auto test (one for each core)
-# FLAGS        test flags whose cells `make notebooks` runs too: slow, cuda, smollm2, qwen, data, harness
+# FLAGS        test flags whose cells `make notebooks` runs too: slow, cuda, smollm2, qwen, data, harness, vllm
 PYTHON = python3
 TORCH_FLAGS ?=
 PIP_FLAGS =
@@ -21,7 +21,7 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 NBTEST = .venv/bin/nbdev_test $(if $(filter auto,$(WORKERS)),,--n_workers $(WORKERS))
 
-.PHONY: setup demo lab test test-all newest wrong gpu-day layers bench quick fetch wheel notebooks contents readme site docs
+.PHONY: setup demo lab test test-all newest vllm wrong gpu-day layers bench quick fetch wheel notebooks contents readme site docs
 
 setup: .venv/installed
 
@@ -49,9 +49,9 @@ lab: setup
 	.venv/bin/jupyter lab nbs/01_why_a_token_is_slow.ipynb
 
 # one thread a process; compiled kernels and Python's bytecode are kept from run to run
-test test-all newest: export OMP_NUM_THREADS = 1
-test test-all newest: export TRITON_CACHE_DIR = $(CURDIR)/.cache/triton
-test test-all newest: export PYTHONDONTWRITEBYTECODE =
+test test-all newest vllm: export OMP_NUM_THREADS = 1
+test test-all newest vllm: export TRITON_CACHE_DIR = $(CURDIR)/.cache/triton
+test test-all newest vllm: export PYTHONDONTWRITEBYTECODE =
 
 test: setup
 	$(PYTEST) --changed $(ARGS)
@@ -66,6 +66,11 @@ test-all: setup
 # of these, the newest release alone
 newest: setup
 	$(PYTEST) -m slow tests/hf/test_releases.py -k newest $(ARGS)
+
+# the tests that need vLLM, in an environment of their own in .cache/vllm, which is made once (3.5 GB)
+vllm: export TORCH_FLAGS := $(TORCH_FLAGS)
+vllm: setup
+	$(PYTEST) -m slow tests/vllm/test_environment.py $(ARGS)
 
 # wrong versions of the package, one at a time: does the test that is named for each fail? ARGS names some
 wrong: setup
