@@ -198,6 +198,6 @@ def test_every_method_is_named():
 
 
 def test_pages_are_called_by_their_titles():
-    named = re.findall(r"^\| (?:`\w+`(?:, )?)+ \| \[(.+?)\]\((.+?)\) \|$", TEXT, flags=re.M)
-    assert len(named) >= 7
-    for name, page in named: assert front.title(page) == name
+    named = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| \[(.+?)\]\((.+?)\) \|$", TEXT, flags=re.M)
+    assert f"<summary>{sum(methods.count('`') for methods, *_ in named) // 2} more methods" in TEXT
+    for _, name, page in named: assert front.title(page) == name
