@@ -1,4 +1,4 @@
-"""vLLM in a process of its own: work as JSON on standard input, what came of it as JSON in the last line said.
+"""vLLM in a process of its own: work as JSON on standard input, what came of it as JSON in a file.
 
 {"engine": arguments of `LLM`, "rounds": [{"prompts": .., "new": tokens to write, "settings": other ones}]} gives for
 each round tokens, cached (those of each prompt that were in the cache) and stats; preemptions counts all rounds, and
@@ -6,6 +6,7 @@ attention names the classes that attend. {"configs": [arguments]} gives what eac
 """
 import json
 import sys
+from pathlib import Path
 
 
 def use(llm, settings):
@@ -39,4 +40,5 @@ def refused(arguments):
 
 if __name__ == "__main__":
     job = json.load(sys.stdin)
-    print(json.dumps([refused(x) for x in job["configs"]] if "configs" in job else answers(**job)))
+    found = [refused(x) for x in job["configs"]] if "configs" in job else answers(**job)
+    Path(sys.argv[1]).write_text(json.dumps(found))

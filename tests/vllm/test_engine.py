@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -42,10 +43,12 @@ def own(decode): return dict(additional_config=dict(sparse_nb=settings(decode)))
 def run(processes=False, **job):
     "What `engine.py` says of a job; with processes the engine does not run in the one that asks it."
     env = ENV | dict(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(processes)))
-    done = subprocess.run([sys.executable, HERE / "engine.py"], input=json.dumps(job), env=env, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        done = subprocess.run([sys.executable, HERE / "engine.py", found], input=json.dumps(job), env=env,
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-5000:]
+        return json.loads(found.read_text())
 
 
 def written(model, prompt, new=NEW):
