@@ -181,7 +181,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/13_a_kernel_in_four_steps.ipynb": "Triton",
     "nbs/80_bench.ipynb": "honest comparisons",
     "nbs/70_hf.ipynb": "transformers",
-    "nbs/86_two_models.ipynb": "a verdict",
+    "nbs/16_which_method.ipynb": "speed and answers at once",
 }
 
 
