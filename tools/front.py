@@ -179,7 +179,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/50_sketch_walk.ipynb": "blocks of keys",
     "nbs/12_patterns.ipynb": "MInference, FlexPrefill, HiP",
     "nbs/13_a_kernel_in_four_steps.ipynb": "Triton",
-    "nbs/80_bench.ipynb": "honest comparisons",
+    "nbs/14_timing.ipynb": "honest comparisons",
     "nbs/70_hf.ipynb": "transformers",
     "nbs/16_which_method.ipynb": "speed and answers at once",
 }
