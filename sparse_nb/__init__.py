@@ -10,7 +10,7 @@ __all__ = ['sparsify', 'Method', 'Exact', 'Streaming', 'TopK', 'TopP', 'Uniform'
            'Reformer', 'KDEformer', 'H2O', 'SnapKV', 'Then']
 
 # %% ../nbs/a2_front_door.ipynb #df3e7b0d
-__version__ = None  # nbdev_export writes here what settings.ini says
+__version__ = "0.1.0"
 
 from importlib import import_module
 
