@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHAPTERS = {"nbs/04_santa.ipynb", "nbs/06_vattention.ipynb", "nbs/30_delta.ipynb", "nbs/08_saap.ipynb",
+CHAPTERS = {"nbs/04_santa.ipynb", "nbs/06_vattention.ipynb", "nbs/10_delta.ipynb", "nbs/08_saap.ipynb",
             "nbs/50_sketch_walk.ipynb"}
 PAGES = re.compile(r"nbs/|kernels/|tools/|tests/(book|browser)|_quarto|pyproject|constraints|\w+\.(md|qmd)")
 COMPILED = re.compile(r"kernels/|sparse_nb/(kernels|core)/|tests/(kernels|interpreter|conftest|inputs)")  # by Triton

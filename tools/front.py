@@ -175,7 +175,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/07_heavy_keys.ipynb": "Quest, Double Sparsity, Adamas, MagicPIG",
     "nbs/08_saap.ipynb": "clusters of keys",
     "nbs/09_eviction.ipynb": "H2O, SnapKV",
-    "nbs/30_delta.ipynb": "corrected prompts",
+    "nbs/10_delta.ipynb": "corrected prompts",
     "nbs/50_sketch_walk.ipynb": "blocks of keys",
     "nbs/12_patterns.ipynb": "MInference, FlexPrefill, HiP",
     "nbs/13_a_kernel_in_four_steps.ipynb": "Triton",

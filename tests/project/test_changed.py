@@ -16,7 +16,7 @@ def project(tmp_path):
              "nbs/70_hf.ipynb": "from sparse_nb import delta_prefill",
              "sparse_nb/delta.py": "from .core.exact import attention",
              "benchmarks/prefill.py": "import sparse_nb.delta", "README.md": "",
-             "nbs/04_exact.ipynb": "#| default_exp core.exact", "nbs/30_delta.ipynb": "#| default_exp delta",
+             "nbs/04_exact.ipynb": "#| default_exp core.exact", "nbs/10_delta.ipynb": "#| default_exp delta",
              "nbs/31_more.ipynb": "%time\\nfrom sparse_nb.delta import x", "nbs/03_plots.ipynb": "import numpy",
              "nbs/80_bench.ipynb": "def f():\\n    from benchmarks import prefill"}
     for name, text in files.items():
@@ -39,11 +39,11 @@ def project(tmp_path):
                             "nbs/95_cli.ipynb"])])
 def test_notebooks_that_a_change_can_break(project, what, more):
     root, _ = project
-    assert changed.notebooks({what}, root) == sorted(["nbs/30_delta.ipynb", *more])
+    assert changed.notebooks({what}, root) == sorted(["nbs/10_delta.ipynb", *more])
 
 
 @pytest.mark.parametrize("what, asked", [
-    ("README.md", False), ("sparse_nb/delta.py", False), ("nbs/30_delta.ipynb", False), ("kernels/santa.ipynb", True),
+    ("README.md", False), ("sparse_nb/delta.py", False), ("nbs/10_delta.ipynb", False), ("kernels/santa.ipynb", True),
     ("sparse_nb/kernels/santa.py", True), ("nbs/04_exact.ipynb", True), ("sparse_nb/core/exact.py", True),
     ("tests/kernels/test_blocks.py", True), ("tests/core/test_random.py", False)])
 def test_kernels_are_tried_where_a_change_can_break_them(project, what, asked):
@@ -51,7 +51,7 @@ def test_kernels_are_tried_where_a_change_can_break_them(project, what, asked):
 
 
 @pytest.mark.parametrize("what, asked", [
-    ("README.md", True), ("nbs/30_delta.ipynb", True), ("tools/site/conf.py", True), ("constraints.txt", True),
+    ("README.md", True), ("nbs/10_delta.ipynb", True), ("tools/site/conf.py", True), ("constraints.txt", True),
     ("sparse_nb/delta.py", False), ("tests/core/test_random.py", False), ("benchmarks/results/x.json", False)])
 def test_pages_are_tried_where_a_change_can_break_them(what, asked): assert changed.site({what}) == asked
 
