@@ -180,7 +180,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/12_patterns.ipynb": "MInference, FlexPrefill, HiP",
     "nbs/13_a_kernel_in_four_steps.ipynb": "Triton",
     "nbs/14_timing.ipynb": "honest comparisons",
-    "nbs/70_hf.ipynb": "transformers",
+    "nbs/15_transformers_and_vllm.ipynb": "sessions, graphs, pages",
     "nbs/16_which_method.ipynb": "speed and answers at once",
 }
 
