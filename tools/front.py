@@ -176,7 +176,7 @@ CHAPTERS = {  # page -> what one learns there
     "nbs/08_saap.ipynb": "clusters of keys",
     "nbs/09_eviction.ipynb": "H2O, SnapKV",
     "nbs/10_delta.ipynb": "corrected prompts",
-    "nbs/50_sketch_walk.ipynb": "blocks of keys",
+    "nbs/11_sketch_walk.ipynb": "blocks of keys",
     "nbs/12_patterns.ipynb": "MInference, FlexPrefill, HiP",
     "nbs/13_a_kernel_in_four_steps.ipynb": "Triton",
     "nbs/14_timing.ipynb": "honest comparisons",

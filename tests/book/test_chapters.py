@@ -9,7 +9,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = ["01_why_a_token_is_slow", "02_softmax_in_pieces", "03_a_model_to_try", "04_santa", "05_how_many_draws",
-           "06_vattention", "07_heavy_keys", "08_saap", "09_eviction", "10_delta", "12_patterns",
+           "06_vattention", "07_heavy_keys", "08_saap", "09_eviction", "10_delta", "11_sketch_walk", "12_patterns",
            "13_a_kernel_in_four_steps", "14_timing", "15_transformers_and_vllm", "16_which_method"]  # others wait
 WORDS, LINES = 2500, 150
 PHRASES = [line.rpartition(" -> ")[::2] for line in (ROOT / "tests/book/phrases.txt").read_text().splitlines()
