@@ -151,6 +151,11 @@ def test_two_workers_draw_as_one(sparsified):
     assert sorted(zip(stats["layer"], stats["head"])) == [(i, h) for i in range(1, 6) for h in range(6)]
 
 
+def test_a_compiled_model_writes_the_same(sparsified):
+    found = run(engine=ENGINE | own(SOME[0]) | dict(enforce_eager=False), rounds=[dict(prompts=PROMPTS[1:3], new=NEW)])
+    assert found["rounds"][0]["tokens"] == sparsified(SOME[0], PROMPTS[1:3])
+
+
 def test_layers_with_a_window_stay_dense(tmp_path):
     from transformers import AutoModelForCausalLM
     (tmp_path / "model.safetensors").symlink_to(pocket.path() / "model.safetensors")
@@ -163,9 +168,14 @@ def test_layers_with_a_window_stay_dense(tmp_path):
     assert found["attention"] == ["SparseImpl"] and found["rounds"][0]["stats"]["queries"] == []
 
 
-def test_what_was_not_tried_is_refused_before_a_model_is_loaded():
+def test_what_was_not_tried_is_refused_before_a_model_is_loaded(tmp_path):
     known = ENGINE | own("Quest(budget=0.1)")
+    latent = dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_size=64, vocab_size=264,
+                  num_hidden_layers=6, num_attention_heads=4, kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16,
+                  qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=4096)
+    (tmp_path / "config.json").write_text(json.dumps(latent))
     said = {
+        "model must be one with plain causal attention, got multi-head latent attention": dict(model=str(tmp_path)),
         "kv_cache_dtype must be auto or the dtype of the model, got fp8": dict(kv_cache_dtype="fp8"),
         "speculative_config must be None, got one":
             dict(speculative_config=dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)),
