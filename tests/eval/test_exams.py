@@ -212,18 +212,22 @@ def test_another_task_goes_on():
 # the experiment on SANTA's budgets
 
 def test_cells_hold_each_question_once():
-    asked = Counter((x.part, x.task, x.method, seed) for x in santa_budgets.cells() for seed in x.seeds)
+    asked = Counter((x.part, x.task, name, seed) for x in santa_budgets.cells() for seed in x.seeds
+                    for some, _ in santa_budgets.asked(x) for name in some)
     assert {*asked.values()} == {1}
     kinds = Counter(key[:3] for key in asked)
     assert all(count == dict(gsm8k=1319, mmlu=1531)[task] for (_, task, _), count in kinds.items())
     assert {key[2] for key in kinds} == {"exact", *santa_budgets.methods()} and len(kinds) == 2 * 19 + 2 * 6
 
 
-def test_a_cell_is_one_row_that_says_what_is_right():
-    for task, method in (("mmlu", "exact"), ("mmlu", "systematic-4")):
-        [row] = santa_budgets.evaluate(santa_budgets.Cell("all", method, "pocket", task, 1024, range(1, 2)))
-        assert (row["seeds"], row["method"]) == ([1, 2], method)
-        assert row["right"] == [int(row["answers"] == "AC"[EXAMS[task].number(santa_budgets.QUICK[task], 1)])]
+def test_a_cell_has_a_row_for_each_method_that_says_what_is_right():
+    for part, methods in (("written", ["exact", "systematic-4"]), ("all", ["systematic-4"])):
+        rows = santa_budgets.evaluate(santa_budgets.Cell(part, "pocket", "mmlu", 1024, range(1, 2)))
+        assert [row["method"] for row in rows] == methods
+        right = "AC"[EXAMS["mmlu"].number(santa_budgets.QUICK["mmlu"], 1)]
+        assert all(row["seeds"] == [1, 2] and row["right"] == [int(row["answers"] == right)] for row in rows)
+    read_by = {cell.part: {how is not None for _, how in santa_budgets.asked(cell)} for cell in santa_budgets.cells()}
+    assert read_by == {"written": {False}, "all": {True}}  # who reads the prompts
 
 
 def test_the_table_pairs_questions_with_exact_attention():
