@@ -6,7 +6,7 @@ configuration each; every number comes from a record of benchmarks/results, whic
 The method that README tells its readers to start with is `default`: **the fastest at 131,072 keys** among those that
 
 1. need no oracle, and keep the whole cache: what is evicted for one question is lost to the next, which no record asks;
-2. are faster there than our exact attention in a whole model, in the same run;
+2. are faster there than our exact attention in a whole model, compiled with the same settings;
 3. were evaluated on the largest model **with the settings of that time**;
 4. lose fewer than `MARGIN` points of its right answers: the upper end of the paired 95 % interval lies below it; and in
    no other record of the same settings and that model does the lower end lie above it.

@@ -131,10 +131,10 @@ def headline():
     name = FOUND["meta"]["default"]
     if name is None: return "**No method passed [the rule](nbs/appendix/one_table.ipynb#what-to-start-with).**"
     row, sizes = TABLE[name], {"qwen": "1.5B", "smollm2": "135M"}
-    of = lambda x: (f"{said_of(lost(name, x))} of a {sizes[x]} model ({row[f'lost_{x}']['prompts']:,} prompts)"
-                    if lost(name, x) else f"an unknown number of a {sizes[x]} model")
-    return (f"**{row['label'].split(',')[0]}: speedup {row['model_131k']['value']:.2f} after 131k keys, losing of 100 "
-            f"right answers {' and '.join(map(of, sizes))}.**")
+    of = lambda x: (f"a {sizes[x]} model loses {said_of(lost(name, x))} ({row[f'lost_{x}']['prompts']:,} prompts)"
+                    if lost(name, x) else f"what a {sizes[x]} model loses is not measured")
+    return (f"**{row['label']}: a speedup of {row['model_131k']['value']:.2f} per token after 131k keys. Of 100 right "
+            f"answers {', '.join(map(of, sizes))}.**")
 
 
 # The rest
