@@ -13,7 +13,7 @@ import triton.language as tl
 from .common import fold_in
 
 # %% ../../kernels/engine.ipynb #b7f81636
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _box_kernel(k_ptr, box_ptr, slot_ptr, k_p, k_g, k_n, k_d, x_p, x_g, x_n, x_s, x_d, S, SIZE: tl.constexpr,
                 U: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
     "The box of the page of U keys in which new key number i is the last one"
@@ -34,9 +34,9 @@ def _box_kernel(k_ptr, box_ptr, slot_ptr, k_p, k_g, k_n, k_d, x_p, x_g, x_n, x_s
             low = tl.minimum(low, tl.min(tl.where(m_n[:, None], x, float("inf")), 0))
             high = tl.maximum(high, tl.max(tl.where(m_n[:, None], x, -float("inf")), 0))
             odd = tl.maximum(odd, tl.max((x != x).to(tl.int32), 0))
-        p_x, kind = box_ptr + slot // SIZE * x_p + g * x_g + row // U * x_n + o_d * x_d, box_ptr.dtype.element_ty
-        tl.store(p_x, tl.where(odd > 0, float("nan"), low).to(kind), mask=m_d)
-        tl.store(p_x + x_s, tl.where(odd > 0, float("nan"), high).to(kind), mask=m_d)
+        p_x = box_ptr + slot // SIZE * x_p + g * x_g + row // U * x_n + o_d * x_d
+        tl.store(p_x, tl.where(odd > 0, float("nan"), low).to(box_ptr.dtype.element_ty), mask=m_d)
+        tl.store(p_x + x_s, tl.where(odd > 0, float("nan"), high).to(box_ptr.dtype.element_ty), mask=m_d)
 
 # %% ../../kernels/engine.ipynb #944e206a
 def write_boxes(
