@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inputs import DEVICE, INTERPRETED, kernel
+from inputs import DEVICE, INTERPRETED, fast, kernel
 
 pytest.importorskip("triton")
 import fake_vllm
@@ -109,7 +109,7 @@ CASES = [("Exact", "NHD", 16), ("Streaming(sinks=4, window=16)", "HND", 16), ("S
 
 
 @kernel
-@pytest.mark.parametrize("decode, layout, block", CASES, ids=str)
+@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5), ids=str)
 def test_steps(served, decode, layout, block):
     cuda, own = served(decode, block)
     layers, method = own.compilation_config.static_forward_context, read_method(decode)
