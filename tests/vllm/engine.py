@@ -1,7 +1,7 @@
 """vLLM in processes of their own, imported once: each line of standard input is a job in JSON, for which this process
 forks; the answer goes to a file in JSON, and its name, or the end of what went wrong, to standard output.
 
-{"to": file, "env": {}, "engine": arguments of `LLM`, "rounds": [{"prompts": .., "new": tokens to write, "settings":
+{"to": file, "engine": arguments of `LLM`, "rounds": [{"prompts": .., "new": tokens to write, "settings":
 other ones, "cancel": number of a prompt whose request is dropped on the way}]} gives for each round tokens, cached
 (those of each prompt that were in the cache) and stats; preemptions counts all rounds, and attention names the classes
 that attend. {"to": file, "configs": [arguments]} gives what each is refused with, or null.
@@ -55,8 +55,7 @@ def refused(arguments):
     except (TypeError, ValueError) as error: return str(error)
 
 
-def work(to, env=(), **job):
-    os.environ.update(env)
+def work(to, **job):
     found = [refused(x) for x in job["configs"]] if "configs" in job else answers(**job)
     Path(to).write_text(json.dumps(found))
 
