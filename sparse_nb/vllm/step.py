@@ -125,7 +125,7 @@ def step(
 def reads(
     method,    # of `BY_KERNELS`
     n: float,  # keys that a query sees
-) -> dict:     # density, keys_scored, values_read
+) -> dict:     # density, visible, keys_scored, values_read
     "What a query reads; NaN for what is not known beforehand."
     kind = type(method).__name__
     if kind == "Exact": kept, scored = n, n
@@ -136,7 +136,7 @@ def reads(
     else:
         kept = budget_slots(method.budget, n)
         scored = n if kind == "TopK" else kept
-    return dict(density=kept / n, keys_scored=scored, values_read=kept)
+    return dict(density=kept / n, visible=n, keys_scored=scored, values_read=kept)
 
 class Seen:
     "How many keys the decoded queries so far have seen."
