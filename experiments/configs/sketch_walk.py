@@ -34,7 +34,6 @@ def blocks_by(density: float) -> dict:
     return found | {"averaged": new(index="mean", heads="averaged"),
                     "mean walk": new(index="mean", walk="softmax"),
                     "mean renormalised": new(index="mean", walk="renormalised"),
-                    "mean matrix": new(index="mean", walk="softmax", power="matrix", degree=2),
                     "fine4 walk": new(index="fine4", walk="softmax"),
                     "paper": SketchWalk.paper(density)}
 
@@ -79,7 +78,7 @@ RULES = "fine4", "fine16", "mean", "oracle", "random", "averaged"
 SMALL = "fine4 of 16", "fine4 of 4", "fine4 of 4 each"
 PIECES = "fine4 of 32", "fine4 of 8", "fine4 each", "fine4 of 16 each", "oracle of 16", *SMALL
 RIVALS = "quest-16", "quest-64", "topk", "saap"
-WALKING = "mean walk", "mean renormalised", "mean matrix", "fine4 walk", "paper"
+WALKING = "mean walk", "mean renormalised", "fine4 walk", "paper"
 ALL, FEW = (*RULES, *SMALL, *RIVALS, *WALKING), ("fine4", *SMALL, "mean", "oracle", *RIVALS[:2], "saap", *WALKING)
 PLAIN = (*RULES[:5], "paper", "quest-16", "quest-64")
 SHORT = "fine4", "mean", *WALKING

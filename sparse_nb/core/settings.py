@@ -25,6 +25,8 @@ class GoneSetting(ValueError):
 
 GONE = {  # class name -> setting -> what is known of it
     "VAttention": dict(replacement=Gone((False,), "no key is drawn twice")),
+    "SketchWalk": dict(power=Gone(("element",), "each share is raised to the degree"),
+                       seed=Gone((0,), "the rotation has the signs of seed 0")),
 }
 
 def without_gone(

@@ -53,7 +53,7 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
            SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0),
            *(SketchWalk(4, 0.4, dense_layers=0, **x) for x in (
                dict(walk="softmax"), dict(index="mean", walk="renormalised", heads="each"),
-               dict(index="mean", walk="softmax", power="matrix", degree=2))),
+               dict(index="mean", walk="softmax", degree=2))),
            Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL),
            H2O(budget=12, recent=4), SnapKV(budget=16, window=4, heads="each")]
 
