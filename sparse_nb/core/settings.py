@@ -27,6 +27,10 @@ GONE = {  # class name -> setting -> what is known of it
     "VAttention": dict(replacement=Gone((False,), "no key is drawn twice")),
     "SketchWalk": dict(power=Gone(("element",), "each share is raised to the degree"),
                        seed=Gone((0,), "the rotation has the signs of seed 0")),
+    "Saap": dict(unread=Gone((None,), "give a budget, or clusters to read whole by probes"),
+                 kmeans=Gone(("spherical", None), "spherical; a file of a partition says its own"),
+                 iterations=Gone((10, None), "ten; an index of others is `methods.saap.state.Partition`"),
+                 seed=Gone((0, None), "0; an index of another is `methods.saap.state.Partition`")),
 }
 
 def without_gone(

@@ -555,7 +555,7 @@ def test_predictor_state_and_bytes():
     assert proven.proven and proven.density.mean() > stats.density.mean()
 
 
-CLUSTERS = Saap(partition="context", clusters=8, iterations=2, window=1)
+CLUSTERS = Saap(partition="context", clusters=8, window=1)
 
 @pytest.mark.parametrize("predictor", [Guess(), Quest(page=8), DoubleSparsity(channels=2), Adamas(), MagicPIG(bits=4),
                                        CLUSTERS], ids=lambda x: type(x).__name__)
