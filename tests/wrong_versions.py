@@ -108,7 +108,7 @@ VERSIONS = [Wrong(*x) for x in [
      "methods/test_presets.py::test_sketch_walk_is_algorithm_2_on_captured_heads",
      'walk="unmasked", degree=degree,', 'walk="softmax", degree=degree,'),
     ("delta-paper-aligned", "delta.py", "methods/test_presets.py::test_delta_is_equation_6",
-     "aligned=False if base is None else None", "aligned=True if base is None else None"),
+     'in ("tangent", "aligned")', 'not in ("none", "recompute")'),
     ("vatt-rest-minus-one", "methods/vattention/facts.py",
      "methods/test_vattention.py::test_a_spread_is_the_variance_of_what_was_not_drawn",
      "others / (rest - 1).clamp(min=1)", "others / rest.clamp(min=1)"),

@@ -25,7 +25,7 @@ def arms(sizes, gammas, tails=(0,)) -> dict:
             own, end = Delta(size, tail=tail, correction="none"), " tail" if tail else ""
             found[f"w{size} streaming{end}"] = own
             for gamma in gammas:
-                found[f"w{size} g{gamma} aligned{end}"] = replace(own, gamma=gamma, aligned=True)
+                found[f"w{size} g{gamma} aligned{end}"] = replace(own, gamma=gamma, correction="aligned")
                 found |= {f"w{size} g{gamma} {x}{end}": Delta.paper(size, gamma, tail=tail) if x == "delta" else
                           replace(own, gamma=gamma, correction=x) for x in CORRECTIONS}
     return found
@@ -45,7 +45,7 @@ def lent(tail: int = 0) -> dict:
     lines = VerticalSlash(6, 6, sinks=4, window=4, rounding="none")
     bases = {"streaming": Delta.paper(8, 16, tail=tail), "HiP": Delta.paper(gamma=16, base=hip, tail=tail),
              "MInference": Delta.paper(gamma=16, base=lines, tail=tail)}
-    return {f"{name} {x}": own if x == "delta" else replace(own, correction=x, aligned=None)
+    return {f"{name} {x}": own if x == "delta" else replace(own, correction=x)
             for name, own in bases.items() for x in ("none", "delta", "tangent")}
 
 
