@@ -55,7 +55,7 @@ METHODS = [Streaming(sinks=4, window=8), TopK(budget=0.3), Uniform(samples=8), S
                dict(walk="softmax"), dict(index="mean", walk="renormalised", heads="each"),
                dict(index="mean", walk="softmax", degree=2))),
            Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL),
-           H2O(budget=12, recent=4), SnapKV(budget=16, window=4, heads="each")]
+           H2O(budget=12, recent=4), SnapKV(budget=16, window=4)]
 
 @pytest.fixture(scope="module")
 def llama(): return build("llama")
@@ -166,7 +166,7 @@ def one_step(method, monkeypatch):
 PACKED = [TopK(budget=0.3), Quest(budget=0.3, page=4), MagicPIG(bits=4, tables=8, sinks=2, window=4),
           VAttention(sinks=2, window=4, topk=4, base=4, eps=0.5, delta=0.5), SketchWalk(4, 0.4, dense_layers=0),
           Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL), H2O(budget=0.3, recent=4),
-          SnapKV(budget=16, window=4, heads="each"), Reformer(bins=4, window=4), KDEformer(bins=4, window=4)]
+          SnapKV(budget=16, window=4), Reformer(bins=4, window=4), KDEformer(bins=4, window=4)]
 
 @pytest.mark.parametrize("method", PACKED, ids=lambda m: repr(m)[:40])
 def test_a_list_with_room_says_where_its_used_slots_end(method, monkeypatch):
@@ -186,7 +186,7 @@ MORE = [*(Santa(samples=32, scheme=x, tile=8) for x in ("iid", "stratified", "pr
             dict(guarantee="output", predictor=Quest(page=4)),
             dict(predictor=Saap(**SMALL)))),
         Saap(router="centroid", rank="mass", tail="second_order", **SMALL),
-        Then(Saap(budget=8, **SMALL), Santa(samples=8)), H2O(0.3, sinks=1, heads="each"), SnapKV(0.5, 4),
+        Then(Saap(budget=8, **SMALL), Santa(samples=8)), H2O(0.3), SnapKV(0.5, 4),
         Reformer(bins=4), KDEformer(bins=4)]
 
 @pytest.mark.parametrize("method", METHODS + MORE, ids=lambda m: repr(m)[:60])
@@ -517,7 +517,7 @@ EACH_LAYER = [  # what the first layer of a step does, and what the others do; t
     (Santa(samples=16, keys="int8"), 3, 3), (Santa(samples=16, keys="rescored"), 3, 3),
     (SketchWalk(32, 0.4, dense_layers=0), 6, 6), (SketchWalk(32, 0.4, heads="each", dense_layers=0), 7, 7),
     (SketchWalk(32, 0.4, "mean", dense_layers=0), 6, 6), (SnapKV(budget=16, window=4), 3, 3),
-    (SnapKV(budget=16, window=4, heads="each"), 3, 3), (H2O(budget=12, recent=4), 66, 66)]
+    (SnapKV(budget=16, window=4), 3, 3), (H2O(budget=12, recent=4), 66, 66)]
 
 @pytest.mark.parametrize("method, first, others", fast(EACH_LAYER, 5, 6, 10), ids=lambda x: repr(x)[:50])
 def test_what_a_layer_of_a_compiled_step_does(bfloat, method, first, others, monkeypatch):
