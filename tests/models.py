@@ -131,7 +131,7 @@ SETTINGS = {
     "h2o": dict(budget=0.5), "sketch_walk": dict(density=0.3, dense_layers=0, tail=0),
     "delta": dict(window=64, gamma=16), "saap": dict(budget=0.25), "one_list": dict(guess=Adamas(budget=0.25)),
     "then": dict(keys=Quest(0.5), values=Santa(samples=64))}
-BLOCKS = dict(query_block=32, key_block=32)
+BLOCKS = dict(block=32)
 TINY = {            # ... and for prompts of 40 tokens and heads of 16 numbers, over these
     "streaming": dict(sinks=2, window=6), "topk": dict(budget=7), "topp": dict(mass=0.5), "uniform": dict(samples=8),
     "santa": dict(samples=6), "vattention": dict(sinks=1, window=4, topk=8, base=8, eps=0.9, delta=0.2),

@@ -53,12 +53,12 @@ def readers(density: float, length: int) -> dict:
              for name in ("fine16 max", "fine4 max", "oracle", "oracle max")}
     found |= {f"{name} refined": replace((each | found)[name], refine=2)
               for name in ("fine16 max", "fine16 max each")}
-    return found | {"xattention": XAttention(density=density, query_block=64, key_block=64),
+    return found | {"xattention": XAttention(density=density, block=64),
             "vertical-slash": VerticalSlash(lines, lines, rounding="pool")}
 
 def shared_readers() -> dict: # name -> method
     "Rivals that set their own share."
-    return {f"flexprefill {x}": FlexPrefill(x, min_keys=64, query_block=64, key_block=64) for x in (0.9, 0.7)}
+    return {f"flexprefill {x}": FlexPrefill(x, min_keys=64, block=64) for x in (0.9, 0.7)}
 
 def named(wanted: dict, *makers) -> dict:
     "The methods of these names with the share in each name; those whose indexes are one stand together."

@@ -17,11 +17,16 @@ from .registry import CLASSES, method_class
 # %% ../../nbs/library/core_settings.ipynb #a1c07e02
 class Gone(NamedTuple):
     "A setting that a method no longer has."
-    held: object # a tuple of the values that mean what the code does today, or a function of all settings that gives it
-    instead: str # what to use
+    held: object  # a tuple of the values that mean what the code does today, or a function from all settings to one
+    instead: str  # what to use
+    now: str = "" # the setting that has its value today; "": none
 
 class GoneSetting(ValueError):
     "A method is described by a setting that it no longer has."
+
+_one = lambda *names: lambda settings: (next(settings[x] for x in names if x in settings),)
+_BLOCK = dict(query_block=Gone(_one("key_block", "block", "query_block"), "block, of queries and keys", "block"),
+              key_block=Gone(_one("query_block", "block", "key_block"), "block, of queries and keys", "block"))
 
 GONE = {  # class name -> setting -> what is known of it
     "VAttention": dict(replacement=Gone((False,), "no key is drawn twice")),
@@ -38,6 +43,8 @@ GONE = {  # class name -> setting -> what is known of it
                      seed=Gone((0,), "the directions are those of seed 0"),
                      neighbour=Gone((False,), "the query's own chunk is read"),
                      own_query=Gone((False,), "keys are hashed as they are")),
+    "VerticalSlash": dict(last=Gone((64,), "the last 64 queries choose"), **_BLOCK),
+    "FlexPrefill": _BLOCK, "XAttention": _BLOCK, "HiP": _BLOCK, "OracleBlocks": _BLOCK, "RandomBlocks": _BLOCK,
     "Saap": dict(unread=Gone((None,), "give a budget, or clusters to read whole by probes"),
                  kmeans=Gone(("spherical", None), "spherical; a file of a partition says its own"),
                  iterations=Gone((10, None), "ten; an index of others is `methods.saap.state.Partition`"),
@@ -50,10 +57,11 @@ def without_gone(
 ) -> dict:          # those that it has today
     "Settings without those of `GONE`. Raises `GoneSetting` where one had another value than today's code."
     gone = {x: y for x, y in GONE.get(name, {}).items() if x in settings}
-    for x, (held, instead) in gone.items():
+    for x, (held, instead, _) in gone.items():
         if settings[x] not in (held(settings) if callable(held) else held):
             raise GoneSetting(f"{name} no longer has the setting {x!r}, which was {settings[x]!r}: {instead}")
-    return {x: y for x, y in settings.items() if x not in gone}
+    kept = {x: y for x, y in settings.items() if x not in gone}
+    return kept | {y.now: settings[x] for x, y in gone.items() if y.now}
 
 def present(
     settings: dict, # of a method that was stored, its class under "method"; methods among them likewise

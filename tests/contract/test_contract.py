@@ -48,7 +48,7 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "sketch_walk, fine": SketchWalk(block=16, density=0.3, index="fine16", dense_layers=0),
     "then, top-k": Then(TopK(8), Santa(samples=5)), "delta, base": Delta(gamma=4, tail=0, base=TopK(budget=4)),
     "delta, hip": Delta(gamma=4, tail=0, base=HiP(((8, 16), (2, 4)), 2, 4, "head", "none")),
-    "delta, lines": Delta(gamma=4, tail=0, base=VerticalSlash(4, 6, last=8, sinks=1, window=2, rounding="none")),
+    "delta, lines": Delta(gamma=4, tail=0, base=VerticalSlash(4, 6, sinks=1, window=2, rounding="none")),
     "delta, paper": Delta.paper(window=8, gamma=4, tail=2),
     "sketch_walk, paper": replace(SketchWalk.paper(0.3, sketch=16), block=32, dense_layers=0)}
 def direct(name):

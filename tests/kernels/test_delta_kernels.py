@@ -135,8 +135,8 @@ CASES = drawn(dict(correction=CORRECTIONS, dtype=(BF16, FP16, FP32), D=(64, 80, 
 
 
 @kernel
-@pytest.mark.parametrize("base", [HiP(((16, 32), (2, 8)), 2, 4, query_block=32, key_block=32),
-                                  VerticalSlash(4, 8, 16, 2, 2, query_block=32, key_block=32)], ids=repr)
+@pytest.mark.parametrize("base", [HiP(((16, 32), (2, 8)), 2, 4, block=32),
+                                  VerticalSlash(4, 8, 2, 2, block=32)], ids=repr)
 def test_a_base_may_read_its_blocks_with_a_kernel(base, monkeypatch):
     x, starts = problem(2, 1, 2, 90, 130, 64, FP32, starts=[0, 47])
     found = {}

@@ -376,7 +376,7 @@ def test_a_model_reads_with_it_and_refuses_to_decode_with_it(pocket):
 @pytest.mark.parametrize("method", [
     SMALL, Delta(16, 2, 8, "delta"), Delta(base=TopK(budget=16), gamma=8),
     Delta(base=HiP(((16, 32), (2, 8)), 2, 4, "head", "none"), gamma=8, tail=9),
-    Delta(base=VerticalSlash(6, 9, 16, 2, 4, "none"), gamma=8, tail=9)], ids=repr)
+    Delta(base=VerticalSlash(6, 9, 2, 4, "none"), gamma=8, tail=9)], ids=repr)
 def test_a_batch_with_unequal_padding_is_each_prompt_alone(pocket, method):
     model, tokenizer = pocket
     texts = ["One short prompt of some words, and not more. ", "Another one, which is longer. " * 7, "Third: " * 13]

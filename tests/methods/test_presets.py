@@ -387,7 +387,7 @@ def test_the_presets_work_in_a_model(text, role):
 
 def test_delta_takes_the_papers_other_bases():
     q, k, v = problem(200, 200)
-    base = VerticalSlash(40, 40, last=16)
+    base = VerticalSlash(40, 40)
     got = Delta.paper(gamma=16, base=base, tail=0).prefill(q, k, v)
     sparse = base.prefill(q, k, v)
     exact = Delta(correction="none", window=200, tail=0).prefill(q, k, v)
