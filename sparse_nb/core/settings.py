@@ -25,15 +25,15 @@ class GoneSetting(ValueError):
     "A method is described by a setting that it no longer has."
 
 _one = lambda *names: lambda settings: (next(settings[x] for x in names if x in settings),)
-_BLOCK = dict(query_block=Gone(_one("key_block", "block", "query_block"), "block, of queries and keys", "block"),
-              key_block=Gone(_one("query_block", "block", "key_block"), "block, of queries and keys", "block"))
+_BLOCK = dict(query_block=Gone(_one("key_block", "block", "query_block"), "one block, of queries and keys", "block"),
+              key_block=Gone(_one("query_block", "block", "key_block"), "one block, of queries and keys", "block"))
 
 GONE = {  # class name -> setting -> what is known of it
     "VAttention": dict(replacement=Gone((False,), "no key is drawn twice")),
     "SketchWalk": dict(power=Gone(("element",), "each share is raised to the degree"),
                        seed=Gone((0,), "the rotation has the signs of seed 0")),
     "Delta": dict(aligned=Gone(lambda s: (None, s.get("correction", "tangent") in ("tangent", "aligned")),
-                               "windows begin with the anchor's for correction 'tangent' and 'aligned', no others"),
+                               "correction 'aligned' has such windows and corrects nothing, 'tangent' has them always"),
                   parts=Gone((1,), "an anchor leaves one summary")),
     "H2O": dict(heads=Gone(("group",), "the heads of a group vote together"), sinks=Gone((0,), "none is kept")),
     "SnapKV": dict(heads=Gone(("group",), "the heads of a group vote together"),
