@@ -131,8 +131,6 @@ VERSIONS = [Wrong(*x) for x in [
      "(i <= last - s.anchors)", "(i < last - s.anchors)"),
     ("delta-chunk-pad", "methods/delta/call.py", "methods/test_delta.py::test_padding_changes_nothing",
      "q[row, :, max(0, start - keys + q.shape[2]):]", "q[row, :, start:]"),
-    ("delta-clusters-leak", "methods/delta/anchors.py", "methods/test_delta.py::test_is_what_the_equations_say",
-     "shown = k[:, :, :first]", "shown = k"),
     ("delta-lines-unscaled", "methods/delta/keys.py",
      "methods/test_delta_bases.py::test_is_the_base_corrected_by_dense_queries",
      "self.s.base.rows(self.q, self.k, scale=self.scale)", "self.s.base.rows(self.q, self.k)"),
