@@ -562,7 +562,7 @@ def test_centroids_made_before():
     "One partition for all sequences, given as a tensor or as an index; clusters without a key are never read"
     q, k, v = inputs()
     fit = fit_partition(k.transpose(0, 1).flatten(1, 2)[None], 6)[0]
-    centroids = torch.cat([fit, fit[:, :1]], 1)  # of equal ones the first has the keys
+    centroids = torch.cat([fit, torch.zeros(2, 1, 16)], 1)  # some other has a larger product with each key
     state = Partition(7, "spherical", 0, 0, False, centroids)
     state.append(k, v)
     how = dict(budget=12, sinks=2, window=9)
