@@ -16,7 +16,7 @@ TRIES = 3                                   # of a cell
 
 def _serve(gpu, work, todo, done):
     "A process that does what it is given, on one GPU"
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     while parent_process().is_alive() and (cell := todo.get()) is not None:
         began = time.monotonic()
         try: done.put((cell, work(cell), time.monotonic() - began, None))
@@ -39,7 +39,8 @@ def evaluated(
     context = processes.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
     for cell in every: todo.put(cell)
-    on = [gpu for _ in range(PER_GPU) for gpu in range(gpus)]
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    on = seen.split(",") * PER_GPU
     seats = [context.Process(target=_serve, args=(gpu, work, todo, done), daemon=True) for gpu in on[:len(every)]]
     for seat in seats: seat.start()
     left, failed, given_up = len(every), [], []
