@@ -24,7 +24,7 @@ from sparse_nb import Method
 from sparse_nb.core.registry import METHODS
 from sparse_nb.core.settings import GoneSetting, present, read_method
 from sparse_nb.metrics import paired_interval
-from benchmarks.answers import gains
+from benchmarks.answers import READ, gains
 from benchmarks.baselines import DENSE
 from benchmarks.configurations import DECODE, LENGTHS, MODELS, PLACES, PROMPT, SANTA, Decode, Prompt
 from benchmarks.recorder import read_record, results, write_record
@@ -122,7 +122,7 @@ def _answers():
     made = record("answers")
     for role, methods in made["meta"].get("methods", {}).items():
         own = [row for row in made["rows"] if row["role"] == role or row["method"] == "exact"]
-        yield "nvidia_h200_answers", made, "prompt" if role == "prompt" else "decode", MODELS, {
+        yield "nvidia_h200_answers", made, "prompt" if role in READ else "decode", MODELS, {
             name: _settings(text) for name, text in methods.items()}, own, own
 
 def _real_model(machine):

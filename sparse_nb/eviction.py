@@ -83,7 +83,7 @@ class H2O(Evicts):
     """Heavy hitters: the keys that all queries so far gave most attention, and the newest (Zhang et al. 2023).
 
     Each step counts its attention and evicts until `budget` keys are left; its own key is read beside those. It
-    does not fit a prompt that is asked about at its end, where a real model lost most answers (nbs/09); `SnapKV` does.
+    does not fit a prompt with a question at its end: a real model lost most answers (chapter 9); `SnapKV` does.
     Raises TypeError or ValueError for settings that can never work.
     """
     budget: int | float = 0.1 # keys held after a step: a count, or a share of the prompt's keys

@@ -156,7 +156,7 @@ def claims():
     "What held up, in a line."
     found = verdicts()["papers"]
     *most, last = (f"{found[name]} {said}" for name, said in VERDICTS.items())
-    return f"Of {found.total()} claims, {', '.join(most)} and {last}: [the ledger](nbs/90_claims.ipynb)."
+    return f"Of {found.total()} claims, {', '.join(most)} and {last}: [the ledger](nbs/appendix/ledger.ipynb)."
 
 
 def title(path):
