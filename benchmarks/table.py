@@ -299,7 +299,7 @@ def whole_model(line: Decode, n: int, batch: int) -> dict | None:
         exact = row["exact_layers"] / record("generate")["meta"]["shape"]["num_hidden_layers"]
         density = round(exact + (1 - exact) * density, 5)
     own = dict(value=row["ratio"], ms=round(row["median_us"] / 1000, 5), density=density)
-    return own | dict(settings=said(json.loads(row["method"]))) | source("generate", row)
+    return own | dict(settings=said(present(json.loads(row["method"])))) | source("generate", row)
 
 def index(line: Decode) -> dict:
     "Cells of the bytes of an index."
