@@ -119,8 +119,9 @@ class Sums:
     ):
         "Add a query."
         self.queries += 1
-        for name in ("density", "keys_scored", "values_read"):
-            self.sums[name] = self.sums.get(name, 0) + getattr(stats, name)[0, :, 0].double()
+        new = {x: getattr(stats, x)[0, :, 0].double() for x in ("density", "keys_scored", "values_read")}
+        new["visible"] = (new["values_read"] / new["density"]).round()
+        for name, x in new.items(): self.sums[name] = self.sums.get(name, 0) + x
 
     def rows(self) -> list: # of dicts
         "The means, a row for each head."

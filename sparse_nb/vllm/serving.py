@@ -4,28 +4,28 @@
 
 # %% auto #0
 __all__ = ['REASONS', 'SETTINGS', 'RELEASES', 'NO_WINDOW', 'DTYPES', 'BACKEND', 'WORKER', 'why_not', 'Serving', 'read_serving',
-           'check_engine', 'prepare', 'register', 'stats_table', 'stats']
+           'check_engine', 'Weights', 'prepare', 'register', 'stats_table', 'stats']
 
 # %% ../../nbs/library/vllm.ipynb #926e5c77
 import functools
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..core.checks import check_integer
 from ..core.method import Method
 from ..core.settings import read_method
 from ..methods.exact import Exact
-from ..methods.quest import Boxes
 from ..models.plan import by_layer
+from .kept import KINDS, row_keys
 
 # %% ../../nbs/library/vllm.ipynb #dd1a2aba
-_CENTRES = "learns its centre from all keys of a request"
+_CENTRES = "codes keys less the mean of all keys of a request"
 _EVICTS = "drops keys, and requests share them"
 _SORTS = "sorts all keys of a request"
 REASONS = dict(  # class of a method -> why vLLM's blocks cannot hold what it keeps
-    Saap="keeps clusters of all keys of a request", SketchWalk="hands scores from layer to layer",
-    DoubleSparsity="learns its channels from a whole prompt", Adamas=_CENTRES, MagicPIG=_CENTRES, H2O=_EVICTS,
-    SnapKV=_EVICTS, Reformer=_SORTS, KDEformer=_SORTS,
-    HashAttention="keeps a signature of each key, not of each page")
+    Saap="keeps clusters of all keys of a request", DoubleSparsity=_CENTRES, Adamas=_CENTRES, MagicPIG=_CENTRES,
+    H2O=_EVICTS, SnapKV=_EVICTS, Reformer=_SORTS, KDEformer=_SORTS)
 
 def why_not(
     method, # with `decode`, of one layer
@@ -35,8 +35,8 @@ def why_not(
     if name in REASONS: return f"{name}, which {REASONS[name]}"
     for x in vars(method).values():
         if isinstance(x, Method) and (why := why_not(x)): return f"{name} with {why}"
-    state = method.new_state()
-    if method.new_step() is None and (state is None or type(state) is Boxes): return ""
+    if method.new_step() is not None: return f"{name}, which hands scores from layer to layer"
+    if (state := method.new_state()) is None or isinstance(state, KINDS): return ""
     return f"{name}, whose index is not one of each block"
 
 # %% ../../nbs/library/vllm.ipynb #e84e2771
@@ -45,7 +45,8 @@ class Serving:
     "What was asked of the backend; made by `read_serving`."
     methods: dict # number of a layer -> its method, or None for vLLM's own attention
     seed: int     # of methods that draw
-    page: int     # keys in a page of the boxes that blocks hold; 0: they hold none
+    page: int     # keys that the rows of the indexes in blocks are made of, or a multiple; 0: blocks hold no index
+    given: tuple = () # the methods as they were given, before each layer got its own
 
 SETTINGS = "decode", "dense_layers", "seed"
 
@@ -82,15 +83,14 @@ def read_serving(
             raise ValueError(f"decode must be for layers 0 to {layers - 1}, got {wrong[0]!r}")
         asked = {int(i): _method(x) for i, x in asked.items()}
     else: asked = _method(asked)
+    methods = tuple(asked.values()) if isinstance(asked, dict) else (asked,)
     chosen = by_layer("decode", asked, range(layers), "decode")
     chosen = {i: None if i in dense or isinstance(m, Exact) else m for i, m in chosen.items()}
     busy = [m for m in chosen.values() if m is not None]
     if wrong := [why for m in busy if (why := why_not(m))]:
         raise ValueError(f"decode must be a method that keeps nothing of a request, got {wrong[0]}")
-    pages = sorted({state.size for m in busy if (state := m.new_state()) is not None})
-    if len(pages) > 1:
-        raise ValueError(f"decode must have pages of one size in all layers, got {pages[0]} and {pages[1]}")
-    return Serving(chosen, seed, pages[0] if pages else 0)
+    rows = [row_keys(state) for m in busy if (state := m.new_state()) is not None]
+    return Serving(chosen, seed, math.lcm(*rows) if rows else 0, methods)
 
 # %% ../../nbs/library/vllm.ipynb #dec5fad2
 RELEASES = "0.32.0", # of vLLM, tried
@@ -113,7 +113,7 @@ def _refusals(config, release):
     yield "kv_cache_dtype", "auto or the dtype of the model", cache.cache_dtype, cache.cache_dtype in ("auto", dtype)
     yield "speculative_config", "None", "one", config.speculative_config is None
     yield "kv_transfer_config", "None", "one", config.kv_transfer_config is None
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name)
         yield name, "1", size, size == 1
 
@@ -139,14 +139,36 @@ def check_engine(
 # %% ../../nbs/library/vllm.ipynb #5d2cf4d8
 BACKEND, WORKER = "sparse_nb.vllm.cpu.SparseBackend", "sparse_nb.vllm.cpu.Worker"
 
+class Weights:
+    "The weights in a model's folder, as `check_model` of a method reads them."
+    def __init__(
+        self,
+        folder, # with safetensors files
+    ): self.folder = folder
+
+    def named_parameters(self):
+        "Name and tensor of each. ValueError where there are none."
+        from safetensors import safe_open
+        files = sorted(Path(self.folder).glob("*.safetensors"))
+        if not files: raise ValueError(f"model must be a folder with safetensors files, got {self.folder}")
+        for path in files:
+            with safe_open(path, "pt") as file: yield from ((name, file.get_tensor(name)) for name in file.keys())
+
 def prepare(
     config,       # vLLM's configuration
     release: str, # of vLLM
-):
-    "`check_engine`, and where settings are given what the backend needs of the configuration."
-    if check_engine(config, release) is None: return
+) -> bool:        # are there settings?
+    """`check_engine`, and where settings are given what the backend needs of the configuration.
+
+    Raises ValueError, too, for methods that learnt on other weights than the model's.
+    """
+    if (serving := check_engine(config, release)) is None: return False
+    try:
+        for method in serving.given: method.check_model(Weights(config.model_config.model))
+    except ValueError as error: raise ValueError(f"sparse_nb: {error}") from None
     config.model_config.model_arch_config.rswa_window = NO_WINDOW
     if not config.parallel_config.worker_extension_cls: config.parallel_config.worker_extension_cls = WORKER
+    return True
 
 def register():
     "vLLM's entry point: a second call changes nothing. Without the settings `sparse_nb` vLLM is as it was."
@@ -157,7 +179,10 @@ def register():
         @functools.wraps(make)
         def create_engine_config(*args, **kwargs):
             config = make(*args, **kwargs)
-            prepare(config, vllm.__version__)
+            if prepare(config, vllm.__version__):
+                from vllm.v1.engine.async_llm import AsyncLLM
+                from sparse_nb.vllm.metrics import follow
+                follow(AsyncLLM)
             return config
         create_engine_config.by_sparse_nb = True
         EngineArgs.create_engine_config = create_engine_config
