@@ -17,7 +17,7 @@ def use(llm, settings):
     "Other settings in an engine of this process; the room of blocks stays as it is."
     from sparse_nb.vllm.serving import read_serving
     for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
-        layer.impl.serving, layer.impl.sums = read_serving(settings, 6), None
+        layer.impl.serving, layer.impl.number = read_serving(settings, 6), None
 
 
 def generated(llm, prompts, new, cancel=None):

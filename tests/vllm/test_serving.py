@@ -2,6 +2,7 @@
 import asyncio
 import json
 import sys
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ from sparse_nb.models.rng import Streams
 from sparse_nb.vllm.kept import Kept, row_keys
 from sparse_nb.vllm.metrics import Meter, follow
 from sparse_nb.vllm.paged import parts_of, streams_at
-from sparse_nb.vllm.serving import NO_WINDOW, RELEASES, WORKER, check_engine, prepare, read_serving, register, why_not
+from sparse_nb.vllm.serving import (
+    GPU_WORKER, NO_WINDOW, RELEASES, WORKER, check_engine, prepare, read_serving, register, why_not)
 
 LAYERS = 4
 PLAIN = "model must be one with plain causal attention, got "
@@ -31,13 +33,15 @@ def config(given=None, block=128, **other):
                    model=str(pocket.path())),
         cache=dict(cache_dtype="auto", block_size=block), device=dict(device_type="cpu"),
         parallel=dict(data_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
-                      worker_extension_cls=""))
+                      worker_extension_cls="", worker_cls="vllm.v1.worker.gpu_worker.Worker"),
+        attention=dict(backend=None))
     for name, x in other.items():
         part, _, key = name.partition("__")
         if key: parts[part][key] = x
     parts = {f"{name}_config": SimpleNamespace(**x) for name, x in parts.items()}
     parts |= dict(speculative_config=other.get("speculative"), kv_transfer_config=other.get("kv_transfer"))
-    return SimpleNamespace(**parts, additional_config={} if given is None else dict(sparse_nb=given))
+    return SimpleNamespace(**parts, additional_config={} if given is None else dict(sparse_nb=given),
+                           use_v2_model_runner=other.get("use_v2_model_runner", True))
 
 
 @pytest.mark.parametrize("given, methods", [
@@ -93,7 +97,8 @@ def test_every_method_is_served_or_refused_by_its_name():
 
 
 @pytest.mark.parametrize("change, said", [
-    (dict(device__device_type="cuda"), "device must be cpu, got cuda"),
+    (dict(device__device_type="xpu"), "device must be cpu or cuda, got xpu"),
+    (dict(device__device_type="cuda"), "vLLM must be release 0.26.0 on cuda, got 0.32.0"),
     (dict(model__runner_type="pooling"), "model must be one that generates text, got pooling"),
     (dict(model__use_mla=True), PLAIN + "multi-head latent attention"),
     (dict(model__is_encoder_decoder=True), PLAIN + "an encoder"),
@@ -111,40 +116,78 @@ def test_every_method_is_served_or_refused_by_its_name():
 ])
 def test_an_engine_that_was_not_tried_is_refused(change, said):
     asked = dict(decode="quest", dense_layers=[0])
-    assert check_engine(config(asked), RELEASES[0] + "+cpu").page == 16
-    with pytest.raises(ValueError) as found: check_engine(config(asked, **change), RELEASES[0])
+    assert check_engine(config(asked), RELEASES["cpu"] + "+cpu").page == 16
+    with pytest.raises(ValueError) as found: check_engine(config(asked, **change), RELEASES["cpu"])
     assert str(found.value) == f"sparse_nb: {said}"
     assert check_engine(config(None, **change), "0.1.0") is None  # no settings, nothing to refuse
 
 
+@pytest.mark.parametrize("change, said", [
+    (dict(model__dtype=torch.float32), "dtype must be float16, bfloat16, got float32"),
+    (dict(block=48), "block_size must be a power of two of at least 16, got 48"),
+    (dict(block=8), "block_size must be a power of two of at least 16, got 8"),
+    (dict(attention__backend=SimpleNamespace(name="FLASHINFER")),
+     "attention_backend must be auto, FLASH_ATTN or CUSTOM, got FLASHINFER"),
+    (dict(parallel__worker_cls="my.Worker"), "worker_cls must be auto, got my.Worker"),
+    (dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER must be 1, or unset for a model that it is for, got 0"),
+    (dict(decode="vattention"), "decode must be a method that has kernels here, Exact, Streaming, TopK, Santa, Quest, "
+                                "got VAttention"),
+    (dict(decode="Santa(eps=0.1, delta=0.1)"), "decode must be a method that has kernels here, Exact, Streaming, TopK, "
+                                               "Santa, Quest, got Santa, whose index they do not read"),
+    (dict(decode="Quest(page=32)", block=16),
+     "block_size must be a multiple of 32, the keys in a page of the method, got 16"),
+])
+def test_an_engine_on_a_gpu_that_was_not_tried_is_refused(change, said):
+    asked, gpu = dict(decode=change.pop("decode", "quest")), dict(device__device_type="cuda")
+    assert check_engine(config(dict(decode="quest"), **gpu), RELEASES["cuda"]).page == 16
+    with pytest.raises(ValueError) as found: check_engine(config(asked, **gpu, **change), RELEASES["cuda"])
+    assert str(found.value) == f"sparse_nb: {said}"
+    assert check_engine(config(None, **gpu, **change), "0.1.0") is None
+
+
+def test_exact_attention_is_the_engines_own_on_a_cpu_and_a_kernel_on_a_gpu():
+    given = dict(decode="exact", dense_layers=[1])
+    assert set(read_serving(given, 2).methods.values()) == {None}
+    assert [m and repr(m) for m in read_serving(given, 2, "cuda").methods.values()] == ["Exact()", None]
+
+
 def test_another_release_is_refused_and_the_tried_one_is_named():
-    with pytest.raises(ValueError, match=r"sparse_nb: vLLM must be release 0\.32\.0, got 0\.33\.0"):
+    with pytest.raises(ValueError, match=r"sparse_nb: vLLM must be release 0\.32\.0 on cpu, got 0\.33\.0"):
         check_engine(config(dict(decode="topk")), "0.33.0+cpu")
 
 
 def test_what_the_backend_needs_is_asked_for_once_settings_are_given():
     without, given = config(), config(dict(decode="topk"))
     own = config(dict(decode="topk"), parallel__worker_extension_cls="my.Worker")
-    assert [prepare(x, RELEASES[0]) for x in (without, given, own)] == [False, True, True]
+    assert [prepare(x, RELEASES["cpu"]) for x in (without, given, own)] == [False, True, True]
     assert [x.parallel_config.worker_extension_cls for x in (without, given, own)] == ["", WORKER, "my.Worker"]
     assert [x.model_config.model_arch_config.rswa_window for x in (without, given)] == [None, NO_WINDOW]
     given.model_config.rswa_window = NO_WINDOW
-    assert check_engine(given, RELEASES[0]) is not None  # as a worker asks again
+    assert check_engine(given, RELEASES["cpu"]) is not None  # as a worker asks again
+
+
+def test_on_a_gpu_backend_and_worker_are_this_packages(mock):
+    without, given = config(device__device_type="cuda"), config(dict(decode="topk"), device__device_type="cuda")
+    for x in (without, given): prepare(x, RELEASES["cuda"])
+    assert [x.parallel_config.worker_cls for x in (without, given)] == ["vllm.v1.worker.gpu_worker.Worker", GPU_WORKER]
+    assert [x.attention_config.backend for x in (without, given)] == [None, mock.enum["CUSTOM"]]
+    assert given.model_config.model_arch_config.rswa_window is None
+    assert check_engine(given, RELEASES["cuda"]) is not None
 
 
 @pytest.mark.parametrize("decode", ["hashattention", "OneList(guess=HashAttention())"])
 def test_networks_of_another_model_are_refused(tmp_path, decode):
     asked = dict(decode=decode)
-    assert prepare(config(asked), RELEASES[0])
+    assert prepare(config(asked), RELEASES["cpu"])
     with pytest.raises(ValueError, match="sparse_nb: model must be a folder with safetensors files, got "):
-        prepare(config(asked, model__model=str(tmp_path)), RELEASES[0])
+        prepare(config(asked, model__model=str(tmp_path)), RELEASES["cpu"])
     with pytest.raises(ValueError, match="sparse_nb: maps must be 'pocket' or a safetensors file of networks, got"):
-        prepare(config(dict(decode="hashattention(maps='no')")), RELEASES[0])
+        prepare(config(dict(decode="hashattention(maps='no')")), RELEASES["cpu"])
     weights = load_file(pocket.path() / "model.safetensors")
     name = next(iter(weights))
     save_file(weights | {name: weights[name] + 1}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="sparse_nb: model must have the weights that the networks 'pocket' were tr"):
-        prepare(config(asked, model__model=str(tmp_path)), RELEASES[0])
+        prepare(config(asked, model__model=str(tmp_path)), RELEASES["cpu"])
 
 
 @pytest.fixture
@@ -156,24 +199,25 @@ def mock(monkeypatch):
     class AsyncLLM:
         async def do_log_stats(self): self.printed = True
     table, own = {}, AsyncLLM.do_log_stats
-    parts = {"vllm": dict(__version__=RELEASES[0]), "vllm.engine": {}, "vllm.v1.engine": {}}
+    parts = {"vllm": dict(__version__=RELEASES["cpu"]), "vllm.engine": {}, "vllm.v1.engine": {}}
     parts["vllm.v1.engine.async_llm"] = dict(AsyncLLM=AsyncLLM)
     parts["vllm.engine.arg_utils"] = dict(EngineArgs=EngineArgs)
     parts |= {f"vllm.v1{x}": {} for x in ("", ".attention", ".attention.backends")}
-    parts["vllm.v1.attention.backends.registry"] = dict(
-        AttentionBackendEnum=SimpleNamespace(CPU_ATTN="cpu"), register_backend=table.__setitem__)
+    enum = Enum("AttentionBackendEnum", "CPU_ATTN CUSTOM")
+    parts["vllm.v1.attention.backends.registry"] = dict(AttentionBackendEnum=enum, register_backend=table.__setitem__)
     for name, names in parts.items():
         module = ModuleType(name)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
-    return SimpleNamespace(args=EngineArgs, table=table, engine=AsyncLLM, own=own)
+    return SimpleNamespace(args=EngineArgs, table=table, enum=enum, engine=AsyncLLM, own=own)
 
 
 def test_the_entry_point_may_be_called_twice(mock):
     register()
     once = mock.args.create_engine_config
     register()
-    assert mock.args.create_engine_config is once and mock.table == {"cpu": "sparse_nb.vllm.cpu.SparseBackend"}
+    assert mock.args.create_engine_config is once
+    assert mock.table == {mock.enum["CPU_ATTN"]: "sparse_nb.vllm.cpu.SparseBackend"}
     assert mock.args().create_engine_config() is mock.args.made and mock.engine.do_log_stats is mock.own
     mock.args.made = config(dict(decode="topk"))
     for _ in range(2): mock.args().create_engine_config()
@@ -181,6 +225,12 @@ def test_the_entry_point_may_be_called_twice(mock):
     mock.args.made = config(dict(decode="saap"))
     with pytest.raises(ValueError, match="sparse_nb: decode must .*, got Saap, which keeps clusters"):
         mock.args().create_engine_config()
+
+
+def test_the_release_for_a_gpu_gets_the_backend_for_one(mock):
+    sys.modules["vllm"].__version__ = RELEASES["cuda"]
+    register()
+    assert mock.table == {mock.enum["CUSTOM"]: "sparse_nb.vllm.cuda.SparseBackend"}
 
 
 def test_another_release_keeps_its_backend(mock):
