@@ -39,7 +39,7 @@ CROSSOVERS = (
               32768, "decode"),
     Crossover(_H200, "VAttention", dict(predictor=dict(method="HashAttention"), share=True), {}, 0.1, 131072,
               "vattention_launches"),
-    Crossover(_H200, "Saap", dict(router="moments", tail="first_order", probes=None, unread=None),
+    Crossover(_H200, "Saap", dict(router="moments", tail="first_order", probes=None),
               dict(budget=0.044, clusters=1024), None, 171008, "saap_launches"),
     Crossover(_H200, "SketchWalk", dict(heads="group", walk=None, index="fine4", block=64), dict(density=0.2), None,
               131072, "sketch_walk_launches"),

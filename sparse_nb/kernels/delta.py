@@ -289,15 +289,15 @@ def _empty(q, *shape, dtype=torch.float32): return torch.empty(shape, dtype=dtyp
 
 class DeltaCall:
     "What the launches of one call share."
-    def __init__(self, q, k, v, sinks, window, gamma, correction, tail, aligned, scale, kv_start, engine):
+    def __init__(self, q, k, v, sinks, window, gamma, correction, tail, scale, kv_start, engine):
         Q, D, N = *q.shape[2:], k.shape[2]
         self.q, self.k, self.v, self.kv_start, self.correction = q, k, v, kv_start, correction
         self.limits, self.gamma, self.X = (min(sinks, N), min(window, N), min(gamma, N)), min(gamma, N), min(tail, Q)
         self.passes = (False,) if q.dtype == torch.float16 else (True, False)
         self.engine = by_engine(q, k, v) if engine is None else engine
         self.BD, self.scale = max(16, triton.next_power_of_2(D)), (D**-0.5 if scale is None else scale) * LOG2E
-        self.aligned, rows = aligned or correction == "tangent", Q - self.X
-        if correction == "none" or not rows: self.A = 0
+        self.aligned, rows = correction in ("tangent", "aligned"), Q - self.X
+        if correction in ("none", "aligned") or not rows: self.A = 0
         elif kv_start is None: self.A = (N - self.X - 1) // self.gamma - (N - Q) // self.gamma + 1
         else: self.A = (rows + self.gamma - 2) // self.gamma + 1
         self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -380,10 +380,10 @@ def launch_window(call, taught, anchors, given):
             BC=min(64, 2 * BN), BD=call.BD, STAGES=stages, **launch_limits(warps, registers))
 
 # %% ../../kernels/delta.ipynb #e7fd6217
-def launch_delta(q, k, v, sinks, window, gamma, correction, anchors, tail, aligned, scale, kv_start,
+def launch_delta(q, k, v, sinks, window, gamma, correction, anchors, tail, scale, kv_start,
                  whole=None, means=None, near=None, part=None, engine=None):
     "Launch whole rows and the window; whole, means, near: settings of the three, part: keys of a part"
-    call = DeltaCall(q, k, v, sinks, window, gamma, correction, tail, aligned, scale, *contiguous(kv_start), engine)
+    call = DeltaCall(q, k, v, sinks, window, gamma, correction, tail, scale, *contiguous(kv_start), engine)
     taught, A, X = (None, None, None), call.A, call.X
     if correction == "tangent" and A: taught, A = launch_whole(call, A, 0, True, means, part), 0
     if A or X:
@@ -395,13 +395,13 @@ def launch_delta(q, k, v, sinks, window, gamma, correction, anchors, tail, align
 # %% ../../kernels/delta.ipynb #1c473d13
 @torch.library.custom_op("sparse_nb::attend_delta", mutates_args=())
 def _delta_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: int, window: int, gamma: int, correction: str,
-              anchors: int, tail: int, aligned: bool, scale: float | None,
+              anchors: int, tail: int, scale: float | None,
               kv_start: torch.Tensor | None) -> torch.Tensor:
     with torch.cuda.device_of(q):
-        return launch_delta(q, k, v, sinks, window, gamma, correction, anchors, tail, aligned, scale, kv_start)
+        return launch_delta(q, k, v, sinks, window, gamma, correction, anchors, tail, scale, kv_start)
 
 @_delta_op.register_fake
-def _(q, k, v, sinks, window, gamma, correction, anchors, tail, aligned, scale, kv_start):
+def _(q, k, v, sinks, window, gamma, correction, anchors, tail, scale, kv_start):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 # %% ../../kernels/delta.ipynb #fe1b6869
@@ -413,10 +413,9 @@ def attend_delta(
     sinks: int,                           # visible keys from the beginning, >= 0
     window: int,                          # visible keys from the end, >= 1
     gamma: int,                           # positions from anchor to anchor, >= 1
-    correction: str,                      # "tangent", "delta" (Eq. 6), "recompute" (Eq. 5) or "none"
+    correction: str,                      # "tangent", "delta" (Eq. 6), "recompute" (Eq. 5), "aligned" or "none"
     anchors: int,                         # summaries that a row chooses from, the tangent's, >= 1
     tail: int,                            # last rows that see everything, >= 0
-    aligned: bool,                        # does a row's window begin where its anchor's does? The tangent's always does
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
 ) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q
@@ -425,6 +424,6 @@ def attend_delta(
     Raises TypeError or ValueError for a dtype or size without a kernel.
     """
     if error := refusal(q, decoding=False): raise error
-    arguments = q, k, v, sinks, window, gamma, correction, anchors, tail, aligned, scale, kv_start
+    arguments = q, k, v, sinks, window, gamma, correction, anchors, tail, scale, kv_start
     if torch.compiler.is_compiling(): return _delta_op(*arguments)
     with torch.cuda.device_of(q): return launch_delta(*arguments)

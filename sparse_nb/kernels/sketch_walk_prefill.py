@@ -255,7 +255,7 @@ def tile_settings(rows, engine):
     if rows.shape[-1] <= 128 and engine: return SETTINGS
     return SETTINGS._replace(sums=(64, 32, 4, 2), shares=(64, 32, 4, 2))
 
-def mean_table(x, keys, index, block, fine, rotation, N, kv_start):
+def mean_table(x, keys, index, block, fine, N, kv_start):
     "Means of x [B, H, n, D], the keys, or the last n queries of N positions"
     (B, H, n, D), M, C = x.shape, triton.cdiv(x.shape[2], block), block // fine
     BD, MP = max(16, triton.next_power_of_2(D)), triton.cdiv(M, PAD) * PAD
@@ -264,7 +264,7 @@ def mean_table(x, keys, index, block, fine, rotation, N, kv_start):
     step, more = new(B, H, C, MP) if keys and index != "mean" else None, new(B, H, C, MP)
     BS, warps = SETTINGS.means
     _means_kernel[B * H * triton.cdiv(M * C, BS),](
-        x, rows, step, more, kv_start, rotation, *x.stride(), n, N, H, M, C, MP, KEYS=keys, INDEX=index, F=fine,
+        x, rows, step, more, kv_start, 0, *x.stride(), n, N, H, M, C, MP, KEYS=keys, INDEX=index, F=fine,
         W=triton.next_power_of_2(D), D=D, BS=BS, BD=BD, num_warps=warps)
     return Table(rows, step, more, fine)
 def pair(asked, table, BM, BN):
@@ -406,14 +406,14 @@ def walk_on(shares, M, walk):
     whole = shares[..., :M, :M]
     whole.copy_(walk(whole.tril()) ** (1 / ROOT))
 
-def launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_start, refine=1, least=2,
+def launch_choice(q, k, block, density, index, heads, pool, scale, kv_start, refine=1, least=2,
                   walk=None):
     "Launch all of them"
     kv_start, = contiguous(kv_start)
     Q, D, N = q.shape[2], q.shape[3], k.shape[2]
     scale, fine = (D**-0.5 if scale is None else scale) * LOG2E, FINE[index] or block
-    asked = mean_table(q, False, index, block, block if pool == "mean" else fine, rotation, N, kv_start)
-    table = mean_table(k, True, index, block, fine, rotation, N, kv_start)
+    asked = mean_table(q, False, index, block, block if pool == "mean" else fine, N, kv_start)
+    table = mean_table(k, True, index, block, fine, N, kv_start)
     sums = log_sums(asked, table, index, block, scale, Q, N, kv_start)
     shares = block_shares(asked, table, sums, index, pool, heads, block, scale, Q, N, kv_start)
     if walk is not None: walk_on(shares, triton.cdiv(Q, block), walk)
@@ -431,13 +431,13 @@ def _lists_like(q, k, block, density, heads, least):
 
 @torch.library.custom_op("sparse_nb::choose_blocks", mutates_args=())
 def _choice_op(q: torch.Tensor, k: torch.Tensor, block: int, density: float, index: str, heads: str, pool: str,
-               rotation: int, scale: float | None, kv_start: torch.Tensor | None, refine: int,
+               scale: float | None, kv_start: torch.Tensor | None, refine: int,
                least: int) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.cuda.device_of(q):
-        return launch_choice(q, k, block, density, index, heads, pool, rotation, scale, kv_start, refine, least)
+        return launch_choice(q, k, block, density, index, heads, pool, scale, kv_start, refine, least)
 
 @_choice_op.register_fake
-def _(q, k, block, density, index, heads, pool, rotation, scale, kv_start, refine, least):
+def _(q, k, block, density, index, heads, pool, scale, kv_start, refine, least):
     return _lists_like(q, k, block, density, heads, least)
 
 # %% ../../kernels/sketch_walk_prefill.ipynb #6be6afd2
@@ -450,7 +450,6 @@ def choose_blocks(
     index: str,                           # "mean", "fine16" or "fine4"
     heads: str,                           # who shares a list: a "group", nobody ("each"), or "all"
     pool: str,                            # of the shares of heads and queries: "mean" or "max"
-    rotation: int = 0,                    # seed of the rotation
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     refine: int = 1,                      # exact scores choose among so many times the blocks of a list; 1: none do
@@ -462,6 +461,6 @@ def choose_blocks(
     Raises TypeError or ValueError for a dtype or size without a kernel.
     """
     if error := refusal(q, decoding=False): raise error
-    arguments = q, k, block, float(density), index, heads, pool, rotation, scale, kv_start, refine, least
+    arguments = q, k, block, float(density), index, heads, pool, scale, kv_start, refine, least
     if torch.compiler.is_compiling(): return _choice_op(*arguments)
     with torch.cuda.device_of(q): return launch_choice(*arguments, walk=walk)

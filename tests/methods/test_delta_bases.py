@@ -16,8 +16,8 @@ from sparse_nb.methods.hip import HiP
 from sparse_nb.methods.vertical_slash import VerticalSlash, save_choices
 from sparse_nb.methods.xattention import XAttention
 
-SMALL = dict(query_block=32, key_block=32)
-LINES = dict(vertical=6, slash=9, last=16, sinks=2, window=4)
+SMALL = dict(block=32)
+LINES = dict(vertical=6, slash=9, sinks=2, window=4)
 TREE = dict(stages=((16, 48), (4, 16), (2, 6)), sinks=3, window=5, **SMALL)
 BASES = [VerticalSlash(rounding="none", **LINES), VerticalSlash(**LINES | dict(vertical=2, slash=2, window=1), **SMALL),
          VerticalSlash(rounding="pool", **LINES, **SMALL), HiP(rounding="none", **TREE), HiP(**TREE),
@@ -123,7 +123,7 @@ def test_lines_of_each_layer_and_head(pocket, tmp_path):
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     rows = {i: [(2 + i, 3 + h, 1, 2) for h in range(heads)] for i in range(layers)}
     save_choices(rows, tmp_path / "lines.json", model)
-    lines = VerticalSlash(last=16, rounding="none", choices=str(tmp_path / "lines.json"))
+    lines = VerticalSlash(rounding="none", choices=str(tmp_path / "lines.json"))
     method = Delta(base=lines, gamma=16, tail=4)
     ids = tokenizer("Which keys does a query of this sentence read? " * 4, return_tensors="pt").input_ids
     with torch.no_grad():
