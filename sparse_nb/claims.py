@@ -275,6 +275,7 @@ def table(
 
     A claim without a row is 'missing', or 'not due' while it has no chapter. `fails_unless` is a list of sentences.
     """
+    import pandas as pd
     there, lines = rows(folder), []
     for id, said in claims().items():
         row = there.get(id)
