@@ -103,7 +103,7 @@ def lacking(nb):
         if node.level or node.module.partition(".")[0] not in ("sparse_nb", "benchmarks", "experiments"): continue
         try: module = import_module(node.module)
         except ModuleNotFoundError as error:  # a module that is there may import vLLM, which is not
-            if error.name != "vllm" or find_spec(node.module) is None: yield node.module
+            if error.name.partition(".")[0] != "vllm" or find_spec(node.module) is None: yield node.module
         else:
             below = getattr(module, "__path__", None)  # a package has modules, too
             yield from (f"{node.module}.{x.name}" for x in node.names if x.name != "*" and not hasattr(module, x.name)
