@@ -4,7 +4,7 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -17,6 +17,7 @@ import torch
 from sparse_nb.methods.adamas import Adamas
 from sparse_nb.methods.double_sparsity import DoubleSparsity
 from sparse_nb.methods.magicpig import MagicPIG
+from sparse_nb.methods.one_list import OneList
 from sparse_nb.methods.quest import Quest
 from sparse_nb.bench import Protocol, bandwidth, captured, cold_times, quartiles
 from sparse_nb import Exact, Method, Streaming, TopK
@@ -75,13 +76,20 @@ def generate_methods() -> dict: # name -> method
     """
     signs = partial(HashAttention, maps="random")
     return {"SANTA, 128 samples": Santa(samples=128),
+            "SANTA, 128 samples, int8 keys": Santa(samples=128, keys="int8"),
             "vAttention, eps 0.1": VAttention(eps=0.1, delta=0.1, topk=0.05, base=0.025, predictor=signs(0.05)),
             "vAttention, 10 %": VAttention(eps=0.15, delta=0.1, topk=0.05, base=0.025, plugin="plain",
                                            predictor=signs(0.05)),
             "Quest, 10 %": Quest(0.1), "Double Sparsity, 10 %": DoubleSparsity(0.1), "Adamas, 10 %": Adamas(0.1),
             "HashAttention, 10 %": signs(0.1), "MagicPIG, 8 bits": MagicPIG(8, 32), "SAAP, 5 %": Saap(0.05),
-            "Sketch&Walk, 10 %": SketchWalk(density=0.1), "window, 10 %": Streaming(sinks=128, window=0.1),
+            "SAAP, 10 %": Saap(0.1), "Sketch&Walk, 10 %": SketchWalk(density=0.1),
+            "Quest, 10 %, one list": OneList(Quest(0.1)), "window, 10 %": Streaming(sinks=128, window=0.1),
             "oracle top-k, 10 %": TopK(budget=0.1), "SnapKV, 10 %": SnapKV(0.1)}
+
+def named(methods: Sequence) -> dict: # name -> method
+    "Methods by what `generate_methods` calls them, others by what they print."
+    known = {repr(x): name for name, x in generate_methods().items()}
+    return {known.get(repr(x), repr(x)): x for x in methods}
 
 def generate_ways(methods: Mapping | None = None, static: bool = False, offload: bool = False) -> dict:
     """What `bench_generate` compares.

@@ -182,7 +182,7 @@ def test_a_list_with_room_says_where_its_used_slots_end(method, monkeypatch):
 WAITING = [TopP(), Santa(samples=32, eps=0.5, delta=0.1), Then(TopP(), Santa(samples=8))]
 MORE = [*(Santa(samples=32, scheme=x, tile=8) for x in ("iid", "stratified", "proportional", "flash")),
         *(VAttention(sinks=2, window=4, topk=4, base=4, **x) for x in (
-            dict(guarantee="numerator"), dict(guarantee="output"), dict(replacement=True), dict(bound="hoeffding"),
+            dict(guarantee="numerator"), dict(guarantee="output"), dict(bound="hoeffding"),
             dict(guarantee="output", predictor=Quest(page=4)),
             dict(predictor=Saap(**SMALL)))),
         Saap(router="centroid", rank="mass", tail="second_order", **SMALL),

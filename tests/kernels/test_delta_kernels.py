@@ -141,7 +141,7 @@ def test_a_base_may_read_its_blocks_with_a_kernel(base, monkeypatch):
     x, starts = problem(2, 1, 2, 90, 130, 64, FP32, starts=[0, 47])
     found = {}
     for backend in ("torch", "triton"):
-        monkeypatch.setattr(delta, "block_attention", partial(block_attention, backend=backend))
+        monkeypatch.setattr("sparse_nb.methods.delta.keys.block_attention", partial(block_attention, backend=backend))
         found[backend] = [delta.delta_prefill(*x, base=base, gamma=16, tail=9, correction=correction, kv_start=starts)
                           for correction in CORRECTIONS if correction != "aligned"]
     for got, want in zip(found["triton"], found["torch"]): assert_close(got, want, TOLERANCE[FP32])

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from sparse_nb.core.exact import assert_close, attention
-from sparse_nb.delta import CORRECTIONS, Delta, delta_prefill
+from sparse_nb.delta import CORRECTIONS as ALL, Delta, delta_prefill
 from sparse_nb.hf import sparsify
 from sparse_nb.methods.flex_prefill import FlexPrefill
 from sparse_nb.methods.hip import HiP
 from sparse_nb.methods.vertical_slash import VerticalSlash, save_choices
 from sparse_nb.methods.xattention import XAttention
 
+CORRECTIONS = [x for x in ALL if x != "aligned"]  # which is of windows, and a base has none
 SMALL = dict(block=32)
 LINES = dict(vertical=6, slash=9, sinks=2, window=4)
 TREE = dict(stages=((16, 48), (4, 16), (2, 6)), sinks=3, window=5, **SMALL)
@@ -24,6 +25,12 @@ BASES = [VerticalSlash(rounding="none", **LINES), VerticalSlash(**LINES | dict(v
          HiP(rounding="none", shared="group", **TREE), HiP(rounding="none", shared="head", **TREE),
          FlexPrefill(0.3, 0.1, 8, **SMALL), XAttention(0.3, stride=8, **SMALL)]
 bases = pytest.mark.parametrize("base", BASES, ids=repr)
+
+
+@pytest.fixture(autouse=True)
+def few_choose(monkeypatch): monkeypatch.setattr("sparse_nb.methods.vertical_slash.LAST", 16)
+
+
 EVERYTHING = VerticalSlash(rounding="none"), VerticalSlash(), HiP(rounding="none"), HiP()
 
 
