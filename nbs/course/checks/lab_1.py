@@ -33,7 +33,7 @@ def largest_speedup(answer):
         if density == 1: known["a method that reads the whole cache gains nothing: at density 1 expected is 1"] = 0.0
         if density:
             known["only the cache shrinks; the weights are read as before"] = 1 / density
-            known["the sparse step reads the weights, too"] = (WEIGHTS + sequences * cache) / (density * sequences * cache)
+            known["the sparse step reads the weights, too"] = (WEIGHTS / sequences + cache) / (density * cache)
         if sequences > 1: known["every sequence has a cache of its own, and the weights are read once for all"] = (
             (WEIGHTS + cache) / (WEIGHTS + density * cache))
         same(result(answer, keys, density, sequences), want, f"the speedup at {keys:,} keys, density {density}, "
@@ -62,8 +62,10 @@ def merge(answer):
     for one, two, order in ((a, b, "in order"), (b, a, "in the other order")):
         M, Z, O = parts(result(answer, one, two), 3, "the largest score, Z and O")
         same(M, whole[0], f"the largest score of two pieces {order}")
-        known = {"bring both sums to the common largest score before you add them": one[1] + two[1]}
-        same(Z, whole[1], f"Z of two pieces {order}", known)
+        same(Z, whole[1], f"Z of two pieces {order}", {
+            "bring both sums to the common largest score before you add them": one[1] + two[1],
+            "a sum that is relative to M_A gets the factor e^(M_A - M), not e^M_A":
+                one[1] * one[0].exp() + two[1] * two[0].exp()})
         same(O, whole[2], f"O of two pieces {order}", {
             "O of both pieces must be brought to the common largest score": one[2] + two[2],
             "O is a sum, not an output: do not divide it by Z": whole[2] / whole[1]})

@@ -36,14 +36,16 @@ def thresholds(answer):
 
 @check
 def pick(answer):
-    p, x = torch.tensor([0.5, 0.25, 0.125, 0.125]), torch.tensor([0.0, 0.1, 0.6, 0.8, 0.9])
-    want = torch.tensor([0, 0, 1, 2, 3])
-    known = {"take the cumulative weights F, not the weights themselves": torch.searchsorted(p, x, right=True).clamp(max=3),
+    p, x = torch.tensor([0.25, 0.5, 0.125, 0.125]), torch.tensor([0.0, 0.1, 0.3, 0.6, 0.8, 0.9])
+    want, of_weights = torch.tensor([0, 0, 1, 1, 2, 3]), torch.searchsorted(p, x, right=True)
+    known = {"take the cumulative weights F, not the weights themselves": of_weights.clamp(max=3),
+             "take the cumulative weights F, not the weights": of_weights,
+             "leave the keys in their order": torch.searchsorted(p.sort().values.cumsum(0), x, right=True),
              "this is one key too far: count the F_i that are at most X": want + 1,
              "a larger threshold picks a later key": want.flip(0)}
-    same(result(answer, p, x), want, f"the keys picked for weights {p.tolist()} and thresholds 0, .1, .6, .8, .9",
+    same(result(answer, p, x), want, f"the keys picked for weights {p.tolist()} and thresholds 0, .1, .3, .6, .8, .9",
          known)
-    need(torch.as_tensor(answer(p, torch.tensor([0.5]))).tolist() == [1],
+    need(torch.as_tensor(answer(p, torch.tensor([0.25]))).tolist() == [1],
          "a threshold that equals F_0 picks key 1: the first i with F_i > X, not with F_i >= X")
     short = torch.full((10,), 0.1)[:9]  # as if rounding had left the last F below 1
     need(torch.as_tensor(answer(short, torch.tensor([0.95]))).tolist() == [8],

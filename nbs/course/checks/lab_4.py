@@ -96,7 +96,8 @@ def with_means(answer, layers):
         "the rest is dropped: let a mean key with a mean value stand for it": stand_in(q, k[read], v[read],
             cluster[read], read[read]),
         "a mean stands for n' keys, so it counts n' times": stand_in(q, k, v, cluster, read, weight=False),
-        "count only the keys that are not read: the others are in the sum already": stand_in(q, k, v, cluster, read, None),
+        "a key that is read is in the sums already: leave it out of the mean and of the count": stand_in(
+            q, k, v, cluster, read, None),
         "the mean is that of the keys that are not read": stand_in(q, k, v, cluster, read, own=False)})
     equal = k[:3][cluster]
     same(answer(q, equal, v, cluster, read), (equal @ q / 8**0.5).softmax(0) @ v,
@@ -117,10 +118,10 @@ def stand_in(q, k, v, cluster, read, weight=True, own=True):
     "Attention to the keys read, and to the mean of the others of each cluster, n' times; wrong: once, or of all keys."
     s, values = [k[read] @ q], [v[read]]
     for c in cluster.unique():
-        left = (cluster == c) & ~read
+        left = (cluster == c) & ~read if weight is not None else cluster == c
         if not left.any(): continue
-        mean = left if own and weight is not None else cluster == c
-        n = {True: left.sum(), False: torch.ones(()), None: (cluster == c).sum()}[weight].double()
+        mean = left if own else cluster == c
+        n = torch.ones(()).double() if weight is False else left.sum().double()
         s.append((k[mean].mean(0) @ q + n.log() * len(q) ** 0.5)[None])
         values.append(v[mean].mean(0)[None])
     return (torch.cat(s) / len(q) ** 0.5).softmax(0) @ torch.cat(values)
@@ -137,7 +138,7 @@ def corrected(answer):
     j = torch.arange(n) // every * every
     want = sparse + (exact - sparse)[j]
     got = torch.as_tensor(result(answer, sparse, exact, every))
-    need(not bool(got.isnan().any()), "it uses an exact output that nobody computed: only those of queries 0, 4, 8 are")
+    need(not bool(got.isnan().any()), "it uses an exact output that nobody computed: known are those of 0, 4 and 8")
     later = (j + every).clamp(max=8)
     near = ((torch.arange(n) + every // 2) // every * every).clamp(max=8)
     alone = torch.where(anchor[:, None], full, sparse)
