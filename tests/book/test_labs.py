@@ -1,12 +1,14 @@
 """The labs of the course: solved, every check says "right"; as handed out, and with a wrong answer, what is wrong."""
 import ast
 import io
+import math
 import re
-import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.stats
 from execnb.nbio import read_nb
 
 from wrong_answers import WRONG
@@ -121,6 +123,46 @@ def test_wrong_answers_are_told_what_is_wrong(said, n):
     assert not missed and len(said(n)["wrong"]) >= 3 * len(WRONG[n])
 
 
+def test_right_answers_in_another_style_are_right(monkeypatch, capsys):
+    "Lists, plain numbers and loops where the solutions have tensors."
+    monkeypatch.syspath_prepend(COURSE)
+    from checks import lab_1, lab_2, lab_3, lab_4, lab_6
+
+    def merge(a, b):
+        largest = max(a[0], b[0])
+        x, y = math.exp(a[0] - largest), math.exp(b[0] - largest)
+        return [largest, a[1] * x + b[1] * y, a[2] * x + b[2] * y]
+
+    def thresholds(scheme, u):
+        number = {"iid": lambda j: u[j], "stratified": lambda j: (j + u[j]) / 4, "systematic": lambda j: (j + u[0]) / 4}
+        return [float(number[scheme](j)) for j in range(4)]
+
+    def pick(p, x):
+        return [min(int((p.cumsum(0) <= t).sum()), len(p) - 1) for t in x]
+
+    def allot(mass, count, budget):
+        taken = [0] * len(mass)
+        for c in sorted(range(len(mass)), key=lambda c: -float(mass[c] / count[c])):
+            taken[c] = min(int(count[c]), budget - sum(taken))
+        return taken
+
+    def paired(gains):
+        more = [*gains, 1, -1]
+        half = scipy.stats.t.isf(0.025, len(gains) + 1) * np.std(more) / len(more) ** 0.5
+        return np.clip(np.mean(more) + half * np.array([-1, 1]), -1, 1)
+    lab_1.merge(merge)
+    lab_2.thresholds(thresholds)
+    lab_2.pick(pick)
+    lab_2.hostile(lambda n, samples: [float(i % (n // samples)) for i in range(n)])
+    lab_3.unseen(lambda n, large, base: math.prod((n - large - i) / (n - i) for i in range(base)))
+    lab_4.allot(allot)
+    lab_6.paired(paired, {"none": np.zeros(30)})
+    lab_6.verdict(lambda low, high, margin: "alike" if max(-low, high) < margin else "better" if low > 0 else
+                  "worse" if high < 0 else "unknown")
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 8 and all(x.startswith("right") for x in said), said
+
+
 def test_an_error_of_the_student_is_shown_with_its_line(monkeypatch, capsys):
     monkeypatch.syspath_prepend(COURSE)
     from checks import NotYet, check, lab_3
@@ -139,4 +181,3 @@ def test_an_error_of_the_student_is_shown_with_its_line(monkeypatch, capsys):
     def broken(answer): raise NotYet(answer)
     broken("why")
     assert capsys.readouterr().out == "not yet: why\n"
-    sys.modules.pop("checks", None)
