@@ -28,7 +28,8 @@ def config(decode, block, **other):
     "A configuration of vLLM's for a model of two layers, the first of which keeps vLLM's own attention."
     model = dict(runner_type="generate", use_mla=False, is_encoder_decoder=False, is_hybrid=False, rswa_window=None,
                  is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, get_total_num_hidden_layers=lambda: LAYERS)
-    parallel = dict(decode_context_parallel_size=1, prefill_context_parallel_size=1, worker_cls="auto")
+    parallel = dict(data_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
+                    worker_cls="auto")
     parts = dict(model=model, parallel=parallel, cache=dict(cache_dtype="auto", block_size=block),
                  device=dict(device_type="cuda"), attention=dict(backend=None), scheduler=dict(max_num_seqs=6),
                  compilation=dict(static_forward_context={}))
