@@ -22,7 +22,12 @@ from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import load_named, task_of
 from sparse_nb.metrics import paired_interval
 from sparse_nb.models.capturing import Captured, capture
+from sparse_nb.compose import Then
+from sparse_nb.lsh import KDEformer, Reformer
+from sparse_nb.methods.block_controls import OracleBlocks, RandomBlocks
 from sparse_nb.methods.block_reads import pairs_read
+from sparse_nb.methods.hip import HiP
+from sparse_nb.methods.xattention import XAttention
 from sparse_nb.methods.flex_prefill import FlexPrefill
 from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.ruler import RULER
@@ -34,8 +39,10 @@ from sparse_nb.vattention import VAttention
 from benchmarks.workers import filled_in
 
 SHARE, LENGTH, PROMPTS, WATCHED = 0.1, 16384, 30, 1
-# what a method does -> prompts at once; "listen": it decodes, and observes queries of a prompt, which is read for it
-ROLES = {"decode": 10, "listen": 5, "prompt": 1}
+# what a method does -> prompts at once; "listen": it decodes, and observes queries of a prompt, which is read for it;
+# "blocks": it reads prompts without kernels of its own, ten of each task
+ROLES = {"decode": 10, "listen": 5, "prompt": 1, "blocks": 1}
+READ = "prompt", "blocks"  # roles of methods that read prompts
 TASKS = tuple(task for task in RULER if task != "ruler_qa_2")  # HotpotQA is not to be had from a package index
 SMALL = {"pocket": (("kv", 2048), ("frequent_words", 2048), ("multikey", 4096), ("multivalue", 4096)),
          "smollm2": (("needle", 2048), ("multikey:keys=4", 1024), ("needle", 4096))} # what they can do
@@ -47,11 +54,15 @@ def methods_of(role: str) -> dict:
     if role == "prompt":
         return {"delta": Delta(), "sketch_walk_prompt": SketchWalk(), "flex_prefill": FlexPrefill(),
                 "vertical_slash": VerticalSlash(500, 1500)}
+    if role == "blocks":
+        return {"xattention": XAttention(0.2), "hip": HiP(), "oracle_blocks": OracleBlocks(SHARE),
+                "random_blocks": RandomBlocks(SHARE)}
     sampled = VAttention(0.1, 0.05, sinks=4, window=64, topk=0.05, base=0.01, predictor=Adamas(SHARE))
     return {"santa": Santa(128), "santa_int8": Santa(128, keys="int8"), "vattention": sampled, "saap": Saap(SHARE),
-            "sketch_walk": SketchWalk(density=SHARE), "quest": Quest(SHARE), "one_list": OneList(Quest(SHARE)),
-            "adamas": Adamas(SHARE), "magicpig": MagicPIG(), "topk": TopK(SHARE), "topp": TopP(0.9),
-            "streaming": Streaming(4, SHARE), "uniform": Uniform(SHARE)}
+            "saap_5": Saap(0.05), "sketch_walk": SketchWalk(density=SHARE), "quest": Quest(SHARE),
+            "one_list": OneList(Quest(SHARE)), "adamas": Adamas(SHARE), "magicpig": MagicPIG(), "topk": TopK(SHARE),
+            "topp": TopP(0.9), "streaming": Streaming(4, SHARE), "uniform": Uniform(SHARE),
+            "then": Then(Quest(0.2), Santa(64)), "reformer": Reformer(32), "kdeformer": KDEformer(32)}
 
 
 class Cell(NamedTuple):
@@ -80,7 +91,8 @@ def cells(models: list, quick: bool = False) -> list:
     asked = [(model, *task) for model in models for task in tasks_of(model)]
     parts = lambda size: [range(a, a + size) for a in range(0, PROMPTS, size)]
     found = [Cell("decode", *task, seeds) for seeds in parts(ROLES["decode"]) for task in asked]
-    return found + [Cell(role, *task, seeds) for seeds in parts(10) for role in ("prompt", "listen") for task in asked]
+    found += [Cell(role, *task, seeds) for seeds in parts(10) for role in ("prompt", "listen") for task in asked]
+    return found + [Cell("blocks", *task, range(10)) for task in asked]
 
 def of_cell(row: dict) -> tuple:
     "What tells a row's cell from others."
@@ -94,7 +106,7 @@ def evaluate(cell: Cell) -> list:
     task, settings = task_of(cell.task)
     methods, given = methods_of(cell.role), dict(task_settings=settings, chat=bool(tokenizer.chat_template),
                                                  batch=ROLES[cell.role])
-    if cell.role == "prompt":
+    if cell.role in READ:
         ask = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how,
                                          chunk=cell.length, prompts=len(cell.seeds), seed=cell.seeds[0], **given)
         found = pd.concat([ask(*way) for way in methods.items()])
@@ -182,7 +194,7 @@ def hours(every: list, processes: int) -> float:
 
 def answers(recorder):
     "Evaluate every cell that the file lacks, and write it after each. Raises as `load_named`."
-    models = [recorder.model] if recorder.model else [*SMALL] + ["qwen"] * recorder.gpu
+    models = [recorder.model] if recorder.model else ["qwen"] * recorder.gpu + [*SMALL]
     every = cells(models, recorder.quick)
     about = dict(methods={role: {name: repr(x) for name, x in methods_of(role).items()} for role in ROLES})
     if recorder.model and not recorder.quick:

@@ -63,8 +63,8 @@ DECODE = {
                        (dict(method="MagicPIG", bits=6, tables=42),)),
     "reformer": Decode("Reformer, 32 bins", dict(method="Reformer", bins=32)),
     "kdeformer": Decode("KDEformer, 32 bins", dict(method="KDEformer", bins=32)),
-    "h2o": Decode("H2O, 10 %", dict(method="H2O", budget=0.1, heads="group"), (dict(method="H2O", budget=0.2),)),
-    "snapkv": Decode("SnapKV, 10 %", dict(method="SnapKV", budget=0.1, heads="group"),
+    "h2o": Decode("H2O, 10 %", dict(method="H2O", budget=0.1), (dict(method="H2O", budget=0.2),)),
+    "snapkv": Decode("SnapKV, 10 %", dict(method="SnapKV", budget=0.1),
                      (dict(method="SnapKV", budget=0.2),)),
     "then": Decode("Quest, 20 %, then SANTA, 64 draws", dict(
         method="Then", keys=_QUEST | dict(budget=0.2), values=dict(method="Santa", samples=64, scheme="systematic"))),

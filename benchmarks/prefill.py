@@ -33,7 +33,7 @@ FLEX = 32768, 131072  # lengths that FlexAttention is compiled for
 def ours(p: Prompt) -> dict:
     "Our calls."
     s, given = p.setting, p.setting._asdict()
-    def corrected(name): return lambda: attend_delta(p.q, p.k, p.v, correction=name, aligned=False, **given)
+    def corrected(name): return lambda: attend_delta(p.q, p.k, p.v, correction=name, **given)
     def sketched(name):
         sizes = dict(query_block=BLOCK, key_block=BLOCK)
         return lambda: attend_blocks(p.q, p.k, p.v, *chosen(p, name), **sizes)[0]

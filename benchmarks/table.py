@@ -6,7 +6,7 @@ configuration each; every number comes from a record of benchmarks/results, whic
 The method that README tells its readers to start with is `default`: **the fastest at 131,072 keys** among those that
 
 1. need no oracle, and keep the whole cache: what is evicted for one question is lost to the next, which no record asks;
-2. are faster there than our exact attention in a whole model, compiled with the same settings;
+2. are faster there than our exact attention in a whole model, timed in the same run;
 3. were evaluated on the largest model **with the settings of that time**;
 4. lose fewer than `MARGIN` points of its right answers: the upper end of the paired 95 % interval lies below it; and in
    no other record of the same settings and that model does the lower end lie above it.
@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from sparse_nb import Method
 from sparse_nb.core.registry import METHODS
-from sparse_nb.core.settings import read_method
+from sparse_nb.core.settings import GoneSetting, present, read_method
 from sparse_nb.metrics import paired_interval
-from benchmarks.answers import gains
+from benchmarks.answers import READ, gains
 from benchmarks.baselines import DENSE
 from benchmarks.configurations import DECODE, LENGTHS, MODELS, PLACES, PROMPT, SANTA, Decode, Prompt
 from benchmarks.recorder import read_record, results, write_record
@@ -76,12 +76,13 @@ def has(settings: dict, found) -> bool:
     return isinstance(found, dict) and all(
         has(x, found.get(name)) if isinstance(x, dict) else found.get(name) == x for name, x in settings.items())
 
-# settings that came after some records, and what they were in them
+# settings that came after some records, and what they were in them; for those that are gone see `core.settings.GONE`
 LATER = dict(Santa=dict(keys="exact"), SketchWalk=dict(refine=1, least=2, tail=0))
 
 def meant(settings: dict, role: str) -> dict:
-    "Settings of a record with those that came later, and with what a None of Sketch&Walk stands for in a role."
-    settings = LATER.get(settings["method"], {}) | settings
+    """Settings of a record with those that came later, without those that are gone, and with what a None of Sketch&Walk
+    stands for in a role. Raises `GoneSetting` for a method that today's code does not have."""
+    settings = present(LATER.get(settings["method"], {}) | settings)
     if settings["method"] != "SketchWalk": return settings
     method = Method.from_json(json.dumps(settings))
     pool, refine = (method.step_pool, 1) if role == "decode" else (method.prompt_pool, method.prompt_refine)
@@ -106,16 +107,22 @@ class Asked(NamedTuple):
     watched: list  # rows that say what it read
 
 def _settings(text):
-    "Settings of a method that was written as its `repr`; None for one that is not of the registry"
-    try: return json.loads(read_method(text).to_json())
+    "Settings of a method that was written as its `repr`; why it has none today, or None if it is not of the registry"
+    try: return json.loads(read_method(text, stored=True).to_json())
+    except GoneSetting as error: return error
     except ValueError: return None
+
+def _now(settings, role):
+    "`meant`, or why there is no such method today"
+    try: return meant(settings, role)
+    except GoneSetting as error: return error
 
 def _answers():
     "Parts of the record `answers`: record, machine, role, models, methods, answers, rows that say what was read"
     made = record("answers")
     for role, methods in made["meta"].get("methods", {}).items():
         own = [row for row in made["rows"] if row["role"] == role or row["method"] == "exact"]
-        yield "nvidia_h200_answers", made, "prompt" if role == "prompt" else "decode", MODELS, {
+        yield "nvidia_h200_answers", made, "prompt" if role in READ else "decode", MODELS, {
             name: _settings(text) for name, text in methods.items()}, own, own
 
 def _real_model(machine):
@@ -166,17 +173,30 @@ def _grid(file, setups, machine="nvidia_h200"):
             yield f"{machine}_{file}", made, role, [model], kept, own, own + pairs
 
 @cache
-def every() -> list:
-    "What all records say of answers; the first of two with as many prompts stands in the table."
+def _every():
+    "`every`, and what `left_out` tells of answers."
     parts = [*_answers(), *_real_model("nvidia_h200"), *_real_model("cpu"), *_paper_tables(),
              *_grid("two_models", dict(prompt="decode")), *_grid("saap", dict(prompt="decode")),
              *_grid("sketch_walk", dict(context="decode", prompt="prompt")), *_grid("santa_pocket", dict(A="decode")),
              *_grid("delta", dict(prompt="prompt")), *_grid("eviction", dict(prompt="decode"), "cpu")]
-    return [Asked(model, role, meant(settings, role), name, file, made["meta"].get("date"),
-                  [row for row in own if row["method"] in ("exact", name) and row["model"] == model],
-                  [row for row in watched if row["method"] == name and row["model"] == model and "density" in row])
-            for file, made, role, models, methods, own, watched in parts
-            for model in models for name, settings in methods.items() if isinstance(settings, dict)]
+    found, left = [], {}
+    for file, made, role, models, methods, own, watched in parts:
+        now = {name: _now(x, role) if isinstance(x, dict) else x for name, x in methods.items() if x is not None}
+        left.setdefault(file, {}).update((name, str(x)) for name, x in now.items() if isinstance(x, GoneSetting))
+        found += [Asked(model, role, settings, name, file, made["meta"].get("date"),
+                        [row for row in own if row["method"] in ("exact", name) and row["model"] == model],
+                        [row for row in watched if row["method"] == name and row["model"] == model
+                         and "density" in row])
+                  for model in models for name, settings in now.items() if isinstance(settings, dict)]
+    return found, {file: names for file, names in left.items() if names}
+
+def every() -> list:
+    "What all records say of answers; the first of two with as many prompts stands in the table."
+    return _every()[0]
+
+def left_out() -> dict: # record -> name there -> why
+    "Methods that were evaluated with settings that today's code does not have, which no row of the table is about."
+    return _every()[1]
 
 def lost(x: Asked) -> dict | None:
     "What a method loses; None where no prompt counts. protocol: \"context\" where it decoded the question, too."
@@ -228,9 +248,9 @@ def reads(line: Decode | Prompt, role: str) -> dict:
 @cache
 def whole_models() -> list:
     "The compiled steps of the whole model on one GPU with a static cache, as (settings, row), the newest first."
-    found = [(meant(json.loads(row["method"]), "decode"), row) for row in rows_of("generate") if row.get("tuned")
+    found = [(_now(json.loads(row["method"]), "decode"), row) for row in rows_of("generate") if row.get("tuned")
              and row["static"] and row.get("gpus", 1) == 1 and row.get("method")]
-    return sorted(found, key=lambda x: x[1]["date"], reverse=True)
+    return sorted((x for x in found if isinstance(x[0], dict)), key=lambda x: x[1]["date"], reverse=True)
 
 def timed(line: Decode, n: int, batch: int) -> dict | None:
     "The row of a line in a whole model."
@@ -270,8 +290,14 @@ def first_token(line: Prompt, n: int) -> dict | None:
 
 # The table
 
+def beside_exact(row: dict) -> bool:
+    "Was exact attention timed in the run of a row of a whole model, and is its time what the row is compared with?"
+    made, place = record("generate"), ("n", "batch", "static", "tuned", "date")
+    return any(x["way"] == "exact kernel" == row["rival"] and all(x.get(key) == row.get(key) for key in place)
+               for x in (*made["rows"], *made["meta"].get("replaced", ())))
+
 def whole_model(line: Decode, n: int, batch: int) -> dict | None:
-    "The cell of a line in a whole model."
+    "The cell of a line in a whole model; alone: exact attention was timed in another run."
     row = timed(line, n, batch)
     if row is None: return None
     density = row.get("density")
@@ -279,7 +305,8 @@ def whole_model(line: Decode, n: int, batch: int) -> dict | None:
         exact = row["exact_layers"] / record("generate")["meta"]["shape"]["num_hidden_layers"]
         density = round(exact + (1 - exact) * density, 5)
     own = dict(value=row["ratio"], ms=round(row["median_us"] / 1000, 5), density=density)
-    return own | dict(settings=said(json.loads(row["method"]))) | source("generate", row)
+    if not beside_exact(row): own |= dict(alone=True)
+    return own | dict(settings=said(present(json.loads(row["method"])))) | source("generate", row)
 
 def index(line: Decode) -> dict:
     "Cells of the bytes of an index."
@@ -343,6 +370,7 @@ def refusals(
     found = ["needs an oracle"] * row["oracle"] + ["evicts keys that a later question may need"] * row["evicts"]
     fast, gap = row["model_131k"], row[f"lost_{[*MODELS][-1]}"]
     if fast is None or fast["value"] is None: found.append("not timed in a whole model at 131k keys")
+    elif fast.get("alone"): found.append("exact attention was timed in another run")
     elif fast["value"] <= 1: found.append("not faster than exact attention at 131k keys")
     if gap is None: found.append("not evaluated on the largest model")
     elif "settings" in gap: found.append("evaluated on the largest model with other settings")
@@ -363,6 +391,7 @@ def made() -> dict:
     names = dict.fromkeys([*DECODE, *PROMPT])
     rows = [stock(), *map(row_of, names)]
     meta = dict(command="python -m benchmarks.run table", default=default(rows), margin=MARGIN, models=MODELS,
+                left_out=left_out(),
                 columns={name: dict(what=what, command=command) for name, (what, command) in COLUMNS.items()})
     return dict(meta=meta, rows=rows)
 

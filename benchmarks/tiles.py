@@ -178,11 +178,11 @@ class Choice:
         self.near = choice.heaviest(self.shares, DENSITY, BLOCK, p.n, p.n, None, times=2)
         self.among = self.exact()
 
-    def queries(self): return choice.mean_table(self.p.q, False, self.index, BLOCK, BLOCK, 0, self.p.n, None)
+    def queries(self): return choice.mean_table(self.p.q, False, self.index, BLOCK, BLOCK, self.p.n, None)
 
     def keys(self):
         fine = choice.FINE[self.index] or BLOCK
-        return choice.mean_table(self.p.k, True, self.index, BLOCK, fine, 0, self.p.n, None)
+        return choice.mean_table(self.p.k, True, self.index, BLOCK, fine, self.p.n, None)
 
     def sum(self):
         return choice.log_sums(self.asked, self.table, self.index, BLOCK, self.scale, self.p.n, self.p.n, None)

@@ -15,12 +15,13 @@ PER_GPU = int(os.environ.get("PER_GPU", 3)) # processes on a GPU, which share it
 TRIES = 3                                   # of a cell
 
 def _serve(gpu, work, todo, done):
-    "A process that does what it is given, on one GPU"
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    "A process that does what it is given, on one GPU, until it runs out of memory, which it then leaves to others"
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     while parent_process().is_alive() and (cell := todo.get()) is not None:
         began = time.monotonic()
-        try: done.put((cell, work(cell), time.monotonic() - began, None))
-        except Exception as error: done.put((cell, [], 0, f"{type(error).__name__}: {error}"))
+        try: done.put((gpu, cell, work(cell), time.monotonic() - began, None))
+        except torch.OutOfMemoryError as error: return done.put((gpu, cell, [], None, str(error)))
+        except Exception as error: done.put((gpu, cell, [], 0, f"{type(error).__name__}: {error}"))
         gc.collect()
         torch.cuda.empty_cache()  # another process has the same GPU
 
@@ -29,8 +30,9 @@ def evaluated(
     every: list,    # cells, which can be pickled
     gpus: int,      # of this machine; 0: all is done in this process
 ): # yields (cell, rows, seconds) as they come
-    """Do all cells, `PER_GPU` processes on each GPU. RuntimeError, when all others are done, for those that failed
-    `TRIES` times there, where memory is shared; without a GPU, what `work` raises."""
+    """Do all cells, `PER_GPU` processes on each GPU, fewer after each that runs out of memory, whose cell is done by
+    another. RuntimeError, when all others are done, for those that failed `TRIES` times; without a GPU, what `work`
+    raises."""
     if not gpus:
         for cell in every:
             began = time.monotonic()
@@ -39,15 +41,23 @@ def evaluated(
     context = processes.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
     for cell in every: todo.put(cell)
-    on = [gpu for _ in range(PER_GPU) for gpu in range(gpus)]
-    seats = [context.Process(target=_serve, args=(gpu, work, todo, done), daemon=True) for gpu in on[:len(every)]]
-    for seat in seats: seat.start()
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    on = seen.split(",") * PER_GPU
+    start = lambda gpu: context.Process(target=_serve, args=(gpu, work, todo, done), daemon=True).start()
+    alive = on[:len(every)]
+    for gpu in alive: start(gpu)
     left, failed, given_up = len(every), [], []
     while left:
-        cell, rows, seconds, why = done.get()
+        gpu, cell, rows, seconds, why = done.get()
+        ended, alone = seconds is None, alive.count(gpu) == 1
+        if ended and alone: start(gpu)
+        elif ended: alive.remove(gpu)
         if why is None:
             left -= 1
             yield cell, rows, seconds
+        elif ended and not alone:
+            print(f"{alive.count(gpu)} processes go on, after {why}: {cell}", file=sys.stderr, flush=True)
+            todo.put(cell)
         elif failed.count(cell) + 1 == TRIES:
             left -= 1
             given_up.append(f"{cell}: {why}")
@@ -55,7 +65,7 @@ def evaluated(
             print(f"again, after {why}: {cell}", file=sys.stderr, flush=True)
             failed.append(cell)
             todo.put(cell)
-    for _ in seats: todo.put(None)
+    for _ in alive: todo.put(None)
     if given_up: raise RuntimeError("; ".join(given_up))
 
 def filled_in(

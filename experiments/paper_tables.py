@@ -79,18 +79,16 @@ def methods() -> dict:
 
 
 def cells(quick: bool = False) -> list:
-    """Five prompts of each task, quick parts first, and the texts; then the next five; bases, which have no kernel, at
-    the end."""
+    "Five prompts of each task, quick parts first, texts, what is read, and bases, which have no kernel; then the next."
     small = lambda part: "text" if part == "long_ppl" else "kv"
     if quick: return [Cell(part, "pocket", small(part), 1024, range(2)) for part in ("reads", *methods())]
     of = lambda part, seeds: [Cell(group, "qwen", task, LENGTHS.get(part, LENGTH), seeds) for group in (
         GROUPS if part == "density" else (part,)) for task in TASKS[part]]
     fives = [range(a, a + AT_ONCE) for a in range(0, 30, AT_ONCE)]
     texts_of = [Cell("long_ppl", "qwen", "text", LENGTH, range(a, a + 2)) for a in range(0, WINDOWS, 2)]
-    reads = [Cell("reads", "qwen", task, LENGTH, range(WATCHED)) for task in HARD]
-    found = [x for part in TASKS for x in of(part, fives[0])] + texts_of
-    for seeds in fives[1:]: found += [x for part in TASKS for x in of(part, seeds)] + reads * (seeds == fives[1])
-    return found + [cell._replace(part="bases", seeds=range(2)) for cell in of("delta", fives[0])]
+    few = [Cell(part, "qwen", task, LENGTH, range(WATCHED)) for part in ("reads", "bases") for task in HARD]
+    return [x for part in TASKS for x in of(part, fives[0])] + texts_of + few + [
+        x for seeds in fives[1:] for part in TASKS for x in of(part, seeds)]
 
 def evaluate(cell: Cell) -> list:
     "A row for each method: what it got right; of the part \"reads\" what it read; of texts the bits."

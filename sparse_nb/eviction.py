@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from .core.checks import check_budget, check_choice, check_count, check_flag
+from .core.checks import check_budget, check_count, check_flag
 from .core.exact import masked_scores
 from .core.prefill import QUERIES_AT_ONCE
 from .core.selection import budget_counts
-from .methods.retained import Evicts, for_heads
+from .methods.retained import Evicts
 
 # %% ../nbs/library/eviction.ipynb #2ba99710
 def vote_shares(
@@ -26,34 +26,31 @@ def vote_shares(
     place: torch.Tensor,        # number of each query's own key [Q]
     first: torch.Tensor,        # first visible key of each sequence [B]
     *,
-    each: bool = False,         # for each head? Else the mean over a group
-    held: torch.Tensor | None = None, # keys that are left [B, G, n, L], bool; None: all
+    held: torch.Tensor | None = None, # keys that are left [B, G, n], bool; None: all
     scale: float | None = None, # factor on the dot products; None is D ** -0.5
-) -> torch.Tensor:              # [B, G, Q, n, L], float64; L is 1, or H / G for each head; 0 for a query before `first`
+) -> torch.Tensor:              # [B, G, Q, n], float64, the mean over a group's heads; 0 for a query before `first`
     "The shares of attention that queries give to the keys up to their own. Raises as `check_scores`."
     groups, low = k.shape[1], first.view(-1, 1, 1).expand(len(q), 1, len(place))
     scores = masked_scores(q, k, 0, low, torch.maximum(place + 1, low), scale)
-    if held is not None: scores = scores.masked_fill(~for_heads(held, q.shape[1])[:, :, None], -math.inf)
-    shares = scores.double().softmax(-1).nan_to_num(0).unflatten(1, (groups, -1))
-    return (shares if each else shares.mean(2, keepdim=True)).permute(0, 1, 3, 4, 2)
+    if held is not None:
+        scores = scores.masked_fill(~held.repeat_interleave(q.shape[1] // groups, 1)[:, :, None], -math.inf)
+    return scores.double().softmax(-1).nan_to_num(0).unflatten(1, (groups, -1)).mean(2)
 
 
 # %% ../nbs/library/eviction.ipynb #4b5691f9
 def worth(
-    votes: torch.Tensor,  # [B, G, n, L]
+    votes: torch.Tensor,  # [B, G, n]
     held: torch.Tensor,   # keys there are to choose from, likewise, bool
     first: torch.Tensor,  # first visible key [B]
     recent: torch.Tensor, # last keys that go before all others [B]
-    sinks: int,           # first visible keys that go before the voted ones
     end=None,             # how many keys there are: an int, or a tensor [1]; None: n
-) -> tuple:               # [B, G, n, L], and the numbers of the keys [1, 1, n, 1]
-    "Votes, above them the sinks, above all the newest keys; -inf for a key that is not there."
+) -> tuple:               # [B, G, n], and the numbers of the keys [1, 1, n]
+    "Votes, above them the newest keys; -inf for a key that is not there."
     n = votes.shape[2]
     end = n if end is None else end
-    of_rows, i = lambda x: x.view(-1, 1, 1, 1), torch.arange(n, device=votes.device).view(1, 1, -1, 1)
+    of_rows, i = lambda x: x.view(-1, 1, 1), torch.arange(n, device=votes.device).view(1, 1, -1)
     above = votes.max() + 1 if n else 1.0
-    x = torch.where(i < of_rows(first) + sinks, above, votes)
-    x = torch.where(i >= end - of_rows(recent), above + 1 + i, x)
+    x = torch.where(i >= end - of_rows(recent), above + i, votes)
     return x.masked_fill(~held | (i < of_rows(first)), -math.inf), i
 
 def most_voted(
@@ -61,24 +58,24 @@ def most_voted(
     held: torch.Tensor,  # likewise
     first: torch.Tensor, # likewise
     count: torch.Tensor, # keys to keep [B]
-    *others,             # `recent`, `sinks` and `end` of `worth`
-) -> torch.Tensor:       # [B, G, n, L], bool
-    "Which keys stay: the newest, the sinks, then those with the most votes, the earlier of two equal ones first."
+    *others,             # `recent` and `end` of `worth`
+) -> torch.Tensor:       # [B, G, n], bool
+    "Which keys stay: the newest, then those with the most votes, the earlier of two equal ones first."
     x, i = worth(votes, held, first, *others)
     order = x.sort(dim=2, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(2, order, i.expand_as(order))
-    return (rank < count.view(-1, 1, 1, 1)) & (x > -math.inf)
+    return (rank < count.view(-1, 1, 1)) & (x > -math.inf)
 
 # %% ../nbs/library/eviction.ipynb #4b5691fb
 def all_but_least(
     votes, held, first, count, *others, # as for `most_voted`
-) -> torch.Tensor:                      # [B, G, n, L], bool
+) -> torch.Tensor:                      # [B, G, n], bool
     "As `most_voted`, where there is one key too many, or none: the least goes, the later of two equal ones."
     x, i = worth(votes, held, first, *others)
     there = x > -math.inf
     least = x.masked_fill(~there, math.inf).amin(2, keepdim=True)
     last = torch.where(x == least, i, -1).amax(2, keepdim=True)
-    return there & ~((there.sum(2, keepdim=True) > count.view(-1, 1, 1, 1)) & (i == last))
+    return there & ~((there.sum(2, keepdim=True) > count.view(-1, 1, 1)) & (i == last))
 
 # %% ../nbs/library/eviction.ipynb #409328dd
 @dataclass(frozen=True)
@@ -86,23 +83,18 @@ class H2O(Evicts):
     """Heavy hitters: the keys that all queries so far gave most attention, and the newest (Zhang et al. 2023).
 
     Each step counts its attention and evicts until `budget` keys are left; its own key is read beside those. It
-    does not fit a prompt that is asked about at its end, where a real model lost most answers (nbs/09); `SnapKV` does.
+    does not fit a prompt with a question at its end: a real model lost most answers (chapter 9); `SnapKV` does.
     Raises TypeError or ValueError for settings that can never work.
     """
     budget: int | float = 0.1 # keys held after a step: a count, or a share of the prompt's keys
     recent: int | float = 0.5 # of them the newest: a count, or a share of the budget
-    sinks: int = 0            # first visible keys that stay
-    heads: str = "group"      # "group": by the mean over its heads, as a cache keeps keys; or "each" by itself
     steps: ClassVar[bool] = True
 
     def __post_init__(self):
         check_budget(self.budget)
         check_budget(self.recent, "recent", 0)
-        check_count("sinks", self.sinks, 0)
-        check_choice("heads", self.heads, ("group", "each"))
-        fixed = self.sinks + (self.recent if isinstance(self.recent, int) else 0)
-        if isinstance(self.budget, int) and self.budget < fixed:
-            raise ValueError(f"budget must be at least the sinks and recent keys, {fixed}, got {self.budget}")
+        if isinstance(self.budget, int) and isinstance(self.recent, int) and self.budget < self.recent:
+            raise ValueError(f"budget must be at least the recent keys, {self.recent}, got {self.budget}")
 
     def most(self, n):
         "The budget, and its own key."
@@ -120,18 +112,18 @@ class H2O(Evicts):
         for a in range(0, q.shape[2], QUERIES_AT_ONCE):
             b = min(a + QUERIES_AT_ONCE, q.shape[2])
             votes[:, :, :b] += vote_shares(q[:, :, a:b], k[:, :, :b], torch.arange(a, b, device=q.device), first,
-                                           each=self.heads == "each", scale=scale).sum(2)
-        return most_voted(votes, held, first, *self.limits(first, q.shape[2]), self.sinks), votes
+                                           scale=scale).sum(2)
+        return most_voted(votes, held, first, *self.limits(first, q.shape[2])), votes
 
     def after_step(self, q, k, first, scale, held, votes, begun):
         "The keys that stay when the query of the last key was asked, and the votes with its own."
-        place, votes = torch.full((1,), k.shape[2] - 1, device=q.device), F.pad(votes, (0, 0, 0, 1))
+        place, votes = torch.full((1,), k.shape[2] - 1, device=q.device), F.pad(votes, (0, 1))
         return self.after_query(q, k, first, scale, held, votes, place, self.limits(first, begun))
 
     def after_query(self, q, k, first, scale, held, votes, place, limits, keep=most_voted):
         "As `after_step`, for the query of key number `place` [1] among more, with the `limits` there are."
-        votes = votes + vote_shares(q, k, place, first, each=self.heads == "each", held=held, scale=scale)[:, :, 0]
-        return keep(votes, held, first, *limits, self.sinks, place + 1), votes
+        votes = votes + vote_shares(q, k, place, first, held=held, scale=scale)[:, :, 0]
+        return keep(votes, held, first, *limits, place + 1), votes
 
     def after_put(self, *given):
         "As `after_query`, where one key goes at most: nothing is sorted."
@@ -153,16 +145,12 @@ class SnapKV(Evicts):
     """
     budget: int | float = 0.1 # keys of the prompt that stay, the window's among them: a count, or a share
     window: int = 32          # last queries of the prompt, which vote, and whose keys stay
-    kernel: int = 7           # neighbouring keys that share their votes, an odd number
-    pooling: str = "max"      # how: "max" or "avg"
-    heads: str = "group"      # "group": by the mean over its heads, as a cache keeps keys; or "each" by itself
+    kernel: int = 7           # neighbouring keys, an odd number, of which each gets the most votes of any
 
     def __post_init__(self):
         check_budget(self.budget)
         for name in "window", "kernel": check_count(name, getattr(self, name))
         if not self.kernel % 2: raise ValueError(f"kernel must be odd, got {self.kernel}")
-        check_choice("pooling", self.pooling, ("max", "avg"))
-        check_choice("heads", self.heads, ("group", "each"))
         if isinstance(self.budget, int) and self.budget <= self.window:
             raise ValueError(f"budget must be more than the window, {self.window}, got {self.budget}")
 
@@ -172,10 +160,8 @@ class SnapKV(Evicts):
         votes = torch.zeros(held.shape, dtype=torch.float64, device=q.device)
         if begin:
             place = torch.arange(begin, n, device=q.device)
-            shares = vote_shares(q[:, :, begin:], k, place, first, each=self.heads == "each", scale=scale)
+            shares = vote_shares(q[:, :, begin:], k, place, first, scale=scale)
             votes[:, :, :begin] = shares.sum(2)[:, :, :begin]
-            pool = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
-            votes = pool(votes.transpose(2, 3).flatten(0, 2)[:, None], self.kernel, 1, self.kernel // 2)
-            votes = votes.view(*held.shape[:2], held.shape[3], n).transpose(2, 3)
+            votes = F.max_pool1d(votes.flatten(0, 1)[:, None], self.kernel, 1, self.kernel // 2).view(held.shape)
         count = budget_counts(self.budget, n - first, n)[0].clamp(min=1)
-        return most_voted(votes, held, first, count, torch.full_like(first, self.window), 0), votes
+        return most_voted(votes, held, first, count, torch.full_like(first, self.window)), votes

@@ -11,6 +11,8 @@ import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from .core.settings import GoneSetting, present
+
 # %% ../nbs/library/eval_results.ipynb #72ca9f40
 @dataclass(frozen=True)
 class Job:
@@ -72,7 +74,11 @@ def _check_same(path, there, header, mix):
             raise ValueError(f"out must hold results with {name} = {header[name]!r}, got {there.get(name)!r} in {path}")
     for what in "prefill", "decode":
         for name, method in header[what].items():
-            if (old := there[what].get(name, method)) != method:
+            old = there[what].get(name, method)
+            try: same = old == method or present(old) == method
+            except GoneSetting as error: raise ValueError(
+                f"out must mean {method} by the {what} {name!r}: {error}, in {path}") from None
+            if not same:
                 raise ValueError(f"out must mean {method} by the {what} {name!r}, got {old} in {path}")
     for name in () if mix else VERSIONS:
         if there.get(name) != header[name]:

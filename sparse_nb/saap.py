@@ -19,8 +19,7 @@ from .methods.saap.partition import (  # noqa: F401
     Moments, about_partition, check_call, check_floating, check_reach, log_weights, save_partition)
 from .methods.saap.state import Partition, check_index, check_query
 from .methods.saap.step import (
-    Partitioned, Step, check_settings, check_unused, guess, guessed_shares, keys_for_mass, learnt_factor,
-    near_scores, newest_of_each, rest_of, run, used_slots)
+    Partitioned, Step, check_settings, check_unused, guess, learnt_factor, newest_of_each, rest_of, run, used_slots)
 
 _all_ = ["about_partition", "save_partition"]
 
@@ -85,12 +84,8 @@ def saap_step(s, q, k, v, state, first, far, scale, q_pre_rope):
     near = (i >= first[:, 0]) & (i < end[:, None]) & ~is_far
     log_a = guess(s, q, state, scale, q_pre_rope)
     rank = rank_clusters(log_a, count, s.rank)[:, :, 0]
-    if s.unread is not None:
-        share = guessed_shares(log_a, count, near_scores(s, state, q, k, near, first, scale))[:, :, 0]
-        taken = keys_for_mass(rank, count.long(), share, s.unread)
-    else:
-        if s.probes is None: budget = budget_counts(s.budget, visible, n)[0] if s.budget else torch.zeros_like(visible)
-        taken = keys_to_read(rank, count.long(), s.probes, budget)
+    if s.probes is None: budget = budget_counts(s.budget, visible, n)[0] if s.budget else torch.zeros_like(visible)
+    taken = keys_to_read(rank, count.long(), s.probes, budget)
     chosen = newest_of_each(state.rows[..., 0].long(), is_far, taken)
     kept = chosen | near[:, None]
     number = kept.sum(-1, keepdim=True)
@@ -117,8 +112,7 @@ class Saap(Partitioned):
     Raises TypeError or ValueError for settings that can never work.
     """
     budget: int | float | None = None # far keys to read: a count, or a share of the visible keys; None: see `probes`
-    probes: int | None = None         # or clusters to read whole
-    unread: float | None = None       # or share of the guessed mass to leave unread; None for all three: `BUDGET`
+    probes: int | None = None         # or clusters to read whole; None for both: `BUDGET`
     clusters: int | None = None       # C; None: as `CONTEXT`, and so for what else makes a partition of the context
     sinks: int = 1                    # first visible keys, always read
     window: int = 255                 # last visible keys, likewise
@@ -127,9 +121,6 @@ class Saap(Partitioned):
     tail: str = "first_order"         # what stands in for keys that are not read: one of `TAILS`
     partition: str = "context"        # of the prompt's own keys, or a file of `save_partition`, or "pocket"
     before_rope: bool | None = None   # of keys before RoPE? None: where they are given, as a session does that can
-    kmeans: str | None = None         # one of `KMEANS`
-    iterations: int | None = None     # of k-means
-    seed: int | None = None           # of its first centroids
     layer: int | None = None          # whose partition of a file; None: of the one it runs in, which `sparsify` knows
     dense_layers: int = 0             # so many of the first layers of a model attend exactly
 
@@ -173,8 +164,7 @@ def saap_decode(
     partition="context", # as in `Saap`; or centroids [G, C, D]; or a `Partition` of these keys
     *,
     probes: int | None = None,              # clusters to read whole
-    budget: int | float | None = None,      # or far keys to read: a count, or a share
-    unread: float | None = None,            # or share of the guessed mass to leave unread; None for all three: `BUDGET`
+    budget: int | float | None = None,      # or far keys to read: a count, or a share; None for both: `BUDGET`
     router: str = "moments",                # one of `ROUTERS`; networks are a file's
     rank: str = "density",                  # guessed mass a key, or "mass"
     tail: str = "first_order",              # one of `TAILS`; "fitted" is a file's
@@ -197,8 +187,7 @@ def saap_decode(
     """
     masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
     check_call(q, k, v, q_pre_rope, scale=scale, **masks)
-    settings = dict(probes=probes, budget=budget, unread=unread, router=router, rank=rank, tail=tail, sinks=sinks,
-                    window=window)
+    settings = dict(probes=probes, budget=budget, router=router, rank=rank, tail=tail, sinks=sinks, window=window)
     if isinstance(partition, Partition):
         check_index(partition, partition, k)
         check_unused(partition, dict(k_pre_rope=k_pre_rope, layer=layer), context)
@@ -214,7 +203,7 @@ def saap_decode(
             raise ValueError("partition must be finite, got NaN or inf")
         s = Saap(**settings, layer=layer, **dict(clusters=centroids.shape[1]) | context)
     state = s.new_state() if centroids is None else Partition(
-        s.clusters, s.kmeans, s.iterations, s.seed, s.before_rope, centroids)
+        s.clusters, "spherical", 0, 0, s.before_rope, centroids)
     if k_pre_rope is not None:
         check_floating("k_pre_rope", k_pre_rope)
         check_reach("k_pre_rope", k_pre_rope, q)

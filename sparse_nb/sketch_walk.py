@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .core.checks import check_count
 from .core.exact import no_autocast, visible_range
-from .methods.sketch_walk.call import SEEDS, BlockLists, check_settings
+from .methods.sketch_walk.call import BlockLists, check_settings
 from .methods.sketch_walk.index import Summary
 from .methods.sketch_walk.lists import (
     drawn_shares, guessed_shares, list_sizes, prompt_blocks, query_blocks, query_shares, true_query_shares, true_shares)
@@ -66,16 +65,12 @@ def walked(
     rows: torch.Tensor, # shares of whole blocks, of which each row needs those before its own [B, P, M, M]
 ) -> torch.Tensor:      # [B, P, R, M], float64; the largest of a row is 1
     """One layer on: row i of R W. Nothing but row i of R is needed, since no mass of it lies beyond its own block."""
-    a, rows, hops = a.double(), rows.double(), s.degree
-    if s.power == "element":
-        if s.walk != "renormalised": a, rows = a**s.degree, rows**s.degree
-        hops = 1
+    a, rows = a.double(), rows.double()
+    if s.walk != "renormalised": a, rows = a**s.degree, rows**s.degree
     mine = torch.arange(a.shape[-1], device=a.device) == own[:, None, :, None]
-    for _ in range(hops):
-        at = at.masked_fill(mine, 0) @ rows + (at * mine).sum(-1, keepdim=True) * a
-        top = at.abs().amax(-1, keepdim=True)
-        at = at / torch.where(top > 0, top, 1.0)
-    return at
+    at = at.masked_fill(mine, 0) @ rows + (at * mine).sum(-1, keepdim=True) * a
+    top = at.abs().amax(-1, keepdim=True)
+    return at / torch.where(top > 0, top, 1.0)
 
 def query_lists(s, q, k, state, step, masks, scale, seed):
     "Which blocks the queries read [B, P, Q, M], and where they stand."
@@ -115,12 +110,10 @@ class SketchWalk(BlockLists):
     index: str = "fine4"      # what is kept of a block: one of `INDEXES`
     sketch: int = 64          # numbers of a sketch, for `index="sketch"`
     walk: str | None = None   # one of `WALKS`; None: a layer chooses by its own scores
-    power: str = "element"    # of the shares in a walk: each "element" to the degree, or the "matrix"
     degree: int = 8           # s, at most 32: higher powers of shares are soon too small for float64
     heads: str = "group"      # who shares a list: a "group", nobody ("each"), "all", or all as one, "averaged" first
     pool: str | None = None   # heads of a list, queries of a block: "mean" or "max" of shares; None: see above
     dense_layers: int = 2     # so many of the first layers of a model attend exactly
-    seed: int = 0             # of the rotation
     refine: int | None = None # of a prompt: exact scores choose among so many times the blocks read; 1: none do
     least: int = 2            # blocks of a list at least, where so many are visible
     tail: int = 128           # last queries of a prompt, or of a part of one, that attend exactly; 0: as in the paper
@@ -151,8 +144,8 @@ class SketchWalk(BlockLists):
         running mean of its queries, and gives the block's row of scores once the block is whole, as in Algorithm 1.
         The rows of the walk are divided by their largest number, which changes no order, and keeps it in range.
         """
-        return cls(block=64, density=density, index="sketch", sketch=sketch, walk="unmasked", power="element",
-                   degree=degree, heads="averaged", pool="mean", dense_layers=2, refine=1, least=2, tail=0)
+        return cls(block=64, density=density, index="sketch", sketch=sketch, walk="unmasked", degree=degree,
+                   heads="averaged", pool="mean", dense_layers=2, refine=1, least=2, tail=0)
 
     @property
     def step_pool(self) -> str:
@@ -174,7 +167,7 @@ class SketchWalk(BlockLists):
     @property
     def summary(self) -> Summary:
         "What its index keeps of a block."
-        return Summary(self.index, self.block, self.sketch if self.index == "sketch" else 0, self.seed)
+        return Summary(self.index, self.block, self.sketch if self.index == "sketch" else 0)
 
     def shares(
         self,
@@ -212,11 +205,9 @@ def sketch_walk_prefill(
     index: str = "fine4",                 # what is kept of a block of keys: one of `INDEXES`
     sketch: int = 64,                     # numbers of a sketch
     walk: str | None = None,              # one of `WALKS`
-    power: str = "element",               # of the shares in a walk: "element" or "matrix"
     degree: int = 8,                      # s, the exponent, 1 to 32
     heads: str = "group",                 # who shares a list: "group", "each", "all" or "averaged"
     pool: str | None = None,              # heads and queries of a list: "mean" or "max" of shares; None: see below
-    rotation: int = 0,                    # seed of the rotation
     refine: int | None = None,            # exact scores choose among so many times the blocks read; 1: none do
     least: int = 2,                       # blocks of a list at least, where so many are visible
     tail: int = 128,                      # last queries of the call that attend exactly; 0: as in the paper
@@ -237,8 +228,7 @@ def sketch_walk_prefill(
     A block's choice knows all its queries, so a row may see what up to `block` - 1 later tokens have chosen. Raises as
     `check_inputs`, and TypeError or ValueError for settings that can never work and a walk that lacks queries.
     """
-    check_count("rotation", rotation, *SEEDS)
-    s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation, refine, least, tail)
+    s = SketchWalk(block, density, index, sketch, walk, degree, heads, pool, 0, refine, least, tail)
     return s.prefill(q, k, v, seed=seed, scale=scale, kv_start=kv_start, step=step, state=state, backend=backend)
 
 # %% ../nbs/11_sketch_walk.ipynb #c85cb132
@@ -255,11 +245,9 @@ def sketch_walk_decode(
     index: str = "fine4",                 # what is kept of a block of keys: one of `INDEXES`
     sketch: int = 64,                     # numbers of a sketch
     walk: str | None = None,              # one of `WALKS`; then the state must have observed the queries
-    power: str = "element",               # of the shares in a walk: "element" or "matrix"
     degree: int = 8,                      # s, the exponent, 1 to 32
     heads: str = "group",                 # who shares a list: "group", "each", "all" or "averaged"
     pool: str | None = None,              # heads of a list: "mean" or "max" of their shares; None: the mean
-    rotation: int = 0,                    # seed of the rotation
     step: dict | None = None,             # of the walk: {} in the first layer, and the same dict in those above it
     causal: bool = False,                 # queries are the last Q positions and see no later key
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
@@ -275,7 +263,6 @@ def sketch_walk_decode(
     from the indexes "fine4", "fine16" and "mean". Raises as `check_inputs`, and TypeError or ValueError for settings
     and a state that do not fit, and for what has no kernel where `backend="triton"`.
     """
-    check_count("rotation", rotation, *SEEDS)
-    s = SketchWalk(block, density, index, sketch, walk, power, degree, heads, pool, 0, rotation)
+    s = SketchWalk(block, density, index, sketch, walk, degree, heads, pool, 0)
     return s.decode(q, k, v, causal=causal, scale=scale, kv_start=kv_start, kv_end=kv_end, seed=seed, state=state,
                     step=step, return_stats=return_stats, backend=backend)

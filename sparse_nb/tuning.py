@@ -90,7 +90,7 @@ def _check_calibration(prompts, target, method, gammas):
     "The methods to try. Raises TypeError or ValueError by name."
     check_level("target", target)
     if not isinstance(method, Delta): raise TypeError(f"method must be a Delta, got {type(method).__name__}")
-    if method.correction == "none": raise ValueError("method must correct its rows, got correction 'none'")
+    if not method.corrects: raise ValueError(f"method must correct its rows, got correction {method.correction!r}")
     if not isinstance(gammas, Sequence) or isinstance(gammas, str):
         raise TypeError(f"gammas must be a sequence of counts, got {gammas!r}")
     if not len(gammas): raise ValueError("gammas must hold at least one, got none")
@@ -103,7 +103,7 @@ def _spacing(method, captured):
     method, c = method.at_layer(captured.layer), captured
     given = {f.name: getattr(method, f.name) for f in fields(method)} | dict(scale=c.scale, return_stats=True)
     out, stats = delta_prefill(c.q, c.k, c.v, **given)
-    shown = delta_prefill(c.q, c.k, c.v, **given | dict(correction="none", aligned=None))[1]
+    shown = delta_prefill(c.q, c.k, c.v, **given | dict(correction="none"))[1]
     lost = shown.keys < shown.visible
     if not lost.any():
         raise ValueError(f"prompts must be longer than what a row sees, got one of {c.k.shape[2]} tokens, in which no "

@@ -30,7 +30,7 @@ from sparse_nb.methods.vattention.facts import (
     BASE_LEAST, CLT_LEAST, GUARANTEES, PLUGIN_SHARE, PLUGINS, Facts, Promise, delta_of_draws, printed_draws, promised,
     residual_facts)
 from .methods.vattention.order import (
-    base_slots, draw_again, index_of, inspect_base_sample, most_kept, reading_order)
+    base_slots, index_of, inspect_base_sample, most_kept, reading_order)
 from .methods.vattention.step import (
     check_kernels, decode_by_kernels, index_bytes, kernel_settings, read_rows)
 from .metrics import rows_of, rows_read
@@ -50,13 +50,13 @@ def draws_needed(
     delta = delta_of_draws(s)
     if s.guarantee == "denominator":
         need = draws_for_denominator(below.spread.sqrt(), below.size, rest.double(), s.eps, delta, s.bound,
-                                     below.reach, s.replacement)
+                                     below.reach, False)
     elif s.guarantee == "numerator":
         need = draws_for_numerator(above.spread, above.size, rest.double(), s.eps, delta, s.bound, above.reach,
-                                   s.replacement)
+                                   False)
     else:
         need = budget_output(below.spread.sqrt(), below.size, above.spread, above.size, rest, s.eps, delta,
-                             s.bound, width=below.reach, reach=above.reach, replacement=s.replacement)
+                             s.bound, width=below.reach, reach=above.reach)
     return torch.minimum(need.clamp(min=CLT_LEAST), rest) if s.bound == "clt" else need
 
 # %% ../nbs/06_vattention.ipynb #2144bc01
@@ -78,7 +78,6 @@ def _block_selected(q, k, v, s, state, first, end, seeds, scale, most):
     below, above, shift = inspect_base_sample(q, k, v, s, state, read, kept, base, n_s, largest, first, end, scale)
     asked = draws_needed(s, below, above, rest)
     budget = over_group(asked, lambda x: x.amax(2))
-    if s.replacement: index = draw_again(index, over_group(seeds, lambda x: x[:, :, 0]), budget, rest, sure)
     if fresh is not None: index = rows(fresh)
     weight = torch.where(place < sure, 1.0, (rest.double() / budget.clamp(min=1))[..., None])
     weight = weight * (place < sure + budget[..., None])
@@ -134,7 +133,6 @@ class VAttention(Method):
     predictor: object = "oracle"   # "oracle" (exact scores), or a method that scores keys: a `KeyScorer`
     guarantee: str = "denominator" # whose error is promised: one of `GUARANTEES`
     bound: str = "clt"             # one of `BOUNDS`
-    replacement: bool = False      # may a key be drawn twice?
     plugin: str = "upper"          # one of `PLUGINS`: bounds from the base sample, its estimates, or the paper's use
     share: bool = True             # one choice of keys for all heads of a group?
     random: ClassVar[bool] = True
@@ -148,9 +146,9 @@ class VAttention(Method):
             raise ValueError(f"predictor must be 'oracle' or a method that scores keys, got {self.predictor!r}")
         for name, allowed in ("guarantee", GUARANTEES), ("bound", BOUNDS), ("plugin", PLUGINS):
             check_choice(name, getattr(self, name), allowed)
-        for name in "replacement", "share": check_flag(name, getattr(self, name))
+        check_flag("share", self.share)
         if self.plugin != "printed": return
-        for name, only in ("bound", "clt"), ("replacement", False), ("share", False):
+        for name, only in ("bound", "clt"), ("share", False):
             if (got := getattr(self, name)) != only:
                 raise ValueError(f"{name} must be {only!r} with plugin='printed', got {got!r}")
 
@@ -177,7 +175,7 @@ class VAttention(Method):
         lines 1 and 2. Where it cannot run: a base sample has at least two keys, for one has no variance; at least one
         key is drawn, for the weight n_s / b divides by b; and at most the whole residual is.
         """
-        return cls(eps, delta, sinks, window, topk, base, predictor, guarantee, "clt", False, "printed", False)
+        return cls(eps, delta, sinks, window, topk, base, predictor, guarantee, "clt", "printed", False)
 
     @property
     def scores_all(self) -> bool:
@@ -220,7 +218,7 @@ def _decode(s, q, k, v, masks, seed, scale, return_stats, backend, state):
     learns = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v)])
     if backend == "triton": check_kernels(s, q, learns)
     kernels = backend == "triton" or backend == "auto" and not learns and has_kernels(q)
-    if kernels and not s.replacement and s.plugin != "printed":
+    if kernels and s.plugin != "printed":
         return decode_by_kernels(q, k, v, s, state, seed, scale, masks["kv_start"], masks["kv_end"], return_stats)
     selection, promise = select_and_promise(q, k, v, s, state, seed=seed, scale=scale, **masks)
     out = attend_selected(q, k, v, selection, scale, kernels)
@@ -244,7 +242,6 @@ def vattention_decode(
     predictor="oracle",                   # "oracle" (exact scores), or a method that scores keys: a `KeyScorer`
     guarantee: str = "denominator",       # whose error is promised: "denominator", "numerator" or "output"
     bound: str = "clt",                   # "clt"; "hoeffding" or "bernstein" hold for any number of draws, ask for more
-    replacement: bool = False,            # may a key be drawn twice?
     plugin: str = "upper",                # "upper": bounds from the base sample; "plain": estimates; "printed"
     share: bool = True,                   # one choice of keys for all heads of a group?
     seed=None,                            # int, integer tensor without axes, or [B, H] (`stream_seeds`); None draws one
@@ -252,7 +249,7 @@ def vattention_decode(
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
-    backend: str = "auto",                # "torch", "auto" or "triton" (one query, denominator, no replacement)
+    backend: str = "auto",                # "torch", "auto" or "triton" (one query, denominator)
     state=None,                           # the predictor's index of the keys `k`; None builds it
     return_stats: bool = False,           # also return `Stats`?
 ):                                        # [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`
@@ -265,7 +262,6 @@ def vattention_decode(
     says nothing about the output. `Stats.certificate` is a `Promise`.
     Raises as `attention_scores`, and TypeError or ValueError for bad settings and a `state` that does not fit.
     """
-    settings = VAttention(eps, delta, sinks, window, topk, base, predictor, guarantee, bound, replacement, plugin,
-                          share)
+    settings = VAttention(eps, delta, sinks, window, topk, base, predictor, guarantee, bound, plugin, share)
     return settings.decode(q, k, v, causal=causal, seed=seed, scale=scale, kv_start=kv_start, kv_end=kv_end,
                            return_stats=return_stats, backend=backend, state=state)

@@ -131,17 +131,17 @@ SETTINGS = {
     "h2o": dict(budget=0.5), "sketch_walk": dict(density=0.3, dense_layers=0, tail=0),
     "delta": dict(window=64, gamma=16), "saap": dict(budget=0.25), "one_list": dict(guess=Adamas(budget=0.25)),
     "then": dict(keys=Quest(0.5), values=Santa(samples=64))}
-BLOCKS = dict(query_block=32, key_block=32)
+BLOCKS = dict(block=32)
 TINY = {            # ... and for prompts of 40 tokens and heads of 16 numbers, over these
     "streaming": dict(sinks=2, window=6), "topk": dict(budget=7), "topp": dict(mass=0.5), "uniform": dict(samples=8),
     "santa": dict(samples=6), "vattention": dict(sinks=1, window=4, topk=8, base=8, eps=0.9, delta=0.2),
     "quest": dict(budget=12, page=4), "double_sparsity": dict(budget=8, channels=4), "adamas": dict(budget=8),
     "hash_attention": dict(budget=8, maps=random_maps(16, 4)), "one_list": dict(guess=Quest(12, page=4)),
     "magicpig": dict(bits=3, tables=6, sinks=1, window=3), "reformer": dict(bins=4, sinks=1, window=2),
-    "kdeformer": dict(bins=4, bits=4, sinks=1, window=2), "h2o": dict(budget=12), "snapkv": dict(budget=12, window=4),
+    "kdeformer": dict(bins=4, sinks=1, window=2), "h2o": dict(budget=12), "snapkv": dict(budget=12, window=4),
     "saap": dict(budget=4, sinks=2, window=8, clusters=4), "sketch_walk": dict(block=32, dense_layers=0),
     "delta": dict(window=8, gamma=8, sinks=2, tail=0),
-    "vertical_slash": dict(vertical=16, slash=16, last=32, sinks=2, window=8) | BLOCKS,
+    "vertical_slash": dict(vertical=16, slash=16, sinks=2, window=8) | BLOCKS,
     "flex_prefill": dict(gamma=0.5, min_keys=32) | BLOCKS, "xattention": dict(density=0.3, stride=4) | BLOCKS,
     "hip": dict(stages=((16, 64), (4, 32)), sinks=8, window=32) | BLOCKS,
     "oracle_blocks": dict(density=0.3) | BLOCKS, "random_blocks": dict(density=0.3) | BLOCKS,

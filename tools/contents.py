@@ -42,7 +42,7 @@ def front_door(source):
 
 
 if __name__ == "__main__":
-    door = ROOT / "nbs" / "a2_front_door.ipynb"
+    door = ROOT / "nbs" / "library" / "front_door.ipynb"
     notebook = json.loads(door.read_text(encoding="utf-8"))
     for cell in notebook["cells"]:
         if "_all_ = [" in "".join(cell["source"]):

@@ -156,7 +156,7 @@ def claims():
     "What held up, in a line."
     found = verdicts()["papers"]
     *most, last = (f"{found[name]} {said}" for name, said in VERDICTS.items())
-    return f"Of {found.total()} claims, {', '.join(most)} and {last}: [the ledger](nbs/90_claims.ipynb)."
+    return f"Of {found.total()} claims, {', '.join(most)} and {last}: [the ledger](nbs/appendix/ledger.ipynb)."
 
 
 def title(path):
@@ -274,19 +274,20 @@ def plot_lost(ax):
         for i, name in enumerate(TOLD):
             if (found := lost(name, model)) is None: continue
             low, mean, high = found
-            place = i + 0.36 * (k - (len(MODELS) - 1) / 2)
+            place = i + 0.26 * (k - (len(MODELS) - 1) / 2)
             ax.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="osD"[k], color=SERIES[k], markersize=6,
                         capsize=2, label=MODELS[model])
     for i, name in enumerate(TOLD):
         if any(lost(name, m) for m in MODELS): continue
         said = "other settings" if any(TABLE[name][f"lost_{m}"] for m in MODELS) else "not measured"
-        ax.text(-1, i, said, va="center", ha="right", color="0.45", fontsize=9)  # the legend is to the right
+        ax.text(-1, i, said, va="center", ha="right", color="0.45", fontsize=9)
     handles = dict(zip(*reversed(ax.get_legend_handles_labels())))
     ax.axvline(0, color="0.6", linewidth=0.8)
     ax.set_yticks(range(len(TOLD)), [TABLE[name]["label"] for name in TOLD])
-    ax.invert_yaxis()
-    ax.set(xlabel="right answers lost against exact attention, points", title="What it costs in answers")
-    ax.legend(handles.values(), handles.keys(), loc="upper right", frameon=True)
+    ax.set(ylim=(len(TOLD) - 0.4, -1.5), xlabel="right answers lost against exact attention, points",
+           title="What it costs in answers")
+    ax.legend(handles.values(), handles.keys(), loc="upper right", ncols=3, fontsize=9, columnspacing=0.6,
+              handletextpad=0.2)
 
 
 def drawn():

@@ -25,7 +25,7 @@ def arms(sizes, gammas, tails=(0,)) -> dict:
             own, end = Delta(size, tail=tail, correction="none"), " tail" if tail else ""
             found[f"w{size} streaming{end}"] = own
             for gamma in gammas:
-                found[f"w{size} g{gamma} aligned{end}"] = replace(own, gamma=gamma, aligned=True)
+                found[f"w{size} g{gamma} aligned{end}"] = replace(own, gamma=gamma, correction="aligned")
                 found |= {f"w{size} g{gamma} {x}{end}": Delta.paper(size, gamma, tail=tail) if x == "delta" else
                           replace(own, gamma=gamma, correction=x) for x in CORRECTIONS}
     return found
@@ -33,7 +33,7 @@ def arms(sizes, gammas, tails=(0,)) -> dict:
 def based(length: int) -> dict:
     "Patterns as bases: alone, with Eq. 6, and with the tangent, which for them is a heuristic."
     bases = {"vertical-slash": VerticalSlash(length // 16, length // 8, rounding="pool"),
-             "flexprefill": FlexPrefill(0.9, min_keys=length // 16, query_block=64, key_block=64),
+             "flexprefill": FlexPrefill(0.9, min_keys=length // 16, block=64),
              "hip": HiP(((64, length // 2), (8, length // 4), (2, length // 8)), sinks=128, window=256)}
     return bases | {f"{name} {x}": Delta.paper(base=base, tail=0) if x == "delta" else Delta(base=base, tail=0)
                     for name, base in bases.items() for x in ("delta", "tangent")}
@@ -41,11 +41,11 @@ def based(length: int) -> dict:
 
 def lent(tail: int = 0) -> dict:
     "Streaming, HiP and MInference's lines with a few keys a row: uncorrected, with Eq. 6, and with the tangent."
-    hip = HiP(((64, 256), (8, 16), (1, 2)), sinks=4, window=1, rounding="none", query_block=32)
+    hip = HiP(((64, 256), (8, 16), (1, 2)), sinks=4, window=1, rounding="none", block=32)
     lines = VerticalSlash(6, 6, sinks=4, window=4, rounding="none")
     bases = {"streaming": Delta.paper(8, 16, tail=tail), "HiP": Delta.paper(gamma=16, base=hip, tail=tail),
              "MInference": Delta.paper(gamma=16, base=lines, tail=tail)}
-    return {f"{name} {x}": own if x == "delta" else replace(own, correction=x, aligned=None)
+    return {f"{name} {x}": own if x == "delta" else replace(own, correction=x)
             for name, own in bases.items() for x in ("none", "delta", "tangent")}
 
 

@@ -32,12 +32,11 @@ class Pages(Saap):
     "SAAP with pages in place of clusters."
     def new_state(self):
         "`PageNumbers`."
-        return PageNumbers(self.clusters, self.kmeans, self.iterations, self.seed, self.before_rope)
+        return PageNumbers(self.clusters, "spherical", 0, 0, self.before_rope)
 
 
 DENSITIES = 0.02, 0.04, 0.1
 MIDDLE = 0.04  # where all arms are asked
-UNREAD = 0.4, 0.2  # shares of the guessed mass that may stay unread, asked beside it
 SINKS = 4
 
 SIZE = 64  # of a head, in both models
@@ -77,11 +76,9 @@ def arms(model: str, kind: str, length: int, density: float, every: bool) -> dic
                   "context before drop": replace(s, before_rope=True, tail="drop"),
                   "seen": replace(offline, partition=partition_path(model, kind)),
                   "pages drop": replace(found["pages"], tail="drop"), "streaming": Streaming(SINKS, rows - SINKS)}
-        found |= {f"{name} unread {x:.0%}": replace(base, budget=None, unread=x) for x in UNREAD
-                  for name, base in (("offline", offline), ("context", s))}
     return {f"{name} {density:.0%}": method for name, method in found.items()}
 
-FREE = dict(clusters=None, kmeans=None, iterations=None, seed=None, before_rope=None)  # what a file says itself
+FREE = dict(clusters=None, before_rope=None)  # what a file says itself
 
 
 PROMPTS = 200

@@ -34,7 +34,6 @@ def blocks_by(density: float) -> dict:
     return found | {"averaged": new(index="mean", heads="averaged"),
                     "mean walk": new(index="mean", walk="softmax"),
                     "mean renormalised": new(index="mean", walk="renormalised"),
-                    "mean matrix": new(index="mean", walk="softmax", power="matrix", degree=2),
                     "fine4 walk": new(index="fine4", walk="softmax"),
                     "paper": SketchWalk.paper(density)}
 
@@ -54,12 +53,12 @@ def readers(density: float, length: int) -> dict:
              for name in ("fine16 max", "fine4 max", "oracle", "oracle max")}
     found |= {f"{name} refined": replace((each | found)[name], refine=2)
               for name in ("fine16 max", "fine16 max each")}
-    return found | {"xattention": XAttention(density=density, query_block=64, key_block=64),
+    return found | {"xattention": XAttention(density=density, block=64),
             "vertical-slash": VerticalSlash(lines, lines, rounding="pool")}
 
 def shared_readers() -> dict: # name -> method
     "Rivals that set their own share."
-    return {f"flexprefill {x}": FlexPrefill(x, min_keys=64, query_block=64, key_block=64) for x in (0.9, 0.7)}
+    return {f"flexprefill {x}": FlexPrefill(x, min_keys=64, block=64) for x in (0.9, 0.7)}
 
 def named(wanted: dict, *makers) -> dict:
     "The methods of these names with the share in each name; those whose indexes are one stand together."
@@ -79,7 +78,7 @@ RULES = "fine4", "fine16", "mean", "oracle", "random", "averaged"
 SMALL = "fine4 of 16", "fine4 of 4", "fine4 of 4 each"
 PIECES = "fine4 of 32", "fine4 of 8", "fine4 each", "fine4 of 16 each", "oracle of 16", *SMALL
 RIVALS = "quest-16", "quest-64", "topk", "saap"
-WALKING = "mean walk", "mean renormalised", "mean matrix", "fine4 walk", "paper"
+WALKING = "mean walk", "mean renormalised", "fine4 walk", "paper"
 ALL, FEW = (*RULES, *SMALL, *RIVALS, *WALKING), ("fine4", *SMALL, "mean", "oracle", *RIVALS[:2], "saap", *WALKING)
 PLAIN = (*RULES[:5], "paper", "quest-16", "quest-64")
 SHORT = "fine4", "mean", *WALKING

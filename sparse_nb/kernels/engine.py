@@ -45,7 +45,7 @@ def write_boxes(
     slots: torch.Tensor, # where new keys are: block * size + place in the block, negative: none; integers [n]
 ):
     "Write the boxes of the pages that have got these keys; checks nothing, waits for nothing."
-    (P, G, size, D), page = k.shape, k.shape[2] // boxes.shape[2]
+    (_, G, size, D), page = k.shape, k.shape[2] // boxes.shape[2]
     BD = max(16, triton.next_power_of_2(D))
     BN = max(1, min(triton.next_power_of_2(page), 4096 // BD))
     if not len(slots): return

@@ -78,8 +78,7 @@ def rows_attention(
 # %% ../../nbs/library/methods_block_chooser.ipynb #b1c2c706
 class BlockChooser(PrefillByPattern, Method):
     "Base of the methods of this room: subclasses say in `blocks` which blocks they read, and in `rows` which pairs."
-    query_block: ClassVar[int] = 64
-    key_block: ClassVar[int] = 64
+    block: ClassVar[int] = 64  # queries and keys of a block
     rounding: ClassVar[str] = "cover"
 
     def blocks(
@@ -98,10 +97,10 @@ class BlockChooser(PrefillByPattern, Method):
         check_inputs(q, k, causal=True, scale=scale, seed=seed)
         check_bounds(q, kv_start=kv_start)
         if self.rounding == "none": raise ValueError("rounding must give blocks where a pattern is asked, got 'none'")
-        grid = block_grid(q, k, self.query_block, self.key_block, kv_start)
+        grid = block_grid(q, k, self.block, self.block, kv_start)
         with torch.no_grad(), no_autocast(q):
             mask = self.blocks(scaled(q, scale), promote(k), grid, kv_start, seed) & grid.visible
-        sizes = dict(query_block=self.query_block, key_block=self.key_block)
+        sizes = dict(query_block=self.block, key_block=self.block)
         return BlockPattern.from_mask(mask, queries=q.shape[2], keys=k.shape[2], **sizes)
 
     def rows(self, q, k, *, scale=None) -> torch.Tensor: # [B, P, Q, N], bool

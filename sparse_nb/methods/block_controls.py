@@ -41,7 +41,7 @@ def up_to(
 def _check_density(method):
     "Raise unless the settings of a method with a density can work."
     check_share("density", method.density)
-    for name in ("query_block", "key_block"): check_block(name, getattr(method, name))
+    check_block("block", method.block)
 
 @dataclass(frozen=True)
 class OracleBlocks(BlockChooser):
@@ -50,15 +50,14 @@ class OracleBlocks(BlockChooser):
     Raises TypeError or ValueError for settings that can never work.
     """
     density: float = 0.1  # share of the blocks that a block of queries sees, in (0, 1]; its own are among them
-    query_block: int = 64 # queries of a block: 32, 64 or 128
-    key_block: int = 64   # keys of a block: 32, 64 or 128
+    block: int = 64       # queries and keys of a block: 32, 64 or 128
     scores_all: ClassVar[bool] = True
 
     def __post_init__(self): _check_density(self)
 
     def blocks(self, q, k, grid, kv_start, seed):
         "The heaviest blocks, up to the density, and those that hold the queries' own positions."
-        mass = attention_of_blocks(q, k, self.query_block, self.key_block, kv_start)
+        mass = attention_of_blocks(q, k, self.block, self.block, kv_start)
         return up_to(mass, (self.density * grid.visible.sum(-1, keepdim=True)).ceil(), grid)
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ class RandomBlocks(BlockChooser):
     Raises TypeError or ValueError for settings that can never work.
     """
     density: float = 0.1  # share of the blocks that a block of queries sees, in (0, 1]; its own are among them
-    query_block: int = 64 # queries of a block: 32, 64 or 128
-    key_block: int = 64   # keys of a block: 32, 64 or 128
+    block: int = 64       # queries and keys of a block: 32, 64 or 128
     random: ClassVar[bool] = True
 
     def __post_init__(self): _check_density(self)

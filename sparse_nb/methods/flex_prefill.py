@@ -60,14 +60,13 @@ def query_aware_blocks(
     k: torch.Tensor,  # keys [B, G, N, D]
     grid: BlockGrid,
     gamma: float,     # share of the pooled attention
-    query_block: int, # queries of a block
-    key_block: int,   # keys of a block
+    block: int,       # queries and keys of a block
 ) -> torch.Tensor:    # [B, H, Mq, Mk], bool
     "The fewest blocks of all rows together that hold `gamma` of the pooled attention."
     there = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device) >= grid.start[:, None]
-    count = block_sums(there.to(q.dtype), query_block)                                       # [B, Mq]
-    means = block_sums(q.masked_fill(~there[:, None, :, None], 0).mT, query_block).mT
-    scores = pooled_scores(means / count.clamp(min=1)[:, None, :, None], k, key_block, grid.start)
+    count = block_sums(there.to(q.dtype), block)                                             # [B, Mq]
+    means = block_sums(q.masked_fill(~there[:, None, :, None], 0).mT, block).mT
+    scores = pooled_scores(means / count.clamp(min=1)[:, None, :, None], k, block, grid.start)
     weights = scores.masked_fill(~grid.visible, -math.inf).softmax(-1).nan_to_num(0)
     rows = (count > 0).sum(-1)[:, None, None]
     return fewest(weights.flatten(2), gamma * rows).unflatten(2, weights.shape[2:])
@@ -82,19 +81,18 @@ class FlexPrefill(BlockChooser):
     gamma: float = 0.95    # share of the estimated attention to read, in (0, 1)
     tau: float = 0.1       # distance of pooled and true scores below which a head takes its blocks by pooled scores
     min_keys: int = 1024   # columns, and diagonals, that are read at least
-    query_block: int = 128 # queries of a block: 32, 64 or 128
-    key_block: int = 128   # keys of a block, likewise; as many last queries choose
+    block: int = 128       # queries and keys of a block: 32, 64 or 128; as many last queries choose
 
     def __post_init__(self):
         check_level("gamma", self.gamma)
         check_number("tau", self.tau)
         if not 0 <= self.tau <= 1: raise ValueError(f"tau must lie in [0, 1], got {self.tau}")
         check_count("min_keys", self.min_keys, 0)
-        for name in ("query_block", "key_block"): check_block(name, getattr(self, name))
+        check_block("block", self.block)
 
     def blocks(self, q, k, grid, kv_start, seed):
         "Vertical-slash blocks of mass gamma, or, where pooled scores are near the true ones, blocks by these."
-        size, least = self.key_block, max(1, -(-self.min_keys // self.key_block))
+        size, least = self.block, max(1, -(-self.min_keys // self.block))
         vertical, slash, distance = look_of_the_last(q, k, size, grid.start)
         aware, lines = (distance < self.tau)[..., None], []
         for mass, first in ((vertical, grid.start[:, None]), (slash, torch.zeros_like(grid.start)[:, None])):
@@ -102,5 +100,5 @@ class FlexPrefill(BlockChooser):
             forced = (grid.key <= first) & (grid.key + size > first)                         # [B, Mk]
             pooled = block_sums(mass, size).masked_fill((grid.key + size <= first)[:, None], -1)
             lines.append(heaviest(pooled, needed.clamp(min=least), forced[:, None]))
-        by_means = query_aware_blocks(q, k, grid, self.gamma, self.query_block, size)
+        by_means = query_aware_blocks(q, k, grid, self.gamma, size)
         return pooled_blocks(*lines, grid, size) | by_means & aware[..., None]

@@ -98,8 +98,7 @@ class HiP(BlockChooser):
     window: int = 1024         # last keys of a block's first query, which are always read
     shared: str = "all"        # do "all" heads read the same keys, those of a "group", or each "head" its own?
     rounding: str = "cover"    # blocks that "cover" the chunks, or "none": the chunks alone
-    query_block: int = 64      # queries of a block: 32, 64 or 128
-    key_block: int = 64        # keys of a block: 32, 64 or 128
+    block: int = 64            # queries and keys of a block: 32, 64 or 128
 
     def __post_init__(self):
         _check_stages(self.stages)
@@ -108,31 +107,31 @@ class HiP(BlockChooser):
         check_count("window", self.window)
         check_choice("shared", self.shared, ("all", "group", "head"))
         check_choice("rounding", self.rounding, ("cover", "none"))
-        for name in ("query_block", "key_block"): check_block(name, getattr(self, name))
+        check_block("block", self.block)
 
     def parts(self, q, k, grid) -> tuple:
         "Where the sinks end [B, 1] and the windows begin [B, Mq], and what `prune` leaves between."
         sinks = (grid.start + self.sinks)[:, None]
         window = torch.maximum(grid.row - self.window + 1, sinks)
-        return sinks, window, *prune(q, k, grid, sinks, window, self.stages, self.query_block, self.shared)
+        return sinks, window, *prune(q, k, grid, sinks, window, self.stages, self.block, self.shared)
 
     def blocks(self, q, k, grid, kv_start, seed):
         "The blocks of sinks, window and chunks."
         sinks, window, low, high = self.parts(q, k, grid)
         size, none = self.stages[-1][0], len(grid.key)
-        steps = torch.tensor([*range(0, size, self.key_block), size - 1], device=q.device)
-        block = torch.minimum(low[..., None] + steps, high[..., None] - 1) // self.key_block
+        steps = torch.tensor([*range(0, size, self.block), size - 1], device=q.device)
+        block = torch.minimum(low[..., None] + steps, high[..., None] - 1) // self.block
         read = marked(torch.where((low < high)[..., None], block, none), none)
         return read | ((grid.key < sinks)[:, None] | (grid.last_key >= window[..., None]))[:, None]
 
     def rows(self, q, k, *, scale=None):
         "As `BlockChooser.rows`: sinks, window and chunks."
-        grid, N = block_grid(q, k, self.query_block, self.key_block), k.shape[2]
+        grid, N = block_grid(q, k, self.block, self.block), k.shape[2]
         sinks, window, low, high = self.parts(scaled(q, scale), promote(k), grid)
         place = low[..., None] + torch.arange(self.stages[-1][0], device=q.device)
         read, i = marked(torch.where(place < high[..., None], place, N), N), torch.arange(N, device=q.device)
         read = read | ((i < sinks)[:, None] | (i >= window[..., None]))[:, None]
-        return read.repeat_interleave(self.query_block, 2)[:, :, :q.shape[2]] & (i <= i[N - q.shape[2]:, None])
+        return read.repeat_interleave(self.block, 2)[:, :, :q.shape[2]] & (i <= i[N - q.shape[2]:, None])
 
 def marked(
     place: torch.Tensor, # numbers [B, P, Mq, ..., n]; `size` stands for none

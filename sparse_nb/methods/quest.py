@@ -52,7 +52,7 @@ class Quest(KeyScorer):
     """Pages of keys by an upper bound of their scores (Quest, Tang et al. 2024).
 
     The paper leaves the first two layers of a model exact: `sparsify(model, decode=Quest(), dense_layers=(0, 1))`. In
-    all layers it does not fit a model such as Qwen2.5: it loses answers in which several facts are asked (nbs/07).
+    all layers it does not fit a model such as Qwen2.5: it loses answers in which several facts are asked (chapter 7).
     Raises TypeError or ValueError for settings that can never work.
     """
     budget: int | float = 0.1 # keys to keep: a count, or a share of the visible keys; the last page is cut to fit

@@ -30,15 +30,14 @@ def antidiagonal_weights(
     q: torch.Tensor,  # scaled queries [B, H, Q, D]
     k: torch.Tensor,  # keys [B, G, N, D]
     grid: BlockGrid,
-    query_block: int, # queries of a block
-    key_block: int,   # keys of a block
+    block: int,       # queries and keys of a block
     stride: int,      # S
 ) -> torch.Tensor:    # [B, H, Mq, Mk]
     "Weights of squares from the sums along their antidiagonals, summed to blocks. Raises as `check_scores`."
     N, Q, start = k.shape[2], q.shape[2], grid.start[:, None]
     row, key = torch.arange(N - Q, N, device=q.device), torch.arange(N, device=q.device)
     q, k = (x.masked_fill((i < start)[:, None, :, None], 0) for x, i in ((q, row), (k, key)))
-    q, k = strips(q, stride, query_block).flip(3).flatten(3), strips(k, stride, key_block).flatten(3)
+    q, k = strips(q, stride, block).flip(3).flatten(3), strips(k, stride, block).flatten(3)
     scores = (grouped(q, k.shape[1]) @ k.mT / stride).view(*q.shape[:3], -1)
     check_scores(scores)
     low, first = (torch.arange(x.shape[2], device=q.device) * stride for x in (k, q))
@@ -46,7 +45,7 @@ def antidiagonal_weights(
     seen = (low <= last[:, None]) & (low + stride > start[..., None]) & (last[:, None] >= start[..., None])
     seen = seen & (low < N) & (first < Q)[:, None]
     weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1).nan_to_num(0)
-    return weights.unflatten(-1, (-1, key_block // stride)).sum(-1).unflatten(2, (-1, query_block // stride)).sum(3)
+    return weights.unflatten(-1, (-1, block // stride)).sum(-1).unflatten(2, (-1, block // stride)).sum(3)
 
 # %% ../../nbs/library/methods_xattention.ipynb #2e3923dd
 @dataclass(frozen=True)
@@ -58,19 +57,18 @@ class XAttention(BlockChooser):
     threshold: float = 0.9       # share of the estimated attention to read, in (0, 1)
     density: float | None = None # or share of the visible blocks, in (0, 1]
     stride: int = 16             # S: 4, 8, 16 or 32
-    query_block: int = 128       # queries of a block: 32, 64 or 128
-    key_block: int = 128         # keys of a block, likewise
+    block: int = 128             # queries and keys of a block: 32, 64 or 128
 
     def __post_init__(self):
         check_level("threshold", self.threshold)
         if self.density is not None: check_share("density", self.density)
         check_count("stride", self.stride)
         if self.stride not in (4, 8, 16, 32): raise ValueError(f"stride must be 4, 8, 16 or 32, got {self.stride}")
-        for name in ("query_block", "key_block"): check_block(name, getattr(self, name))
+        check_block("block", self.block)
 
     def blocks(self, q, k, grid, kv_start, seed):
         "The first block, the queries' own, and the heaviest others, up to the threshold or the density."
-        mass = antidiagonal_weights(q, k, grid, self.query_block, self.key_block, self.stride)
+        mass = antidiagonal_weights(q, k, grid, self.block, self.stride)
         begun = grid.start[:, None, None, None]
         forced = grid.visible & (grid.own | (grid.key <= begun))
         if self.density is not None:

@@ -45,7 +45,7 @@ def reads_of(
                  budget=stats.budget, bytes=read, dense_bytes=2 * visible * size, queries=torch.ones_like(visible))
     return found | ({"error": relative_error(query.out, attention(q, query.k, query.v, **query.seen))} if audit else {})
 
-UNFIT = 0.2 # mean relative error above which methods lost over a tenth of a real model's right answers (nbs/07)
+UNFIT = 0.2 # mean relative error above which methods lost over a tenth of a real model's right answers (chapter 7)
 
 # %% ../../nbs/library/models_counts.ipynb #6cee79cd
 class Counts:

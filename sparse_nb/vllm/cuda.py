@@ -6,9 +6,6 @@
 __all__ = ['SparseBuilder', 'Reads', 'SparseImpl', 'SparseBackend', 'SparseWorker']
 
 # %% ../../nbs/library/vllm_cuda.ipynb #fd16fd58
-from dataclasses import replace
-
-import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (

@@ -66,12 +66,12 @@ def test_every_figure_and_table_is_there_once_with_a_place_or_a_reason(gallery):
 
 
 def test_the_page_shows_the_list(gallery):
-    cells = json.loads((ROOT / "nbs/99_gallery.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((ROOT / "nbs/appendix/gallery.ipynb").read_text(encoding="utf-8"))["cells"]
     shown = "\n".join("".join(output["data"]["text/markdown"]) for cell in cells for output in cell.get("outputs", ())
                       if "text/markdown" in output.get("data", {}))
     for entry in (entry for entries in gallery.values() for entry in entries):
         assert f"| {entry['number']} | {entry['what']} | **{entry['status']}** |" in shown, entry
-        assert all(f"]({place})" in shown for place in entry.get("where", [])), entry
+        assert all(f"](../{place})" in shown for place in entry.get("where", [])), entry
         assert entry.get("why", "") in shown, entry
         if claim := entry.get("claim"): assert f"<br>{claim}, {rows()[claim].verdict}" in shown, f"execute it: {claim}"
 

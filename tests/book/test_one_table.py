@@ -130,12 +130,18 @@ def test_what_none_means_to_sketch_walk():
 def test_a_new_row_of_a_whole_model_is_taken_up_and_the_newest_of_two_stands(monkeypatch):
     row = lambda date, ratio, **more: dict(way="Quest, 10 %", n=32768, batch=8, static=True, tuned=True, date=date,
                                            ratio=ratio, median_us=1000.0 / ratio, density=0.1, exact_layers=8,
+                                           rival="exact kernel",
                                            method=json.dumps(dict(method="Quest", budget=0.1, page=16))) | more
     rows = [row("2026-01-02", 1.5), row("2026-01-01", 1.2), row("2026-01-03", 9, gpus=2), row("2026-01-03", 8, n=64)]
-    monkeypatch.setattr(table, "rows_of", lambda name: rows)
+    exact = row("2026-01-02", 1, way="exact kernel")
+    made = dict(meta=table.record("generate")["meta"] | dict(replaced=[exact]), rows=rows)
+    monkeypatch.setattr(table, "record", lambda name: made)
     monkeypatch.setattr(table, "whole_models", table.whole_models.__wrapped__)
     cell = table.whole_model(DECODE["quest"], 32768, 8)
     assert cell["value"] == 1.5 and cell["density"] == 0.325  # 8 of 32 layers read all
+    assert "alone" not in cell
+    exact["date"] = "2026-01-01"
+    assert table.whole_model(DECODE["quest"], 32768, 8)["alone"]
     assert table.whole_model(DECODE["quest"], 32768, 1) is None
 
 
@@ -184,6 +190,7 @@ def test_ten_prompts_without_a_loss_are_too_few(records):
     (invented("x", 9.0, 1.0, 3.0, oracle=True), "oracle"), (invented("x", 9.0, 1.0, 3.0, evicts=True), "evicts"),
     (invented("x", 9.0, 4.0, 5.0), "may lose 5.0 points"), (invented("x", None, 0.0, 1.0), "not timed"),
     (invented("x", 9.0, None, None), "not evaluated"),
+    (invented("x", 9.0, 1.0, 3.0, model_131k=dict(value=9.0, alone=True)), "in another run"),
     (invented("x", 9.0, 0, 0, lost_qwen=dict(value=0.0, low=-1.0, high=1.0, prompts=999, settings="X(2)")),
      "with other settings"),
     (invented("x", 9.0, 0, 0, lost_qwen=dict(value=0.0, low=-1.0, high=1.0, prompts=999, also=[dict(low=5.5)])),

@@ -24,7 +24,7 @@ import notebook  # noqa: E402
 
 PAGES = contents.pages()
 NOTEBOOKS = [page for page in PAGES if page.endswith(".ipynb")]
-PILOTS = re.compile(r"index|nbs/(00_attention|\w+_why_a_token_is_slow|\d+_santa|\d+_saap|\w+_claims)\.")
+PILOTS = re.compile(r"index|nbs/(library/attention|\w+_why_a_token_is_slow|\d+_santa|\d+_saap|appendix/ledger)\.")
 
 pytestmark = [pytest.mark.xdist_group("site"), pytest.mark.site] # one process builds it and has a browser
 
@@ -128,7 +128,7 @@ def test_the_sidebar_of_quarto_is_made_of_the_list():
     assert text == contents.quarto(text), "make contents"
     first, *parts = yaml.safe_load(text)["website"]["sidebar"]["contents"]
     assert first["href"] == PAGES[0] and {part["section"]: part["contents"] for part in parts} == contents.parts()
-    assert contents.quarto(text.replace("          - nbs/90_claims.ipynb\n", "")) == text  # a list that is not equal
+    assert contents.quarto(text.replace("          - nbs/appendix/ledger.ipynb\n", "")) == text  # one page was missing
 
 
 def test_titles_are_equal_in_file_page_and_menu(site):
@@ -304,7 +304,7 @@ def test_a_page_fits_a_phone_and_a_laptop(site, browser, page):
 
 
 def test_the_ledger_is_first_and_readable_on_a_phone(site, browser):
-    path = site / place("nbs/90_claims.ipynb")
+    path = site / place("nbs/appendix/ledger.ipynb")
     browser.open(path.as_uri(), 390, 844)
     box, top, columns = browser.value("""(() => { const table = document.querySelector("article table");
         const box = table.closest(".table-wrapper");
@@ -313,7 +313,7 @@ def test_the_ledger_is_first_and_readable_on_a_phone(site, browser):
 
 
 def test_a_slider_moves_the_figure_and_one_picture_stands_still_without(site, browser):
-    path = site / place("nbs/03_plots.ipynb")
+    path = site / place("nbs/library/plots.ipynb")
     browser.open(path.as_uri(), 390, 844)
     seen = "[...document.querySelectorAll('.slider')].at(-1).querySelectorAll('img')"
     shown = f"[...{seen}].map(x => x.offsetWidth)"

@@ -43,13 +43,12 @@ EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "double_sparsity, chosen": DoubleSparsity(8, channels=2, chosen=((0, 3), (5, 9))),
     "one_list, channels": OneList(DoubleSparsity(8, channels=4)), "one_list, clusters": OneList(CLUSTERS),
     "saap, centroid": Saap(clusters=4, window=8, budget=6, router="centroid", tail="drop"),
-    "saap, unread": Saap(clusters=4, window=8, unread=0.2),
     "saap, paper": Saap.paper(random_clusters(), probes=1, window=8),  # random networks, few clusters
     "sketch_walk, small": SketchWalk(block=8, density=0.3, dense_layers=0),
     "sketch_walk, fine": SketchWalk(block=16, density=0.3, index="fine16", dense_layers=0),
     "then, top-k": Then(TopK(8), Santa(samples=5)), "delta, base": Delta(gamma=4, tail=0, base=TopK(budget=4)),
     "delta, hip": Delta(gamma=4, tail=0, base=HiP(((8, 16), (2, 4)), 2, 4, "head", "none")),
-    "delta, lines": Delta(gamma=4, tail=0, base=VerticalSlash(4, 6, last=8, sinks=1, window=2, rounding="none")),
+    "delta, lines": Delta(gamma=4, tail=0, base=VerticalSlash(4, 6, sinks=1, window=2, rounding="none")),
     "delta, paper": Delta.paper(window=8, gamma=4, tail=2),
     "sketch_walk, paper": replace(SketchWalk.paper(0.3, sketch=16), block=32, dense_layers=0)}
 def direct(name):
@@ -72,7 +71,7 @@ DRAWS = [x for x in METHODS if EVERY[x].random]
 # methods whose lists of a prompt are chosen by queries that come after the ones they are for
 LATER = "sketch_walk", "sketch_walk, paper", "vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", \
     "delta, hip", "delta, lines"
-UNREAD = "saap", "saap, unread"  # values that are not read have a part by the mean of their cluster
+UNREAD = "saap",  # values that are not read have a part by the mean of their cluster
 PILOTS = "santa, promise",  # which read values to find out how many to draw
 WHOLE = "exact", "vattention, output", "sketch_walk", "sketch_walk, paper"  # read all of so short a prompt
 STEPS = [x for x in DECODES if x in METHODS and x != "sketch_walk"] + ["sketch_walk, small"]

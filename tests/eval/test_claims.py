@@ -59,7 +59,7 @@ def test_rows_are_those_of_the_executed_chapter(chapter):
 
 @pytest.mark.parametrize("view", [ledger, failures])
 def test_the_last_chapter_shows_this_ledger(view):
-    assert view().strip() in shown(read_nb(ROOT / "nbs/90_claims.ipynb")), "run nbs/90_claims.ipynb last"
+    assert view().strip() in shown(read_nb(ROOT / "nbs/appendix/ledger.ipynb")), "run nbs/appendix/ledger.ipynb last"
 
 
 def cannot_fail(found):
@@ -184,7 +184,8 @@ def test_a_kind_has_its_verdicts_and_no_others(kind, verdict):
 
 
 def test_the_rule_is_the_table_of_the_chapter():
-    page = "".join(cell.source for cell in read_nb(ROOT / "nbs/90_claims.ipynb").cells if cell.cell_type == "markdown")
+    cells = read_nb(ROOT / "nbs/appendix/ledger.ipynb").cells
+    page = "".join(cell.source for cell in cells if cell.cell_type == "markdown")
     lines = {kind: re.search(rf"^\| `{kind}` \|.*\|(.*)\|$", page, flags=re.M)[1] for kind in KINDS}
     assert {kind: tuple(re.findall("`(.*?)`", line)) for kind, line in lines.items()} == KINDS
     assert not {"holds", "reproduced"} & {*KINDS["models"], *KINDS["machine"]}

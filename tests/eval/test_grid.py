@@ -402,7 +402,7 @@ def test_eviction_answers_from_a_grid_and_from_the_command(tiny, tmp_path):
         density = frame_of(file).groupby("decode").density.mean()
         assert density["exact"] == 1 and all(abs(density[name] - 0.5) < 0.15 for name in asked), (setup, density)
     said = command("eval", "--model", tiny, "--tasks", "needle", "--lengths", "150", "--seeds", "2", "--out",
-                   tmp_path / "x.jsonl", "--decode", "H2O(budget=0.5, sinks=4)", "--decode",
+                   tmp_path / "x.jsonl", "--decode", "H2O(budget=0.5, recent=0.4)", "--decode",
                    "SnapKV(budget=0.5, window=8)")
     assert said.returncode == 0 and all(x in said.stdout for x in ("H2O", "SnapKV")) and "0 failed" in said.stderr, said
 

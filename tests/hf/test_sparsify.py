@@ -94,7 +94,7 @@ def test_a_row_of_a_padded_batch_is_its_own_single_run(family):
 
 READERS = [Delta(window=5, sinks=1, gamma=4, tail=0, correction=x) for x in ("tangent", "delta", "recompute", "none")]
 READERS += [Delta(window=5, sinks=1, gamma=4, tail=3), Delta(gamma=4, tail=0, base=TopK(budget=4)),
-            VerticalSlash(2, 4, last=4, sinks=1, window=2, rounding="none")]
+            VerticalSlash(2, 4, sinks=1, window=2, rounding="none")]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_methods_that_read_prompts_work_in_every_family(family):

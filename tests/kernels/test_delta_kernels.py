@@ -20,7 +20,8 @@ from sparse_nb.methods.vertical_slash import VerticalSlash
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 2**-8, FP16: 2**-11, FP32: 1e-5} if GPU else {BF16: 2**-7, FP16: 2**-10, FP32: 2e-6}
-CORRECTIONS = "none", "recompute", "delta", "tangent"
+CORRECTIONS = "none", "aligned", "recompute", "delta", "tangent"
+CORRECTING = CORRECTIONS[2:]
 
 
 def problem(B, G, R, Q, N, D, dtype, *, layout="plain", starts=None, seed=0):
@@ -47,11 +48,11 @@ def softmax_mean(q, k, v, keys, scale):
 
 class Head:
     "One head in float64: its rows by the equations, each with the anchors that it may use."
-    def __init__(self, q, k, v, s, *, sinks, window, gamma, correction, anchors, tail, aligned, scale):
+    def __init__(self, q, k, v, s, *, sinks, window, gamma, correction, anchors, tail, scale):
         self.q, self.k, self.v = q.double(), k.double(), v.double()
         self.N, self.p0, self.s, self.scale = len(k), len(k) - len(q), s, scale or q.shape[1]**-0.5
         self.sinks, self.window, self.gamma, self.m, self.tail = sinks, window, gamma, anchors, tail
-        self.correction, self.aligned = correction, aligned or correction == "tangent"
+        self.correction, self.aligned = correction, correction in ("tangent", "aligned")
         self.summaries = {}
 
     def on_grid(self, i): return self.s + self.gamma * ((i - self.s) // self.gamma)
@@ -83,7 +84,7 @@ class Head:
         if i < self.s: return torch.zeros_like(self.v[0])
         if i >= self.N - self.tail: return self.exact(i)
         total, out, _ = self.over(i, self.base(i))
-        if self.correction == "none": return out
+        if self.correction in ("none", "aligned"): return out
         anchors = self.anchors(i)
         if self.correction == "recompute": return self.exact(i) if i == anchors[0] else out
         if self.correction == "delta":
@@ -111,7 +112,7 @@ def oracle(q, k, v, starts, rows=None, **settings):
 
 def check(q, k, v, starts, *, tiles=None, rtol=0, **settings):
     from sparse_nb.kernels.delta import attend_delta, launch_delta
-    settings = dict(sinks=2, window=8, gamma=8, correction="tangent", anchors=2, tail=4, aligned=False,
+    settings = dict(sinks=2, window=8, gamma=8, correction="tangent", anchors=2, tail=4,
                     scale=None) | settings
     def call():
         if tiles is None: return attend_delta(q, k, v, kv_start=starts, **settings)
@@ -128,21 +129,21 @@ def check(q, k, v, starts, *, tiles=None, rtol=0, **settings):
 
 SMALL = (16, 16, 4, 2, None)  # rows and keys of a tile, warps, stages, registers: small tiles have full neighbours
 CUT = dict(part=32) | dict.fromkeys(("whole", "means", "near"), SMALL)
-CASES = drawn(dict(correction=CORRECTIONS, aligned=(False, True), dtype=(BF16, FP16, FP32), D=(64, 80, 96, 128, 256),
+CASES = drawn(dict(correction=CORRECTIONS, dtype=(BF16, FP16, FP32), D=(64, 80, 96, 128, 256),
                    R=(1, 3), layout=tuple(LAYOUTS), ragged=(False, True), sinks=(0, 4), window=(1, 17, 40, 10**6),
                    gamma=(1, 16, 24), anchors=(1, 3, 16), tail=(0, 7, 64), prefix=(False, True), cut=(False, True)))
 
 
 @kernel
-@pytest.mark.parametrize("base", [HiP(((16, 32), (2, 8)), 2, 4, query_block=32, key_block=32),
-                                  VerticalSlash(4, 8, 16, 2, 2, query_block=32, key_block=32)], ids=repr)
+@pytest.mark.parametrize("base", [HiP(((16, 32), (2, 8)), 2, 4, block=32),
+                                  VerticalSlash(4, 8, 2, 2, block=32)], ids=repr)
 def test_a_base_may_read_its_blocks_with_a_kernel(base, monkeypatch):
     x, starts = problem(2, 1, 2, 90, 130, 64, FP32, starts=[0, 47])
     found = {}
     for backend in ("torch", "triton"):
-        monkeypatch.setattr(delta, "block_attention", partial(block_attention, backend=backend))
+        monkeypatch.setattr("sparse_nb.methods.delta.keys.block_attention", partial(block_attention, backend=backend))
         found[backend] = [delta.delta_prefill(*x, base=base, gamma=16, tail=9, correction=correction, kv_start=starts)
-                          for correction in CORRECTIONS]
+                          for correction in CORRECTIONS if correction != "aligned"]
     for got, want in zip(found["triton"], found["torch"]): assert_close(got, want, TOLERANCE[FP32])
 
 
@@ -154,7 +155,7 @@ def test_cases(case):
     starts = [0, N - Q + 9] if case["ragged"] else None
     x, starts = problem(1 + case["ragged"], 1, case["R"], Q, N, case["D"], case["dtype"], layout=case["layout"],
                         starts=starts)
-    names = "correction", "aligned", "sinks", "window", "gamma", "anchors", "tail"
+    names = "correction", "sinks", "window", "gamma", "anchors", "tail"
     check(*x, starts, tiles=CUT if case["cut"] else None, **{name: case[name] for name in names})
 
 
@@ -199,7 +200,7 @@ def test_chunks_are_one_shot(correction):
     "Chunks of a multiple of gamma, with no tail and one anchor, give what one call gives."
     from sparse_nb.kernels.delta import attend_delta
     (q, k, v), _ = problem(1, 1, 2, 96, 96, 16, FP32)
-    keep = dict(sinks=3, window=20, gamma=8, correction=correction, anchors=1, tail=0, aligned=True)
+    keep = dict(sinks=3, window=20, gamma=8, correction=correction, anchors=1, tail=0)
     whole, cut = attend_delta(q, k, v, **keep), []
     for i in range(0, 96, 32): cut.append(attend_delta(q[:, :, i:i + 32], k[:, :, :i + 32], v[:, :, :i + 32], **keep))
     assert_close(torch.cat(cut, 2), whole, rtol=1e-5)
@@ -217,21 +218,20 @@ def test_scale_and_large_groups():
 def test_anchor_rows_and_the_tail_are_exact():
     from sparse_nb.kernels.delta import attend_delta
     (q, k, v), _ = problem(1, 2, 2, 100, 130, 16, FP32)
-    settings = dict(sinks=2, window=10, gamma=16, anchors=4, tail=12, aligned=False)
+    settings = dict(sinks=2, window=10, gamma=16, anchors=4, tail=12)
     head = Head(q[0, 0], k[0, 0], v[0, 0], 0, correction="none", scale=None, **settings)
     rows = [0, *range(2, 88, 16), *range(88, 100)]
     want = torch.stack([head.exact(30 + r) for r in rows]).to(DEVICE)
-    for correction in CORRECTIONS[1:]:
+    for correction in CORRECTING:
         got = attend_delta(q, k, v, **settings | dict(correction=correction))[0, 0]
         assert_close(got[rows], want, rtol=TOLERANCE[FP32], name=correction)
         assert not torch.allclose(got[1].double(), head.exact(31).to(DEVICE), rtol=1e-2)
 
 
 @kernel
-@pytest.mark.parametrize("aligned", [False, True])
-def test_an_anchor_does_not_keep_the_rounding_of_a_window_that_cancels(aligned):
+def test_an_anchor_does_not_keep_the_rounding_of_a_window_that_cancels():
     from sparse_nb.kernels.delta import launch_delta
-    settings = dict(sinks=2, window=40, gamma=16, anchors=4, tail=0, aligned=aligned, scale=None)
+    settings = dict(sinks=2, window=40, gamma=16, anchors=4, tail=0, scale=None)
     (q, k, v), _ = problem(1, 1, 1, 40, 130, 16, FP32, seed=2)
     j = 112
     q[..., 0], k[..., 0], k[:, :, 2:j - 39, 0] = 8, 0, 6   # nearly all of the weight lies before the window
@@ -248,7 +248,7 @@ def test_an_anchor_does_not_keep_the_rounding_of_a_window_that_cancels(aligned):
 def test_what_has_no_kernel():
     from sparse_nb.kernels.delta import attend_delta
     x, _ = problem(1, 1, 1, 4, 4, 16, torch.float64)
-    settings = dict(sinks=2, window=10, gamma=16, correction="delta", anchors=4, tail=12, aligned=False)
+    settings = dict(sinks=2, window=10, gamma=16, correction="delta", anchors=4, tail=12)
     with pytest.raises(TypeError, match="q must be float16, bfloat16 or float32"): attend_delta(*x, **settings)
     wide = [y.float().repeat(1, 1, 1, 20) for y in x]
     with pytest.raises(ValueError, match="q must have a head size of at most 256"): attend_delta(*wide, **settings)
@@ -259,8 +259,8 @@ def test_compiles_into_one_graph():
     from sparse_nb.kernels.delta import attend_delta
     x, starts = problem(2, 1, 2, 40, 70, 16, BF16, starts=[0, 33])
     def step(q, k, v, starts):
-        settings = dict(sinks=2, window=10, gamma=16, anchors=4, tail=12, aligned=False, kv_start=starts)
-        return [attend_delta(q, k, v, **settings | dict(correction=name)) for name in CORRECTIONS[2:]]
+        settings = dict(sinks=2, window=10, gamma=16, anchors=4, tail=12, kv_start=starts)
+        return [attend_delta(q, k, v, **settings | dict(correction=name)) for name in ("delta", "tangent")]
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "eager")
     for a, b in zip(compiled(*x, starts), step(*x, starts)): assert torch.equal(a, b)
@@ -270,7 +270,7 @@ def test_compiles_into_one_graph():
 def test_operator():
     import sparse_nb.kernels.delta  # noqa: F401, registers it
     x, _ = problem(1, 1, 2, 32, 40, 16, FP32)
-    torch.library.opcheck(torch.ops.sparse_nb.attend_delta, (*x, 2, 8, 8, "tangent", 2, 4, False, None, None),
+    torch.library.opcheck(torch.ops.sparse_nb.attend_delta, (*x, 2, 8, 8, "tangent", 2, 4, None, None),
                           test_utils=("test_schema", "test_faketensor"))
 
 
@@ -284,7 +284,7 @@ if GPU:
         k, v = k.nan_to_num(), v.nan_to_num()
         def call():
             return attend_delta(q, k, v, sinks=4, window=300, gamma=64, correction=correction, anchors=16, tail=128,
-                                aligned=False, kv_start=starts)
+                                kv_start=starts)
         call()
         torch.cuda.set_sync_debug_mode("error")
         try: call()
@@ -295,14 +295,13 @@ if GPU:
         assert torch.equal(out, call())
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("aligned", [False, True])
     @pytest.mark.parametrize("correction", CORRECTIONS)
     @pytest.mark.parametrize("H, G, Q, N, D", [
         (8, 2, 9000, 9000, 128), (6, 2, 3000, 20000, 64), (4, 1, 40000, 40000, 96)])
-    def test_long(H, G, Q, N, D, correction, aligned):
+    def test_long(H, G, Q, N, D, correction):
         from sparse_nb.kernels.delta import attend_delta
         (q, k, v), _ = problem(1, G, H // G, Q, N, D, BF16)
-        settings = dict(sinks=4, window=2048, gamma=64, correction=correction, anchors=16, tail=128, aligned=aligned)
+        settings = dict(sinks=4, window=2048, gamma=64, correction=correction, anchors=16, tail=128)
         out = poisoned(lambda: attend_delta(q, k, v, **settings))
         assert out.isfinite().all()
         rows = [0, 1, *torch.randint(Q, (14,), generator=torch.Generator().manual_seed(N)).tolist(), Q - 129, Q - 1]

@@ -1389,8 +1389,6 @@ def test_vattention_refuses_what_has_no_kernel():
         decode_(q=p.q.double())
     with pytest.raises(ValueError, match="q must have a head size of at most 256 for backend='triton', got 300"):
         decode_(q=torch.zeros(1, 4, 1, 300, device=DEVICE))
-    with pytest.raises(ValueError, match="replacement must be False for backend='triton', got True"):
-        vattention.VAttention(replacement=True).decode(p.q, p.k, p.v, backend="triton")
     with pytest.raises(TypeError,
                        match="q must be float16, bfloat16 or float32 for backend='triton', got torch.float64"):
         STEP.decode(*(x.double() for x in p[:3]), backend="triton")

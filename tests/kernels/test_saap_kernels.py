@@ -327,11 +327,11 @@ def test_sums_of_clusters(dtype, layout, unit):
 
 @kernel
 def test_sums_in_place_go_on_by_kernels(monkeypatch):
-    "A step that has no kernel of its own: sums of the keys that left the window, and of those that were read, do."
+    "A step by PyTorch: sums of the keys that left the window, and of those that were read, have kernels of their own."
     from sparse_nb.methods.saap import partition, state as states, step
     from sparse_nb.saap import Saap
     p = problem(2, 2, 2, 80, 16, FP32)
-    s, outs = Saap(unread=0.4, clusters=5, sinks=2, window=9, before_rope=False), []
+    s, outs = Saap(budget=12, clusters=5, sinks=2, window=9, before_rope=False), []
     assert s.tail == "first_order" and s.router == "moments"
     for kernels in (True, False):
         for module in (partition, states, step): monkeypatch.setattr(module, "has_kernels", lambda q: False)
@@ -342,7 +342,7 @@ def test_sums_in_place_go_on_by_kernels(monkeypatch):
         for n in range(70, 74):
             state.write(p.k, p.v, end[:1] - 1)
             with monkeypatch.context() as patch:
-                for module in (partition, states, step): patch.setattr(module, "has_kernels", lambda q: kernels)
+                for module in (partition, states): patch.setattr(module, "has_kernels", lambda q: kernels)
                 outs.append(s.decode(p.q, p.k, p.v, state=state, kv_end=end))
             end = end + 1
     for got, want in zip(outs[:4], outs[4:]): assert_close(got, want, rtol=TOLERANCE[FP32])

@@ -78,7 +78,7 @@ def compare(q, k, starts=None, scale=None, engine=None, **settings):
     a, _ = guessed_shares(s, q, k, prompt, scale)
     blocks, lists_of = a.shape[3], lambda a, times: heaviest_blocks(a, prompt.visible, prompt.forced, s.density,
                                                                     s.least, times)
-    same = dict(block=s.block, density=s.density, index=s.index, heads=s.heads, pool=s.prompt_pool, rotation=s.seed,
+    same = dict(block=s.block, density=s.density, index=s.index, heads=s.heads, pool=s.prompt_pool,
                 scale=scale, kv_start=starts, refine=s.prompt_refine, least=s.least)
     with pytest.MonkeyPatch.context() as patch:
         if engine is not None: patch.setattr(kernels, "by_engine", lambda *_: engine)
@@ -286,7 +286,7 @@ def test_sub_blocks_of_padding_have_no_share():
 def test_the_rotation_has_the_reference_s_signs(seed):
     (q, k, _), _ = problem(1, 1, 2, 100, 200, 24, FP32, seed=seed)
     k[..., 0] *= 30                                       # 4 bits without a rotation, or with another, see nothing else
-    got, want = compare(q, k, block=32, density=0.5, index="fine16", pool="mean", refine=1, seed=seed)
+    got, want = compare(q, k, block=32, density=0.5, index="fine16", pool="mean", refine=1)
     assert torch.equal(got, want)
 
 
@@ -334,18 +334,18 @@ def test_operator():
     import sparse_nb.kernels.sketch_walk_prefill  # noqa: F401, registers it
     (q, k, _), _ = problem(1, 1, 2, 40, 40, 16, FP32)
     for more in ((1, 2), (2, 3)):
-        arguments = q, k, 32, 0.5, "mean", "group", "mean", 0, None, None, *more
+        arguments = q, k, 32, 0.5, "mean", "group", "mean", None, None, *more
         torch.library.opcheck(torch.ops.sparse_nb.choose_blocks, arguments,
                               test_utils=("test_schema", "test_faketensor"))
 
 
 @kernel
-@pytest.mark.parametrize("index, heads, power, degree", [
-    ("mean", "group", "element", 24), ("fine4", "each", "element", 2), ("fine16", "all", "matrix", 3)])
-def test_a_walk_stands_on_the_kernels_shares(index, heads, power, degree):
+@pytest.mark.parametrize("index, heads, degree", [
+    ("mean", "group", 24), ("fine4", "each", 2), ("fine16", "all", 3)])
+def test_a_walk_stands_on_the_kernels_shares(index, heads, degree):
     "Two layers: lists beside the reference's, which walk over its own shares."
     N = 1111 if GPU else 230
-    s = SketchWalk(32, 0.7, index, walk="softmax", power=power, degree=degree, heads=heads)
+    s = SketchWalk(32, 0.7, index, walk="softmax", degree=degree, heads=heads)
     step, right = {}, {}
     for layer in range(2):
         (q, k, _), _ = problem(2, 2, 2, N, N, 16, FP32, seed=layer)
@@ -353,7 +353,7 @@ def test_a_walk_stands_on_the_kernels_shares(index, heads, power, degree):
         start = torch.zeros(2, dtype=torch.int64, device=DEVICE)
         want = prompt_lists(s, q, k, start, None, None, right)
         found = s.block_pattern(q, k, None, None, "triton", step=step)
-        prompt, a = prompt_blocks(s, q, k, start), right[0] ** (1 / degree if power == "element" else 1)
+        prompt, a = prompt_blocks(s, q, k, start), right[0] ** (1 / degree)
         agree(chosen(found.index, found.count, a.shape[3]), want, a, prompt, 4 * GAP)
         assert_close(step[0], right[0], rtol=4 * GAP * degree * (layer + 1), name=f"layer {layer}")
     alone = prompt_lists(replace(s, walk=None), q, k, start, None, None)
@@ -393,7 +393,7 @@ def test_a_prompt_without_kernels_is_not_handed_over(monkeypatch):
     chooses = lambda backend="auto", **kw: SketchWalk(**kw).prompt_by_kernels(there, there, backend)
     for index in ("mean", "fine16", "fine4"):
         for more in ({}, dict(heads="all"), dict(heads="each"), dict(pool="max"), dict(block=32), dict(refine=3),
-                     dict(least=5), dict(walk="softmax"), dict(walk="softmax", power="matrix", heads="all")):
+                     dict(least=5), dict(walk="softmax"), dict(walk="softmax", heads="all")):
             assert chooses(index=index, **more)
     for settings in (dict(heads="averaged"), dict(walk="renormalised"), dict(walk="literal"), dict(index="oracle"),
                      dict(index="random"), dict(index="sketch"), dict(block=16), dict(block=4)):

@@ -268,7 +268,7 @@ def test_generation_under_sparsify():
 PROMPT = torch.randn(1, 2, 130, 16, generator=torch.Generator().manual_seed(3))
 BY_QUERY = [*SELECTING, TopP(0.8), *(Santa(samples=32, scheme=x) for x in ("iid", "proportional", "flash")),
             *(Santa(samples=32, keys=x) for x in ("int8", "rescored")), Santa(samples=32, eps=0.5, delta=0.2),
-            VAttention(sinks=2, window=4, topk=4, base=4, replacement=True, guarantee="output"),
+            VAttention(sinks=2, window=4, topk=4, base=4, guarantee="output"),
             VAttention(sinks=2, window=4, topk=4, base=4, predictor=Quest(page=4)), OneList(Quest(budget=12, page=4)),
             SketchWalk(4, 0.4, dense_layers=0), SketchWalk(8, 0.4, "mean", heads="each", dense_layers=0),
             Saap(sinks=2, window=8, clusters=4), KDEformer(), Reformer()]

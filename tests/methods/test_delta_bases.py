@@ -9,21 +9,28 @@ import pytest
 import torch
 
 from sparse_nb.core.exact import assert_close, attention
-from sparse_nb.delta import CORRECTIONS, Delta, delta_prefill
+from sparse_nb.delta import CORRECTIONS as ALL, Delta, delta_prefill
 from sparse_nb.hf import sparsify
 from sparse_nb.methods.flex_prefill import FlexPrefill
 from sparse_nb.methods.hip import HiP
 from sparse_nb.methods.vertical_slash import VerticalSlash, save_choices
 from sparse_nb.methods.xattention import XAttention
 
-SMALL = dict(query_block=32, key_block=32)
-LINES = dict(vertical=6, slash=9, last=16, sinks=2, window=4)
+CORRECTIONS = [x for x in ALL if x != "aligned"]  # which is of windows, and a base has none
+SMALL = dict(block=32)
+LINES = dict(vertical=6, slash=9, sinks=2, window=4)
 TREE = dict(stages=((16, 48), (4, 16), (2, 6)), sinks=3, window=5, **SMALL)
 BASES = [VerticalSlash(rounding="none", **LINES), VerticalSlash(**LINES | dict(vertical=2, slash=2, window=1), **SMALL),
          VerticalSlash(rounding="pool", **LINES, **SMALL), HiP(rounding="none", **TREE), HiP(**TREE),
          HiP(rounding="none", shared="group", **TREE), HiP(rounding="none", shared="head", **TREE),
          FlexPrefill(0.3, 0.1, 8, **SMALL), XAttention(0.3, stride=8, **SMALL)]
 bases = pytest.mark.parametrize("base", BASES, ids=repr)
+
+
+@pytest.fixture(autouse=True)
+def few_choose(monkeypatch): monkeypatch.setattr("sparse_nb.methods.vertical_slash.LAST", 16)
+
+
 EVERYTHING = VerticalSlash(rounding="none"), VerticalSlash(), HiP(rounding="none"), HiP()
 
 
@@ -123,7 +130,7 @@ def test_lines_of_each_layer_and_head(pocket, tmp_path):
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     rows = {i: [(2 + i, 3 + h, 1, 2) for h in range(heads)] for i in range(layers)}
     save_choices(rows, tmp_path / "lines.json", model)
-    lines = VerticalSlash(last=16, rounding="none", choices=str(tmp_path / "lines.json"))
+    lines = VerticalSlash(rounding="none", choices=str(tmp_path / "lines.json"))
     method = Delta(base=lines, gamma=16, tail=4)
     ids = tokenizer("Which keys does a query of this sentence read? " * 4, return_tensors="pt").input_ids
     with torch.no_grad():

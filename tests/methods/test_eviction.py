@@ -15,8 +15,8 @@ from sparse_nb.grid import needs_queries
 from sparse_nb.hf import prefill, sparsify
 from experiments.configs.eviction import equal_bytes, equal_rows
 
-METHODS = [H2O(12), H2O(38), H2O(0.3, recent=0.2, sinks=2), H2O(9, recent=3, sinks=1, heads="each"), SnapKV(14, 6),
-           SnapKV(0.4, 5, 5, "avg"), SnapKV(12, 4, 3, heads="each")]
+METHODS = [H2O(12), H2O(38), H2O(0.3, recent=0.2), H2O(9, recent=3), SnapKV(14, 6), SnapKV(0.4, 5, 5),
+           SnapKV(12, 4, 3)]
 NAMES = dict(ids=repr)
 
 
@@ -49,7 +49,7 @@ def h2o(method, qs, k, prompt):
     for t in range(len(k)):
         if t == prompt or t > prompt:
             while len(held) > budget:
-                old = [i for i in held if i >= method.sinks and i < t - recent]
+                old = [i for i in held if i < t - recent]
                 held.remove(min(old or held, key=lambda i: (sums[i], -i)))
             held.add(t)
             read.append({*held})
@@ -67,7 +67,7 @@ def snapkv(method, qs, k, prompt):
     half, pooled = method.kernel // 2, []
     for i in range(begin):
         near = [sums[j] if 0 <= j < begin else 0.0 for j in range(i - half, i + half + 1)]
-        pooled.append(max(near) if method.pooling == "max" else sum(near) / method.kernel)
+        pooled.append(max(near))
     best = sorted(range(begin), key=lambda i: (-pooled[i], i))
     count = whole(method.budget, prompt)
     kept = {*range(begin, prompt)} if count >= prompt - begin else {*range(prompt - count, prompt)}
@@ -81,14 +81,12 @@ def test_definition(method):
     q, k, v = inputs(keys=80)
     q, prompt, starts = 3 * q, 40, [0, 7]
     state = state_of(method, q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt])
-    lists, reads = (1, 3) if method.heads == "group" else (3, 1), snapkv if isinstance(method, SnapKV) else h2o
-    want = {}
+    reads, want = snapkv if isinstance(method, SnapKV) else h2o, {}
     for b, start in enumerate(starts):
         for g in range(2):
-            for x in range(lists[0]):
-                heads = [3 * g + x] if lists[0] > 1 else [3 * g, 3 * g + 1, 3 * g + 2]
-                found = reads(method, q[b, heads, start:], k[b, g, start:], prompt - start)
-                for h in heads: want[b, h] = [{start + i for i in row} for row in found]
+            heads = [3 * g, 3 * g + 1, 3 * g + 2]
+            found = reads(method, q[b, heads, start:], k[b, g, start:], prompt - start)
+            for h in heads: want[b, h] = [{start + i for i in row} for row in found]
     masks = dict(kv_start=torch.tensor(starts))
     for t in range(prompt, 80):
         state.append(k[:, :, [t]], v[:, :, [t]], q=q[:, :, [t]])
@@ -279,8 +277,8 @@ def test_queries_that_stand_before_the_first_key_that_is_put(method, monkeypatch
                            (dict(kv_start=torch.tensor([1, 4])), r"kv_start must be the first .*, got \[1, 4\]")):
         with pytest.raises(ValueError, match=message): method.decode(q[:, :, [36]], *cache, state=fixed, **seen | wrong)
 
-EDGES = [H2O(1), H2O(2, recent=0), H2O(1.0), H2O(99), H2O(5, recent=5, heads="each"), H2O(0.3, recent=0, sinks=3),
-         SnapKV(7, 6), SnapKV(1.0, 6), SnapKV(99, 6, 1), SnapKV(0.05, 1, 9, "avg"), SnapKV(0.2, 64, heads="each")]
+EDGES = [H2O(1), H2O(2, recent=0), H2O(1.0), H2O(99), H2O(5, recent=5), H2O(0.3, recent=0), SnapKV(7, 6),
+         SnapKV(1.0, 6), SnapKV(99, 6, 1), SnapKV(0.05, 1, 9), SnapKV(0.2, 64)]
 
 @pytest.mark.parametrize("method", METHODS + EDGES, **NAMES)
 def test_several_turns_in_a_cache_of_a_fixed_length(method):
@@ -298,8 +296,8 @@ def test_several_turns_in_a_cache_of_a_fixed_length(method):
             got = method.select(q[:, :, new], cache[0], state=fixed, kv_start=start, kv_end=end)
             assert torch.equal(got.dense(n + 1), want.dense(n + 1)) and torch.equal(got.count, want.count)
             for index, count, rows in zip(fixed.lists.index, fixed.lists.count, fixed.rows[:, :, :n + 1]):
-                held = [x.nonzero()[:, 0].tolist() for x in rows.transpose(1, 2).flatten(0, 1)]
-                assert [x[:count].tolist() for x in index.flatten(0, 1)] == held
+                held = [x.nonzero()[:, 0].tolist() for x in rows]
+                assert [x[:count].tolist() for x in index] == held
             if n == places[0]: first = got, got.count.clone(), got.index.clone()
         assert torch.equal(first[0].count, first[1]) and torch.equal(first[0].index, first[2])  # it does not move
     put(range(30, 38))
@@ -325,7 +323,7 @@ def held_by_definition(method, q, k, start, prompt):
     return [[[{a + i for i in x} for x in h2o(method, q[b, 3 * g:3 * g + 3, a:], k[b, g, a:], prompt - a)]
              for g in range(2)] for b, a in enumerate(start.tolist())]
 
-@pytest.mark.parametrize("method", [H2O(12), H2O(9, recent=3, sinks=2), H2O(4, recent=0), H2O(1, recent=0)], **NAMES)
+@pytest.mark.parametrize("method", [H2O(12), H2O(9, recent=3), H2O(4, recent=0), H2O(1, recent=0)], **NAMES)
 def test_of_equal_votes_the_earlier_key_stays(method):
     "A prompt that gives all its attention to one key, and queries that give the same to each"
     (q, k, v), start = inputs(keys=60), torch.tensor([0, 4])
@@ -339,21 +337,21 @@ def test_of_equal_votes_the_earlier_key_stays(method):
     for n in range(30, 60):
         fixed.write(*cache, torch.tensor([n]), q=q[:, :, [n]])
         for b, count in enumerate(fixed.lists.count.flatten().tolist()):
-            for g in range(2): assert {*fixed.lists.index[b, g, 0, :count].tolist()} == want[b][g][n - 30]
+            for g in range(2): assert {*fixed.lists.index[b, g, :count].tolist()} == want[b][g][n - 30]
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_least_goes_as_if_all_were_sorted(seed):
-    "Few votes that are different, none or one key too many, padding, sinks, newest keys and room behind them"
+    "Few votes that are different, none or one key too many, padding, newest keys and room behind them"
     g = torch.Generator().manual_seed(seed)
     draw = lambda high, *shape: torch.randint(high, shape, generator=g)
     n, end, first = 24, 13 + int(draw(12, 1)), draw(5, 3)
-    votes, i = draw(1 + seed % 4, 3, 2, n, 2).double(), torch.arange(n).view(1, 1, n, 1)
+    votes, i = draw(1 + seed % 4, 3, 4, n).double(), torch.arange(n)
     count = draw(9, 3)
-    there = (i >= first.view(3, 1, 1, 1)) & (i < end)
-    order = torch.rand(3, 2, n, 2, generator=g).masked_fill(~there, -1).argsort(2, descending=True).argsort(2)
-    held = there & (order < (count + draw(2, 3)).view(3, 1, 1, 1))
-    for sinks, recent in ((0, draw(1, 3)), (3, draw(4, 3)), (1, draw(14, 3))):
-        args = votes, held, first, count, recent, sinks, torch.tensor([end])
+    there = (i >= first.view(3, 1, 1)) & (i < end)
+    order = torch.rand(3, 4, n, generator=g).masked_fill(~there, -1).argsort(2, descending=True).argsort(2)
+    held = there & (order < (count + draw(2, 3)).view(3, 1, 1))
+    for recent in (draw(1, 3), draw(4, 3), draw(14, 3)):
+        args = votes, held, first, count, recent, torch.tensor([end])
         assert torch.equal(all_but_least(*args), most_voted(*args))
 
 def read_lists(q, k, v, index, weight, count, *, scale=None):
@@ -364,7 +362,7 @@ def read_lists(q, k, v, index, weight, count, *, scale=None):
 
 @pytest.mark.parametrize("method", [METHODS[i] for i in (0, 2, 3, 4, 6)], **NAMES)
 def test_what_kernels_are_given(method, monkeypatch):
-    "The lists themselves, one for each group where its heads share it; each head's for a gradient and for statistics."
+    "The lists themselves, one for each group; each head's for a gradient and for statistics."
     pytest.importorskip("triton")
     from sparse_nb.kernels import gather
     (q, k, v), start, called = inputs(keys=36, dtype=torch.float32), torch.tensor([0, 4]), []
@@ -373,7 +371,7 @@ def test_what_kernels_are_given(method, monkeypatch):
     def attend(q, k, v, index, weight, count, *, scale=None):
         called.append(index)
         assert index.untyped_storage().data_ptr() == fixed.lists.index.untyped_storage().data_ptr()
-        assert index.shape[1] == (6 if method.heads == "each" else 2) and not any(weight.stride())
+        assert index.shape[1] == 2 and not any(weight.stride())
         return read(q, k, v, index, weight, count, scale=scale)
     monkeypatch.setattr(gather, "attend", attend)
     for n in range(30, 36):
@@ -423,9 +421,9 @@ def test_what_cannot_be_fixed():
 
 @pytest.mark.parametrize("kind, wrong", [
     (H2O, dict(budget=0)), (H2O, dict(budget=1.5)), (H2O, dict(recent=-1)), (H2O, dict(recent=2.0)),
-    (H2O, dict(sinks=-1)), (H2O, dict(heads="all")), (H2O, dict(budget=8, recent=6, sinks=3)),
-    (SnapKV, dict(budget=32)), (SnapKV, dict(window=0)), (SnapKV, dict(kernel=4)), (SnapKV, dict(kernel=2.0)),
-    (SnapKV, dict(pooling="sum")), (SnapKV, dict(heads=None))], ids=str)
+    (H2O, dict(budget=8, recent=9)),
+    (SnapKV, dict(budget=32)), (SnapKV, dict(window=0)), (SnapKV, dict(kernel=4)), (SnapKV, dict(kernel=2.0))],
+    ids=str)
 def test_bad_settings(kind, wrong):
     with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} must"): kind(**wrong)
 

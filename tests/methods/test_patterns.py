@@ -19,20 +19,20 @@ from sparse_nb.methods.block_controls import OracleBlocks, RandomBlocks, with_co
 from sparse_nb.methods.block_reads import mass_read, pairs_read
 from sparse_nb.methods.flex_prefill import FlexPrefill, js_distance
 from sparse_nb.methods.hip import HiP
-from sparse_nb.methods.vertical_slash import VerticalSlash, save_choices, search_choices
+from sparse_nb.methods.vertical_slash import LAST, VerticalSlash, save_choices, search_choices
 from sparse_nb.methods.xattention import XAttention
 from sparse_nb.tasks import make
 
-SMALL = dict(query_block=32, key_block=32)
-LINES = dict(vertical=20, slash=30, last=16, sinks=4, window=8, **SMALL)
+SMALL = dict(block=32)
+LINES = dict(vertical=20, slash=30, sinks=4, window=8, **SMALL)
 TREE = dict(stages=((32, 96), (8, 48), (2, 12)), sinks=6, window=20, **SMALL)
 LEAKY = [VerticalSlash(**LINES), VerticalSlash(rounding="pool", **LINES), VerticalSlash(rounding="none", **LINES),
          FlexPrefill(0.6, 0.1, 32, **SMALL), FlexPrefill(0.6, 1.0, 32, **SMALL)]
 CAUSAL = [HiP(**TREE), HiP(shared="group", **TREE), HiP(shared="head", rounding="none", **TREE),
           HiP(shared="group", rounding="none", **TREE),
-          HiP(stages=((32, 64),), sinks=0, window=1, shared="head", query_block=64, key_block=32),
+          HiP(stages=((32, 64),), sinks=0, window=1, shared="head", block=64),
           OracleBlocks(0.3, **SMALL), RandomBlocks(0.3, **SMALL), XAttention(0.5, stride=8, **SMALL),
-          XAttention(density=0.4, stride=4, query_block=64, key_block=32)]
+          XAttention(density=0.4, stride=4, block=64)]
 METHODS = LEAKY + CAUSAL
 ROWS = [m for m in METHODS if getattr(m, "rounding", "") == "none"]
 BLOCKS = [m for m in METHODS if m not in ROWS]
@@ -90,21 +90,21 @@ def test_a_pattern_knows_where_sequences_begin(method):
     found = method.pattern(q, k, seed=seeds(q), kv_start=torch.tensor([0, 128])).mask()
     alone = method.pattern(q[1:, :, 64:], k[1:, :, 128:], seed=seeds(q)[1:]).mask()
     first = method.pattern(q[:1], k[:1], seed=seeds(q)[:1]).mask()
-    assert torch.equal(found[0], first[0]) and not found[1, :, :64 // method.query_block].any()
-    rows, keys = 64 // method.query_block, 128 // method.key_block
+    assert torch.equal(found[0], first[0]) and not found[1, :, :64 // method.block].any()
+    rows, keys = 64 // method.block, 128 // method.block
     assert not found[1, :, :, :keys].any()
     if not method.random: assert torch.equal(found[1, :, rows:, keys:], alone[0])
 
 
-@pytest.mark.parametrize("query_block, key_block", [(32, 32), (64, 32), (32, 128)])
-def test_sequences_that_begin_inside_a_block(query_block, key_block):
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_sequences_that_begin_inside_a_block(block):
     "A block is read where some query of the block of queries sees some key of it."
     q, k, _ = problem(B=5, G=1, R=1, Q=150, N=230, D=4)
     start = torch.tensor([0, 1, 70, 95, 229])
-    found = OracleBlocks(1.0, query_block, key_block).pattern(q, k, kv_start=start).mask()
+    found = OracleBlocks(1.0, block).pattern(q, k, kv_start=start).mask()
     for b, s in enumerate(start.tolist()):
         want = torch.zeros_like(found[b, 0])
-        for i in range(max(80, s), 230): want[(i - 80) // query_block, torch.arange(s, i + 1) // key_block] = True
+        for i in range(max(80, s), 230): want[(i - 80) // block, torch.arange(s, i + 1) // block] = True
         assert torch.equal(found[b, 0], want), s
 
 
@@ -146,7 +146,7 @@ def test_a_block_does_not_know_later_blocks(method):
         assert torch.equal(got, want)
 
 
-SPARSE = dict(vertical=4, slash=6, last=16, sinks=1, window=2, **SMALL)
+SPARSE = dict(vertical=4, slash=6, sinks=1, window=2, **SMALL)
 KNOWING = [VerticalSlash(**SPARSE), VerticalSlash(**SPARSE | dict(vertical=96, slash=96, rounding="pool")), *LEAKY[2:]]
 
 
@@ -191,7 +191,7 @@ def test_lines_by_enumeration(Q, N):
     method, weights = VerticalSlash(rounding="none", **LINES), weights_of(q, k)
     want = torch.zeros_like(weights, dtype=torch.bool)
     for h, w in enumerate(weights):
-        last = range(max(0, Q - method.last), Q)
+        last = range(max(0, Q - LAST), Q)
         columns = [sum(w[r, i] for r in last) for i in range(N)]
         diagonals = [sum(w[r, N - Q + r - d] for r in last if N - Q + r >= d) for d in range(N)]
         v_lines = top(columns, method.vertical, range(method.sinks))
@@ -213,7 +213,7 @@ def test_pooled_lines_by_enumeration():
     method, weights = VerticalSlash(rounding="pool", **LINES | dict(vertical=60, slash=70)), weights_of(q, k)
     want = torch.zeros(4, 5, 7, dtype=torch.bool)
     for h, w in enumerate(weights):
-        last = range(160 - method.last, 160)
+        last = range(160 - LAST, 160)
         columns, diagonals = [0.0] * 7, [0.0] * 7
         for r in last:
             for i in range(64 + r + 1):
@@ -448,19 +448,17 @@ def test_seeds(method):
 @pytest.mark.parametrize("make_method, said", [
     (lambda: VerticalSlash(vertical=-1), "vertical must be at least 0, got -1"),
     (lambda: VerticalSlash(slash=0.5), "slash must be an int, got float"),
-    (lambda: VerticalSlash(last=0), "last must be at least 1, got 0"),
     (lambda: VerticalSlash(sinks=True), "sinks must be an int, got bool"),
     (lambda: VerticalSlash(window=0), "window must be at least 1, got 0"),
     (lambda: VerticalSlash(rounding="up"), "rounding must be one of cover, pool, none, got 'up'"),
     (lambda: VerticalSlash(choices=3), "choices must be a str or None, got int"),
     (lambda: VerticalSlash(layer=-1), "layer must be at least 0, got -1"),
-    (lambda: VerticalSlash(query_block=48), "query_block must be 32, 64 or 128, got 48"),
-    (lambda: VerticalSlash(key_block=16), "key_block must be 32, 64 or 128, got 16"),
+    (lambda: VerticalSlash(block=48), "block must be 32, 64 or 128, got 48"),
     (lambda: FlexPrefill(gamma=1.0), r"gamma must lie in \(0, 1\), got 1.0"),
     (lambda: FlexPrefill(tau=-0.1), r"tau must lie in \[0, 1\], got -0.1"),
     (lambda: FlexPrefill(tau="0"), "tau must be a number, got str"),
     (lambda: FlexPrefill(min_keys=-1), "min_keys must be at least 0, got -1"),
-    (lambda: FlexPrefill(key_block=256), "key_block must be 32, 64 or 128, got 256"),
+    (lambda: FlexPrefill(block=256), "block must be 32, 64 or 128, got 256"),
     (lambda: HiP(stages=()), r"stages must be pairs \(keys of a chunk, keys that are kept\), got \(\)"),
     (lambda: HiP(stages=(64, 128)), "stages must be pairs"),
     (lambda: HiP(stages=((64, 0),)), "stages, keys that are kept, must be at least 1, got 0"),
@@ -469,7 +467,7 @@ def test_seeds(method):
     (lambda: HiP(window=0), "window must be at least 1, got 0"),
     (lambda: HiP(shared="some"), "shared must be one of all, group, head, got 'some'"),
     (lambda: HiP(rounding="pool"), "rounding must be one of cover, none, got 'pool'"),
-    (lambda: HiP(query_block="64"), "query_block must be an int, got str"),
+    (lambda: HiP(block="64"), "block must be an int, got str"),
     (lambda: OracleBlocks(0), r"density must lie in \(0, 1\], got 0"),
     (lambda: RandomBlocks(1.5), r"density must lie in \(0, 1\], got 1.5"),
     (lambda: RandomBlocks("all"), "density must be a number, got str")])
@@ -508,7 +506,7 @@ def test_the_search_finds_what_a_head_does():
     q[0, 0] = 3 * k[0, 0, [5, 41, 77, 101]].sum(0)
     q[0, 1] = 3 * k[0, 1].roll(33, 0)
     candidates = [(24, 4), (4, 24), (14, 14)]
-    method = VerticalSlash(sinks=1, window=1, last=32, rounding="none")
+    method = VerticalSlash(sinks=1, window=1, rounding="none")
     found = search_choices([(0, q, k), (4, q.flip(1), k.flip(1))], candidates, method)
     assert found == {0: [(24, 4, 1, 1), (4, 24, 1, 1)], 4: [(4, 24, 1, 1), (24, 4, 1, 1)]}
     a_shape = search_choices([(0, q, k)], [(24, 4), (20, 8, 20, 8)], method)
@@ -588,7 +586,7 @@ def test_everything_read_is_the_model_itself(pocket):
             assert_close(model(ids.to(model.device)).logits, want, 1e-4)
 
 
-@pytest.mark.parametrize("method", [VerticalSlash(40, 60, window=32), FlexPrefill(0.5, 0.3, 64, 64, 64),
+@pytest.mark.parametrize("method", [VerticalSlash(40, 60, window=32), FlexPrefill(0.5, 0.3, 64, 64),
                                     HiP(((64, 128), (16, 32)), 16, 32), RandomBlocks(0.3)], ids=repr)
 def test_padded_batches_write_what_each_row_writes(pocket, method):
     model, tokenizer = pocket
@@ -633,7 +631,7 @@ def test_real_heads_are_read_better_than_by_chance(pocket):
     ids = tokenizer(make("multikey", 1000, seed=2, tokenizer=tokenizer).prompt, return_tensors="pt").input_ids
     shares = {}
     for x in capture(model, ids.to(model.device)):
-        for method in (VerticalSlash(64, 128, rounding="pool", window=64), FlexPrefill(0.8, 0.3, 128, 64, 64),
+        for method in (VerticalSlash(64, 128, rounding="pool", window=64), FlexPrefill(0.8, 0.3, 128, 64),
                        HiP(((64, 192),), 64, 64)):
             p = method.pattern(x.q, x.k)
             shares.setdefault(type(method), []).append([mass_read(x_, x.q, x.k).mean() for x_ in (

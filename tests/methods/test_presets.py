@@ -166,7 +166,7 @@ def test_vattention_has_no_kernel_and_needs_its_own_settings():
     q, k, v = problem(1, 50)
     with pytest.raises(ValueError, match="plugin must be 'upper' or 'plain' for backend='triton', got 'printed'"):
         VAttention.paper().decode(q, k, v, backend="triton")
-    for name, wrong in dict(bound="bernstein", replacement=True, share=True).items():
+    for name, wrong in dict(bound="bernstein", share=True).items():
         with pytest.raises(ValueError, match=f"{name} must be .* with plugin='printed', got"):
             VAttention(**dict(plugin="printed", share=False) | {name: wrong})
 
@@ -387,7 +387,7 @@ def test_the_presets_work_in_a_model(text, role):
 
 def test_delta_takes_the_papers_other_bases():
     q, k, v = problem(200, 200)
-    base = VerticalSlash(40, 40, last=16)
+    base = VerticalSlash(40, 40)
     got = Delta.paper(gamma=16, base=base, tail=0).prefill(q, k, v)
     sparse = base.prefill(q, k, v)
     exact = Delta(correction="none", window=200, tail=0).prefill(q, k, v)

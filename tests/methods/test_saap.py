@@ -27,7 +27,7 @@ from sparse_nb.methods.saap.partition import (
     KMEANS, about_partition, cluster_sums, fit_partition, moment_rows, nearest_cluster, partition_parts, router_scores,
     save_partition)
 from sparse_nb.methods.saap.state import Partition
-from sparse_nb.methods.saap.step import RANKS, ROUTERS, TAILS, guessed_shares, keys_for_mass, served
+from sparse_nb.methods.saap.step import RANKS, ROUTERS, TAILS
 from sparse_nb.saap import Saap, keys_to_read, rank_clusters, saap_decode
 from sparse_nb.vattention import VAttention, select_and_promise
 from inputs import fast
@@ -59,15 +59,10 @@ def by_hand(s, ids, q, k, v):
             for c, own in groups.items()}
     order = sorted(groups, key=lambda c: (-rank[c], c))
     left = s.budget if isinstance(s.budget, int) else None if s.budget is None else math.ceil(s.budget * n - 1e-9)
-    read, all_mass = ~far, weight[:, ~far].sum(-1) + whole
-    share = {c: float((guess[c] / all_mass).mean()) for c in groups}  # of a key
+    read = ~far
     for i, c in enumerate(order):
         own = groups[c]
-        if s.unread is not None:
-            behind = sum(len(groups[x]) * share[x] for x in order[i + 1:])
-            count = next(t for t in range(len(own) + 1)
-                         if t == len(own) or s.unread and behind + (len(own) - t) * share[c] <= s.unread)
-        else: count = len(own) * (i < s.probes) if left is None else min(left, len(own))
+        count = len(own) * (i < s.probes) if left is None else min(left, len(own))
         left = left if left is None else left - count
         if count: read[own[-count:]] = True
     top, bottom = weight[:, read] @ v[read], weight[:, read].sum(-1)
@@ -80,10 +75,9 @@ def by_hand(s, ids, q, k, v):
         top, bottom = top + copies[:, None] * v[rest].mean(0), bottom + copies
     return read, top / bottom[:, None]
 
-CASES = [Saap(unread=0.2, **SMALL), Saap(unread=0.4, rank="mass", tail="drop", **SMALL),
-         Saap(budget=12, **SMALL), Saap(budget=0, **SMALL), Saap(budget=0.2, rank="mass", **SMALL),
+CASES = [Saap(budget=12, **SMALL), Saap(budget=0, **SMALL), Saap(budget=0.2, rank="mass", **SMALL),
          Saap(probes=2, **SMALL), Saap(probes=3, rank="mass", tail="drop", **SMALL),
-         Saap(budget=17, tail="second_order", kmeans="plain", **SMALL), Saap(budget=9, tail="drop", **SMALL),
+         Saap(budget=17, tail="second_order", **SMALL), Saap(budget=9, tail="drop", **SMALL),
          Saap(budget=13, clusters=1, sinks=0, window=1), Saap(probes=1, clusters=90, sinks=3, window=5)]
 NAMES = dict(ids=repr)
 
@@ -153,7 +147,7 @@ def test_equal_keys_share_a_cluster():
         assert len(ids.unique()) == 1
         for key in (k, 0 * k):
             v = inputs(batch=1, groups=1, keys=50, size=8)[2]
-            out = saap_decode(key[:, :, :1], key, v, budget=5, kmeans=kmeans, clusters=6, window=3)
+            out = saap_decode(key[:, :, :1], key, v, budget=5, clusters=6, window=3)
             assert_close(out, attention(key[:, :, :1], key, v), 1e-12)
 
 def test_sums_in_blocks(monkeypatch):
@@ -172,7 +166,7 @@ def test_sums_in_blocks(monkeypatch):
 def test_all_clusters_are_exact_attention(clusters, tail, router):
     q, k, v = inputs(queries=3)
     masks = dict(causal=True, kv_start=torch.tensor([0, 9]), kv_end=torch.tensor([60, 41]))
-    for how in (dict(probes=clusters), dict(budget=60), dict(budget=1.0), *[dict(unread=0)] * (router == "moments")):
+    for how in (dict(probes=clusters), dict(budget=60), dict(budget=1.0)):
         got = saap_decode(q, k, v, clusters=clusters, tail=tail, router=router, sinks=2, window=4, **how, **masks)
         assert_close(got, attention(q, k, v, **masks), 1e-12)
 
@@ -198,8 +192,7 @@ def test_first_order_never_overstates_the_mass(data):
     k[:, :, torch.rand(n, generator=g) < 0.2] *= 4
     q = torch.randn(1, 3, 1, size, generator=g).double()
     how = draw(st.sampled_from([dict(probes=2), dict(budget=3), dict(budget=0), dict(budget=0.4)]))
-    s = Saap(**how, clusters=clusters, sinks=draw(st.integers(0, 3)), window=draw(st.integers(1, 5)),
-             kmeans=draw(st.sampled_from(KMEANS)))
+    s = Saap(**how, clusters=clusters, sinks=draw(st.integers(0, 3)), window=draw(st.integers(1, 5)))
     # of the sum of e^s only what is read and what stands in: with v = e_0 on one read key, out = e^s / denominator
     scores = attention_scores(q, k)[0, :, 0]
     v = torch.zeros_like(k)
@@ -219,7 +212,7 @@ def test_second_order_is_exact_for_normal_keys():
     v[:, :, -1] = 1
     got = {}
     for tail in TAILS[:2]:
-        out = saap_decode(q, k, v, budget=0, clusters=1, sinks=0, window=1, tail=tail, scale=1.0, iterations=0)
+        out = saap_decode(q, k, v, budget=0, clusters=1, sinks=0, window=1, tail=tail, scale=1.0)
         got[tail] = float((q[0, 0, 0] @ k[0, 0, -1]).exp() / out[0, 0, 0, 0])
     want = float((k[0, 0] @ q[0, 0, 0]).exp().sum())
     assert abs(got["second_order"] / want - 1) < 0.02 and got["first_order"] < 0.6 * want
@@ -248,125 +241,20 @@ def test_a_needle_in_a_crowd():
     assert heavy.sum() == 10 and weight[heavy].sum() < weight[~heavy].sum() / 5
     caught = {}
     for rank in RANKS:
-        s = Saap(budget=12, clusters=2, sinks=0, window=1, rank=rank, seed=1)
+        s = Saap(budget=12, clusters=2, sinks=0, window=1, rank=rank)
         read = s.select(q, k[None, None], scale=1.0).dense(510)[0, 0, 0] > 0
         caught[rank] = float(weight[read].sum() / weight.sum())
         assert read[heavy].sum() == (10 if rank == "density" else 0)
     assert caught["density"] > 4 * caught["mass"]
-
-# until little is left
-
-def unread_of(q, k, read, scale=None):
-    "Share of the attention of each head on keys that are not `read` [H, N]"
-    return (attention_weights(q, k, scale=scale)[0, :, 0] * ~read).sum(-1)
-
-def crowd(across, along):
-    """A query, and 200 far keys in one clump before a window of 32 keys at score 3.
-
-    Scores of the far keys have the deviation `along`, their other fifteen numbers `across`.
-    """
-    g, axes = torch.Generator().manual_seed(0), torch.eye(16).double()
-    far = 20 * axes[1] + across * torch.randn(200, 16, generator=g)
-    far[:, 0] = along * torch.randn(200, generator=g)
-    return axes[None, None, :1], torch.cat([far, 3 * axes[:1].expand(32, -1)])[None, None]
-
-CROWD = Saap(unread=0.3, clusters=1, sinks=0, window=32)
-
-def left_by(s, q, k):
-    "How many far keys of a `crowd` are read, and the share of the attention on the others"
-    read = s.select(q, k, scale=1.0).dense(232)[0, :, 0] > 0
-    return int(read[0, :200].sum()), float(unread_of(q, k, read, 1.0))
-
-def test_a_guess_is_no_promise():
-    "One needle at score 12 in a clump at 0: the mean and the variance of the clump hardly move, and it is not read"
-    q, k = crowd(0.1, 0.1)
-    k[0, 0, 77, 0] = 12
-    read, left = left_by(CROWD, q, k)
-    assert read == 0 and left > 0.99
-    out, stats = CROWD.decode(q, k, k, scale=1.0, return_stats=True)
-    assert stats.density == 32 / 232 and relative_error(out, attention(q, k, k, scale=1.0)) > 0.5
-
-def test_the_second_order_sees_what_the_first_does_not():
-    "Normal keys: by their mean alone nothing would be read, yet it is a third of the attention"
-    q, k = crowd(2.0, 2.0)
-    scores = k[0, 0] @ q[0, 0, 0]
-    near, mean, true = scores[200:].exp().sum(), 200 * scores[:200].mean().exp(), scores[:200].exp().sum()
-    assert mean / (near + mean) < 0.3 < 0.5 < true / (near + true)
-    read, left = left_by(CROWD, q, k)
-    assert 0 < read < 200 and left < 0.5
-
-def test_the_second_order_sees_what_is_not_there():
-    "Keys that differ only where the query does not look: all but a few are read, for a share that was small enough"
-    q, k = crowd(4.0, 0.0)
-    assert float(unread_of(q, k, torch.arange(232) >= 200, 1.0)) < 0.3
-    assert left_by(CROWD, q, k)[0] > 100
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_less_unread_reads_more_and_nothing_reads_all(data):
-    "In whole steps; and what is read more are keys of the next rank, so selections are nested"
-    draw = data.draw
-    n, clusters, seed = draw(st.integers(1, 40)), draw(st.integers(1, 9)), draw(st.integers(0, 10**6))
-    spread, rank = draw(st.sampled_from([0.1, 1.0, 30.0])), draw(st.sampled_from(RANKS))
-    g = torch.Generator().manual_seed(seed)
-    k, q = spread * torch.randn(1, 2, n, 4, generator=g), spread * torch.randn(1, 4, 1, 4, generator=g)
-    ends = dict(sinks=draw(st.integers(0, 3)), window=draw(st.integers(1, 5)))
-    last = None
-    for unread in (1, 0.9, 0.5, 0.1, 1e-3, 1e-9, 0):
-        s = Saap(unread=unread, clusters=clusters, rank=rank, **ends)
-        read, out = s.select(q, k).dense(n) > 0, s.decode(q, k, k, return_stats=True)
-        assert (out[1].values_read == read.sum(-1)).all() and out[0].isfinite().all()
-        if last is None: assert read[0, 0].sum() == min(n, sum(ends.values()))
-        else: assert (read | ~last).all()
-        last = read
-    assert last.all()
-
-def test_shares_above_one_by_rounding_read_nothing():
-    share, count = torch.tensor([[[0.4, 0.4, 0.2 + 1e-6]]]), torch.full((1, 1, 3), 10)
-    assert share.sum() > 1 and keys_for_mass(-share, count, share, 1).sum() == 0
 
 def test_a_row_shorter_than_its_window_is_its_own_run():
     "Next to a long one, where what is hidden is NaN"
     q, k, v = inputs()
     end = torch.tensor([60, 5])
     k, v = (x.masked_fill((torch.arange(60) >= end[:, None])[:, None, :, None], math.nan) for x in (k, v))
-    out, stats = Saap(unread=0.2, **SMALL).decode(q, k, v, kv_end=end, return_stats=True)
+    out, stats = Saap(budget=12, **SMALL).decode(q, k, v, kv_end=end, return_stats=True)
     assert_close(out[1:], attention(q[1:], k[1:, :, :5], v[1:, :, :5]), 1e-12)
     assert (stats.values_read[1] == 5).all() and (stats.values_read[0] > 11).all()
-
-def test_the_guess_is_held_where_keys_are_alike():
-    "Equal keys in a cluster: the guess is the mass, so the share that stays unread is at most what was asked, by a key"
-    g = torch.Generator().manual_seed(3)
-    centre = torch.randn(6, 16, generator=g).double()
-    k = centre[torch.arange(200) % 6][None, None]
-    q = 2 * torch.randn(1, 3, 1, 16, generator=g).double()
-    for unread in (0.6, 0.3, 0.1, 0.01):
-        s = Saap(unread=unread, clusters=60, sinks=1, window=5)
-        state = s.build(k)
-        read = s.select(q, k, state=state).dense(200)[0, :, 0] > 0
-        left = unread_of(q, k, read).mean()
-        rank = s.scores(q, state)[0, 0, 0].masked_fill(~read[0], math.inf)
-        rank[:1] = rank[-5:] = math.inf
-        less = read.clone()
-        less[:, int((rank == rank.min()).nonzero()[0, 0])] = False
-        assert left <= unread + 1e-12 < unread_of(q, k, less).mean()
-
-def test_a_guess_that_is_no_number_reads_all():
-    "As a GPU may have it, where scores are not looked at before: nothing is left out in silence."
-    count = torch.tensor([[[5, 10, 0, 7]]])
-    for bad in (math.nan, math.inf):
-        log_a = torch.tensor([0., bad, -math.inf, 1.]).expand(1, 2, 1, 4)
-        share = guessed_shares(log_a, count, torch.zeros(1, 2, 1, 3))[:, :, 0]
-        assert torch.equal(keys_for_mass(log_a[:, :1, 0], count, share, 0.9), count)
-
-
-def test_unread_has_no_kernel(monkeypatch):
-    "Where a GPU has kernels, a step with `unread` is PyTorch's unless they are asked for"
-    monkeypatch.setattr("sparse_nb.methods.saap.step.has_kernels", lambda q: True)
-    by = lambda s, backend: served(s, Q, K, V, backend)
-    assert by(Saap(0.1), "auto") and not by(Saap(unread=0.1), "auto") and not by(Saap(unread=0.1), "torch")
-    with pytest.raises(ValueError, match="unread must be None for backend='triton', got 0.1"):
-        saap_decode(Q, K, V, unread=0.1, backend="triton", **SMALL)
 
 def test_heads_of_a_group_share_what_they_read():
     q, k, _ = inputs()
@@ -375,7 +263,7 @@ def test_heads_of_a_group_share_what_they_read():
 
 def test_centroids_route_by_their_product_with_the_query():
     q, k, v = inputs(heads=1, groups=1)
-    s = Saap(probes=1, router="centroid", kmeans="plain", **SMALL)
+    s = Saap(probes=1, router="centroid", **SMALL)
     state = s.build(k)
     dense = s.select(q, k, state=state).dense(60)[:, 0, 0]
     for b in range(2):
@@ -538,7 +426,7 @@ class RowsRead(TorchDispatchMode):
             known[0].update(numbers.unique().tolist())
         return function(*args, **(kwargs or {}))
 
-@pytest.mark.parametrize("settings", [dict(unread=0.4), dict(budget=8), dict(probes=2), dict(budget=8, tail="drop"),
+@pytest.mark.parametrize("settings", [dict(budget=8), dict(probes=2), dict(budget=8, tail="drop"),
                                       dict(budget=0.1, tail="second_order")], ids=str)
 @pytest.mark.parametrize("how", fast(["grows", "fixed", "compiled"], 2))
 def test_a_step_reads_what_it_chose_and_what_left_the_window(settings, how, monkeypatch):
@@ -600,7 +488,7 @@ def fixed_and_grown(s, k, v, start, length, capacity, **observed):
     cache = [torch.nn.functional.pad(x[:, :, :length], (0, 0, 0, capacity - length)) for x in (k, v)]
     return states[0], cache, states[1]
 
-@pytest.mark.parametrize("settings", [dict(budget=8), dict(probes=2), dict(unread=0.1), dict(budget=0.2, tail="drop"),
+@pytest.mark.parametrize("settings", [dict(budget=8), dict(probes=2), dict(budget=0.2, tail="drop"),
                                       dict(budget=5, router="centroid", before_rope=True)], ids=str)
 @pytest.mark.parametrize("capacity", [70, 150])
 def test_an_index_of_a_fixed_length_is_one_that_grows(settings, capacity):
@@ -673,12 +561,13 @@ def test_copies_go_their_own_way():
 def test_centroids_made_before():
     "One partition for all sequences, given as a tensor or as an index; clusters without a key are never read"
     q, k, v = inputs()
-    centroids = torch.cat([fit_partition(k.transpose(0, 1).flatten(1, 2)[None], 6)[0], 1e3 * torch.ones(2, 1, 16)], 1)
-    state = Partition(7, "plain", 0, 0, False, centroids)
+    fit = fit_partition(k.transpose(0, 1).flatten(1, 2)[None], 6)[0]
+    centroids = torch.cat([fit, torch.zeros(2, 1, 16)], 1)  # some other has a larger product with each key
+    state = Partition(7, "spherical", 0, 0, False, centroids)
     state.append(k, v)
     how = dict(budget=12, sinks=2, window=9)
     want = saap_decode(q, k, v, state, **how)
-    assert_close(saap_decode(q, k, v, centroids, kmeans="plain", **how), want, 1e-12)
+    assert_close(saap_decode(q, k, v, centroids, **how), want, 1e-12)
     assert (state.rows < 6).all() and want.isfinite().all()
     state.reset()
     state.append(k[:1], v[:1])
@@ -709,20 +598,12 @@ def test_vattention_asks_it():
 # settings and bad input
 
 def test_a_budget_stands_where_nothing_else_says_how_much():
-    assert Saap().budget == 0.04 and Saap(probes=3).budget is None and Saap(unread=0).budget is None
+    assert Saap().budget == 0.04 and Saap(probes=3).budget is None
 
 Q, K, V = inputs(dtype=torch.float32)
 STATE = Saap(**SMALL).build(K, v=V)
 @pytest.mark.parametrize("call, error, message", [
     (lambda: Saap(budget=3, probes=2), ValueError, "probes must be None where budget is given, got 2 and 3"),
-    (lambda: Saap(budget=3, unread=0.1), ValueError, "unread must be None where budget is given, got 0.1 and 3"),
-    (lambda: Saap(probes=3, unread=0), ValueError, "unread must be None where probes is given, got 0 and 3"),
-    (lambda: saap_decode(Q, K, V, unread=-0.1), ValueError, r"unread must lie in \[0, 1\], got -0.1"),
-    (lambda: Saap(unread=1.5), ValueError, r"unread must lie in \[0, 1\], got 1.5"),
-    (lambda: Saap(unread=math.nan), ValueError, r"unread must lie in \[0, 1\], got nan"),
-    (lambda: Saap(unread="0.1"), TypeError, "unread must be a number, got str"),
-    (lambda: Saap(unread=True), TypeError, "unread must be a number, got bool"),
-    (lambda: Saap(unread=0.1, router="centroid"), ValueError, "router must be 'moments' where unread is given, got 'c"),
     (lambda: Saap(budget=-1), ValueError, "budget must be at least 0, got -1"),
     (lambda: Saap(budget=1.5), ValueError, r"budget must lie in \(0, 1\]"),
     (lambda: Saap(budget="3"), TypeError, "budget must be an int"),
@@ -743,9 +624,6 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: Saap(layer=0), ValueError, "layer must be None for a partition of the context, got 0"),
     (lambda: Saap(partition="pocket", layer=-1), ValueError, "layer must be at least 0, got -1"),
     (lambda: Saap(before_rope=1), TypeError, "before_rope must be a bool, got int"),
-    (lambda: Saap(kmeans="cosine"), ValueError, "kmeans must be one of spherical, plain, got 'cosine'"),
-    (lambda: Saap(iterations=-1), ValueError, "iterations must be at least 0, got -1"),
-    (lambda: Saap(seed=-1), ValueError, "seed must be at least 0"),
     (lambda: Saap().decode(Q, K, V[:, :, :3]), ValueError, "v must have the shape of k"),
     (lambda: Saap(**SMALL).decode(Q, K * math.nan, V), ValueError, "k must be finite .* got NaN or inf"),
     (lambda: Saap(**SMALL).decode(Q, K.masked_fill(torch.arange(60)[:, None] == 30, math.inf), V), ValueError,
@@ -766,7 +644,6 @@ STATE = Saap(**SMALL).build(K, v=V)
     (lambda: saap_decode(Q, K, V, STATE, k_pre_rope=K), ValueError, "k_pre_rope must be None where partition is an"),
     (lambda: saap_decode(Q, K, V, STATE, layer=0), ValueError, "layer must be None where partition is an index"),
     (lambda: saap_decode(Q, K, V, STATE, clusters=8), ValueError, "clusters must be that of the index, 7, .* got 8"),
-    (lambda: saap_decode(Q, K, V, STATE, kmeans="plain"), ValueError, "kmeans must be that of the index, 'spherical'"),
     (lambda: saap_decode(Q, K, V, k_pre_rope=K[:, :1], **SMALL), ValueError,
      r"k_pre_rope must have the shape of k, \[2, 2, 60, 16\], got \[2, 1, 60, 16\]"),
     (lambda: saap_decode(Q, K, V, k_pre_rope=K[:, :, :9], **SMALL), ValueError, "k_pre_rope must have the shape of k"),
@@ -904,8 +781,7 @@ USED = [Saap(budget=5, clusters=6, sinks=1, window=8), Saap(probes=2, clusters=5
         Saap(budget=5, clusters=6, window=8, before_rope=True, router="centroid"),
         VAttention(0.5, 0.2, sinks=1, window=4, topk=4, base=6, plugin="plain", predictor=Saap(clusters=5, window=4)),
         VAttention(0.5, 0.2, sinks=1, window=4, topk=4, base=6, plugin="plain", predictor=Saap(
-            clusters=5, window=4, before_rope=True, router="centroid")),
-        Saap(unread=0.3, clusters=6, window=8)]
+            clusters=5, window=4, before_rope=True, router="centroid"))]
 OF_FILES = [Saap(6, window=8, partition="file", router="mlp", rank="mass", tail="drop"),
             Saap(6, window=8, partition="file", tail="fitted"),
             Saap(probes=2, window=8, partition="file", router="linear"),

@@ -92,7 +92,6 @@ BAD = [(lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got l
        (lambda: decode(bound="chernoff"), ValueError, "bound must be one of clt, hoeffding, bernstein, got 'chernoff'"),
        (lambda: decode(plugin=None), TypeError, "plugin must be a string, got NoneType"),
        (lambda: decode(plugin="exact"), ValueError, "plugin must be one of upper, plain, printed, got 'exact'"),
-       (lambda: decode(replacement=0), TypeError, "replacement must be a bool, got int"),
        (lambda: decode(share="group"), TypeError, "share must be a bool, got str"),
        (lambda: decode(state=Norms()), ValueError, "state must be None with predictor='oracle', got Norms"),
        (lambda: decode(predictor=Guess(), state=Norms()), ValueError, "state must hold as many keys as k, 300, got 0"),
@@ -375,7 +374,7 @@ def test_heads_of_a_group_choose_together_unless_told_otherwise():
 
 
 def test_everything_read_is_exact():
-    for kw in (dict(eps=1e-9), dict(eps=1e-9, replacement=True), dict(eps=1e-9, guarantee="output", bound="bernstein"),
+    for kw in (dict(eps=1e-9), dict(eps=1e-9, guarantee="output", bound="bernstein"),
                dict(base=300), dict(sinks=300), dict(topk=1.0), dict(sinks=10**6, window=10**6)):
         out, stats = decode(return_stats=True, kv_start=start, kv_end=stop, **kw)
         assert_close(out, attention(q, k, v, kv_start=start, kv_end=stop), 1e-13)
@@ -431,23 +430,6 @@ def test_dtypes():
     huge = [x.double() for x in (q * 300, k * 300, v)]
     assert decode(*huge, bound="bernstein").isfinite().all() and decode(*huge, guarantee="output").isfinite().all()
     assert decode(*huge, bound="hoeffding", predictor=Guess()).isfinite().all()
-
-
-def test_replacement_repeats_keys_and_is_unbiased():
-    few = dict(eps=0.5, delta=0.5, plugin="plain", replacement=True)
-    many = q[:1, :, :1].expand(-1, -1, 1500, -1)
-    chosen = VAttention(share=False, **SMALL, **few).select(many, k[:1], seed=2)
-    assert (rows_read(chosen, 300) < chosen.budget).any()
-    share = attention_weights(many, k[:1])
-    check_mean((share.gather(-1, chosen.index) * chosen.weight).sum(-1) - 1)
-
-
-def test_a_group_that_shares_its_keys_draws_them_once_with_replacement():
-    few = dict(eps=0.5, delta=0.5, plugin="plain", replacement=True)
-    shared, own = (VAttention(share=share, **SMALL, **few).select(q, k, seed=2) for share in (True, False))
-    heads = lambda x: x.index.unflatten(1, (2, 3))
-    assert torch.equal(heads(shared), heads(shared)[:, :, :1].expand(-1, -1, 3, -1, -1))
-    assert (rows_read(shared, 300) < shared.budget).any() and not torch.equal(heads(own)[:, :, 0], heads(own)[:, :, 1])
 
 
 def check_mean(errors):
@@ -525,9 +507,7 @@ def test_least_draws_and_base():
 def test_the_kernels_refuse_in_words():
     pytest.importorskip("triton")
     one = [q[:, :, :1].float(), k.float(), v.float()]
-    for args, kw, error, message in ((one, dict(replacement=True), ValueError,
-                                      "replacement must be False for backend='triton', got True"),
-                                     ([x.double() for x in one], {}, TypeError,
+    for args, kw, error, message in (([x.double() for x in one], {}, TypeError,
                                       "q must be float16, bfloat16 or float32 for backend='triton'"),
                                      ([q.float(), *one[1:]], {}, ValueError,
                                       "q must have one query for backend='triton', got 3"),
@@ -575,7 +555,7 @@ def test_predictor_state_and_bytes():
     assert proven.proven and proven.density.mean() > stats.density.mean()
 
 
-CLUSTERS = Saap(partition="context", clusters=8, iterations=2, window=1)
+CLUSTERS = Saap(partition="context", clusters=8, window=1)
 
 @pytest.mark.parametrize("predictor", [Guess(), Quest(page=8), DoubleSparsity(channels=2), Adamas(), MagicPIG(bits=4),
                                        CLUSTERS], ids=lambda x: type(x).__name__)

@@ -20,7 +20,7 @@ NOTEBOOKS = [path for path in FILES if path.suffix == ".ipynb"]
 LINES = 60  # of an exported cell, without its options
 
 # the palette, and the table of methods with their colours
-COLOURED = [Path("nbs/03_plots.ipynb"), Path("nbs/library/core_registry.ipynb")]
+COLOURED = [Path("nbs/library/plots.ipynb"), Path("nbs/library/core_registry.ipynb")]
 GREYS = {name for name in CSS4_COLORS if re.search("gr[ae]y", name)} | {"black"}  # guides and words, no line of many
 NAMES = CSS4_COLORS.keys() - GREYS - {"white"} | {
     name for name, colours in colormaps.items() if isinstance(colours, ListedColormap) and colours.N <= 20}

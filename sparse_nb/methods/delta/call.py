@@ -42,7 +42,7 @@ def counts(base, at):
     end = max(base.begin, base.stop - base.s.tail)
     own = [base.count(range(a, min(a + ROWS, end))) for a in range(base.begin, end, ROWS)]
     own = torch.cat([x.expand(*visible.shape[:2], -1) for x in own] + [visible[..., end - base.begin:]], -1)
-    if base.s.correction == "none" or not at: return own, visible
+    if not base.s.corrects or not at: return own, visible
     whole = base.tensor(at) - base.begin
     return own.index_copy(2, whole, visible[..., whole]), visible
 
@@ -76,10 +76,8 @@ def by_kernel(s, q, k, v, return_stats, backend):
     "Is the kernel to be used? Raise for a backend that there is not, or that cannot do what is asked."
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    loose = s.correction == "tangent" and not s.window_is_aligned
     lacks = [what for what, asked in (("a base is", s.base is not None), ("statistics are", return_stats), (
-        "a gradient is", learns), ("a tangent with windows that are not aligned is", loose),
-        ("several parts are", s.parts > 1)) if asked]
+        "a gradient is", learns)) if asked]
     if backend == "triton" and lacks:
         raise ValueError(f"backend must be 'torch' or 'auto' where {lacks[0]} wanted, got 'triton'")
     fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= 256 and not lacks

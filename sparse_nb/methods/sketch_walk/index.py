@@ -42,14 +42,13 @@ def signed_hadamard(
 
 @lru_cache(64)
 def basis_on(
-    size: int,        # as in `signed_hadamard`, like the next two
+    size: int,        # as in `signed_hadamard`, like the next
     kept: int | None,
-    seed: int,
     dtype,            # of the result
     device,           # likewise
 ) -> torch.Tensor:    # [D, T]
     "`signed_hadamard` where it is needed, brought there once: a graph may not wait for the host."
-    with torch.inference_mode(False): return signed_hadamard(size, kept, seed).to(device, dtype)
+    with torch.inference_mode(False): return signed_hadamard(size, kept).to(device, dtype)
 
 # %% ../../../nbs/library/methods_sketch_walk_index.ipynb #91e9d939
 INDEXES = "fine4", "fine16", "mean", "sketch", "oracle", "random"
@@ -61,7 +60,6 @@ class Summary:
     index: str      # one of `INDEXES`; the oracle and the dice keep means, and use them nowhere
     block: int      # keys of a block
     sketch: int = 0 # numbers of a sketch, T
-    seed: int = 0   # of its rotation
 
     def __call__(
         self,
@@ -88,7 +86,7 @@ class Summary:
         "What queries and means are multiplied with [D, W], in the dtype of `x` [..., D]; None: nothing."
         if self.index not in (*FINE, "sketch"): return None
         kept = self.sketch if self.index == "sketch" else None
-        return basis_on(x.shape[-1], kept, self.seed, x.dtype, x.device)
+        return basis_on(x.shape[-1], kept, x.dtype, x.device)
 
 def joined_rows(
     old: torch.Tensor, # rows of a block [B, G, 1, C, W + 2] whose last keys were taken back, nobody knows how many

@@ -195,7 +195,7 @@ class Blocks(BlockState):
     def pack_all(self, size, room):
         "Pack all rows, of keys of `size` numbers, with room for as many blocks."
         from sparse_nb.kernels.sketch_walk import pack
-        sign = signed_hadamard(size, None, self.reduce.seed)[:, 0].sign().to(self.rows.device)
+        sign = signed_hadamard(size, None)[:, 0].sign().to(self.rows.device)
         self.packed, self.keys = pack(self.reduce.index, self.rows, self.begin.clone(), sign, room), len(self)
 
     def pack_some(self, place):

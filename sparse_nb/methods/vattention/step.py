@@ -25,7 +25,6 @@ def check_kernels(s, q, learns):
     "Raise TypeError or ValueError unless the kernels can serve settings and queries, and no gradient is wanted."
     from sparse_nb.kernels.common import refusal
     if learns: raise ValueError("backend must be 'torch' or 'auto' where a gradient is wanted, got 'triton'")
-    if s.replacement: raise ValueError("replacement must be False for backend='triton', got True")
     if s.plugin == "printed": raise ValueError("plugin must be 'upper' or 'plain' for backend='triton', got 'printed'")
     if error := refusal(q): raise error
 

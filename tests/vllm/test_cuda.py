@@ -1,0 +1,223 @@
+"""The backend for CUDA beside a stand-in for vLLM's classes, by the kernels: steps in which some requests decode, some
+read a prompt and some its last token, blocks in any order and shared, room for boxes behind each block, requests that
+only fill a graph up. On the CPU in Triton's interpreter, in a process of its own, and on a GPU."""
+import importlib
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inputs import DEVICE, INTERPRETED, fast, kernel
+
+pytest.importorskip("triton")
+import fake_vllm
+from sparse_nb.core.exact import attention
+from sparse_nb.core.settings import read_method
+from sparse_nb.core.streams import fold_in
+from sparse_nb.kernels import engine
+from sparse_nb.methods.quest import page_box
+from sparse_nb.vllm.paged import box_view, streams_at
+from sparse_nb.vllm.serving import RELEASES
+
+BF16, H, G, D, LAYERS = torch.bfloat16, 4, 2, 16, 2
+
+
+def config(decode, block, **other):
+    "A configuration of vLLM's for a model of two layers, the first of which keeps vLLM's own attention."
+    model = dict(runner_type="generate", use_mla=False, is_encoder_decoder=False, is_hybrid=False, rswa_window=None,
+                 is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, get_total_num_hidden_layers=lambda: LAYERS)
+    parallel = dict(data_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
+                    worker_cls="auto")
+    parts = dict(model=model, parallel=parallel, cache=dict(cache_dtype="auto", block_size=block),
+                 device=dict(device_type="cuda"), attention=dict(backend=None), scheduler=dict(max_num_seqs=6),
+                 compilation=dict(static_forward_context={}))
+    given = {} if decode is None else dict(sparse_nb=dict(decode=decode, dense_layers=[0], seed=5))
+    return SimpleNamespace(**{f"{x}_config": SimpleNamespace(**y) for x, y in parts.items()}, additional_config=given,
+                           speculative_config=None, kv_transfer_config=None, use_v2_model_runner=True, heads=H, **other)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    "`served(decode, block)`: the module, and a configuration with two layers in its context."
+    def make(decode, block=16, **layer):
+        own = config(decode, block)
+        fake_vllm.put_in_place(monkeypatch, own, RELEASES["cuda"])
+        cuda = importlib.import_module("sparse_nb.vllm.cuda")
+        kind = cuda.SparseBackend.get_impl_cls()
+        for i in range(LAYERS):
+            name = f"model.layers.{i}.self_attn.attn"
+            own.compilation_config.static_forward_context[name] = SimpleNamespace(
+                layer_name=name, impl=kind(H, D, D**-0.5, G, **layer))
+        return cuda, own
+    yield make
+    for name in ("layer", "cuda"): sys.modules.pop(f"sparse_nb.vllm.{name}", None)
+
+
+class Requests:
+    "Queries, keys and values of each request and layer, and where its blocks are; the last two begin alike."
+    def __init__(self, prompts, new, block):
+        generator = torch.Generator().manual_seed(0)
+        self.prompts, self.block, total = prompts, block, [n + new for n in prompts]
+        of = lambda heads: [[torch.randn(n, heads, D, generator=generator).to(BF16) for n in total]
+                            for _ in range(LAYERS)]
+        self.q, self.k, self.v, self.done = of(H), of(G), of(G), [0] * len(prompts)
+        self.shared = 32 // block
+        for x in (self.k, self.v):
+            for layer in x: layer[-1][:32] = layer[-2][:32]
+        order = (torch.randperm(40, generator=generator) + 1).tolist()
+        self.table = torch.zeros(len(prompts), 96 // block + 1, dtype=torch.int32)
+        for i, n in enumerate(total):
+            for j in range(-(-n // block)):
+                again = i == len(prompts) - 1 and j < self.shared
+                self.table[i, j] = self.table[i - 1, j] if again else order.pop()
+
+    def step(self, lengths, fill):
+        "What the runner says of a step, and its requests in order; `fill` more that have no token."
+        of = sorted(lengths, key=lambda i: (lengths[i] != 1, lengths[i]))
+        new = torch.tensor([lengths[i] for i in of] + [0] * fill)
+        ends = torch.tensor([self.done[i] + lengths[i] for i in of] + [0] * fill, dtype=torch.int32)
+        starts = torch.cat([new[:1] * 0, new.cumsum(0)]).int()
+        places = [(i, self.done[i] + j) for i in of for j in range(lengths[i])]
+        slots = [int(self.table[i, p // self.block]) * self.block + p % self.block for i, p in places] + [-1] * fill
+        blocks = torch.cat([self.table[of], self.table.new_zeros(fill, self.table.shape[1])]).to(DEVICE)
+        return places, fake_vllm.CommonAttentionMetadata(
+            starts.to(DEVICE), starts, ends.to(DEVICE), len(new), len(slots), int(new.max()), int(ends.max()), blocks,
+            torch.tensor(slots, device=DEVICE), seq_lens_cpu_upper_bound=ends,
+            is_prefilling=torch.tensor([self.done[i] < self.prompts[i] for i in of]))
+
+    def rows(self, x, layer, places, fill):
+        "Rows of a step."
+        found = torch.stack([x[layer][i][p] for i, p in places])
+        return torch.cat([found, found[:1].expand(fill, -1, -1) * 0 + 7]).to(DEVICE)
+
+    def wanted(self, layer, i, place, method):
+        "The output of the reference, with a method for what is decoded."
+        x = [y[layer][i] for y in (self.q, self.k, self.v)]
+        q, (k, v) = x[0][place][None, :, None].float(), [y[:place + 1].transpose(0, 1)[None].float() for y in x[1:]]
+        if layer == 0 or place < self.prompts[i]: return attention(q, k, v)[0, :, 0]
+        seed = dict(seed=streams_at(5, layer, torch.arange(H), place)) if method.random else {}
+        return method.decode(q, k, v, **seed)[0, :, 0]
+
+
+# tokens of a step for each request: pieces of prompts, a last token of one beside others that decode, a hit of the
+# shared blocks by the last request, whose prompt then has one token left, and steps in a graph with room for two more
+PLAN = (({0: 20, 1: 16}, 0), ({0: 17, 1: 1, 2: 30}, 0), ({0: 1, 1: 1, 2: 20}, 0), ({0: 1, 1: 1, 2: 1, 3: 1}, 2),
+        ({0: 1, 2: 1, 3: 1}, 2), ({1: 1, 3: 1}, 0))
+CASES = [("Exact", "NHD", 16), ("Streaming(sinks=4, window=16)", "HND", 16), ("Santa(samples=16)", "NHD", 32),
+         ("Quest(budget=0.3)", "NHD", 16), ("Quest(budget=0.3)", "HND", 32), ("TopK(budget=0.3)", "NHD", 16)]
+
+
+@kernel
+@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5), ids=str)
+def test_steps(served, decode, layout, block):
+    cuda, own = served(decode, block)
+    layers, method = own.compilation_config.static_forward_context, read_method(decode)
+    specs = cuda.SparseWorker(own, {x: fake_vllm.Spec(block, G, D, BF16) for x in layers}).get_kv_cache_spec()
+    spec = specs["model.layers.1.self_attn.attn"]
+    assert spec.page_size_bytes == spec.unpadded_page_size_bytes * (17 if "Quest" in decode else 16) // 16
+    caches = [spec.cache(41, layout, DEVICE, 3.0) for _ in layers]
+    builder = cuda.SparseBuilder(spec, [*layers], own, torch.device(DEVICE))
+    requests, decoded = Requests([37, 16, 50, 33], 4, block), 0
+    for lengths, fill in PLAN:
+        if 3 in lengths and not requests.done[3]: requests.done[3] = 32
+        places, common = requests.step(lengths, fill)
+        step = (builder.build_for_cudagraph_capture if fill else lambda x: builder.build(0, x))(common)
+        assert step.scheduled and (step.step.rest is None or not step.step.rest.scheduled)
+        for i, layer in enumerate(layers.values()):
+            q, k, v = (requests.rows(x, i, places, fill) for x in (requests.q, requests.k, requests.v))
+            layer.impl.do_kv_cache_update(layer, k, v, caches[i], common.slot_mapping)
+            output = torch.full_like(q, torch.nan)
+            layer.impl.forward(layer, q, k, v, caches[i], step, output)
+            for got, (request, place) in zip(output, places):
+                want = requests.wanted(i, request, place, method)
+                assert (got.cpu().float() - want).norm() < 0.02 * want.norm(), (decode, i, request, place)
+        decoded += sum(place >= requests.prompts[request] for request, place in places)
+        for request, n in lengths.items(): requests.done[request] += n
+    rows = cuda.SparseWorker(own, {}).sparse_nb_stats()
+    assert [(x["layer"], x["head"], x["queries"]) for x in rows] == [(1, h, decoded) for h in range(H)]
+    assert cuda.SparseWorker(own, {}).compile_or_warm_up_model() == "times"
+    assert cuda.SparseWorker(own, {}).sparse_nb_stats() == []  # what warming up has counted is forgotten
+
+
+def test_without_settings_the_classes_are_vllms_own(served):
+    cuda, own = served(None)
+    assert type(own.compilation_config.static_forward_context["model.layers.1.self_attn.attn"].impl) \
+        is fake_vllm.FlashAttentionImpl
+    builder = cuda.SparseBuilder(None, [], own, "cpu")
+    assert not hasattr(builder.build(0, Requests([9, 9], 1, 16).step({0: 5}, 0)[1]), "step")
+    support = fake_vllm.AttentionCGSupport
+    assert cuda.SparseBuilder.get_cudagraph_support(own, None) == support.ALWAYS
+    asked = served("topk")[1]
+    assert cuda.SparseBuilder.get_cudagraph_support(asked, None) == support.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+@pytest.mark.parametrize("layer, said", [
+    (dict(alibi_slopes=[1.0]), "ALiBi"), (dict(logits_soft_cap=30.0), "soft-capped scores"),
+    (dict(sinks=torch.zeros(H)), "sinks"), (dict(kv_sharing_target_layer_name="x"), "keys of another layer")])
+def test_layers_with_more_than_plain_attention_are_refused(served, layer, said):
+    with pytest.raises(ValueError, match=f"sparse_nb: model must have plain attention .*, got a layer with {said}$"):
+        served("quest", **layer)
+    assert not served("quest", sliding_window=8, **layer)[1].compilation_config.static_forward_context[
+        "model.layers.1.self_attn.attn"].impl.served
+
+
+def test_a_decoding_request_behind_a_prompt_is_no_order_of_vllms(served):
+    cuda, own = served("topk")
+    builder = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [], own, "cpu")
+    _, common = Requests([9, 9], 1, 16).step({0: 5, 1: 1}, 0)
+    common.is_prefilling[:] = False
+    common.query_start_loc_cpu = torch.tensor([0, 5, 6], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="must get requests that decode first"): builder.build(0, common)
+
+
+# the kernels of a step
+
+@kernel
+@pytest.mark.parametrize("dtype, layout, page", [(BF16, "NHD", 16), (torch.float32, "HND", 4)], ids=str)
+def test_boxes_of_pages_that_get_keys(dtype, layout, page):
+    "In steps of any length, for several requests at once; a NaN stays one, other pages are left alone."
+    size, n, generator = 32, 90, torch.Generator().manual_seed(page)
+    spec = fake_vllm.Spec(size, G, D, dtype)
+    spec.page_size_padded = spec.unpadded_page_size_bytes * (page + 1) // page
+    cache = spec.cache(9, layout, DEVICE, 5.0)
+    boxes, k = box_view(cache, page), torch.randn(2, n, G, D, generator=generator).to(DEVICE, dtype)
+    blocks = torch.tensor([[5, 0, 3], [7, 2, 8]])
+    slots = (blocks[..., None] * size + torch.arange(size)).flatten(1)[:, :n].to(DEVICE)
+    k[1, 37, 0, 3], done = torch.nan, 0
+    for step in (33, 1, 1, 20, 35):
+        at = slots[:, done:done + step].flatten()
+        cache[at // size, :, at % size, :D] = k[:, done:done + step].flatten(0, 1)
+        engine.write_boxes(cache[..., :D], boxes, torch.cat([at, at[:2] * 0 - 1]))
+        done += step
+        for i in range(2):
+            rows = k[i, :done].transpose(0, 1)
+            for page_, part in enumerate(rows.split(page, 1)):
+                at = int(slots[i, page_ * page])
+                got = boxes[at // size, :, at % size // page]
+                want = page_box(part[None, :, None], part.new_ones(1, 1, 1, part.shape[1], 1).bool())[0, :, 0]
+                assert torch.equal(got.nan_to_num(99), want.nan_to_num(99))
+    assert (boxes[[1, 4, 6]] == 5).all()
+
+
+@kernel
+def test_streams_and_outputs():
+    base, ends = torch.randint(2**62, (3, 5), device=DEVICE), torch.tensor([7, 2**17], dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(3, 4, 5, dtype=torch.int64, device=DEVICE)
+    engine.write_streams(base, ends, out)
+    assert torch.equal(out[:, :2], fold_in(base[:, None], ends.long()[:, None] - 1)) and not out[:, 2:].any()
+    x, y, to = torch.rand(3, 2, 1, 8), torch.rand(3, 2, 1, 8), torch.zeros(3, 4, 8, device=DEVICE)[:, ::2]
+    y[0], x[2] = torch.nan, torch.nan
+    engine.put(x.to(DEVICE), to, y.to(DEVICE), torch.tensor([0, 4, 1], device=DEVICE))
+    assert torch.equal(to.cpu(), torch.stack([x[0], y[1], y[2]])[:, :, 0])
+
+
+if not INTERPRETED:
+    @pytest.mark.kernels
+    @pytest.mark.budget(60)
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU: pytest -m gpu")
+    def test_in_the_interpreter(forked_pytest):
+        code, said = forked_pytest("-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, TRITON_INTERPRET="1")
+        print(said)
+        assert not code and re.search(r"\d\d passed", said), said[-4000:]
