@@ -32,7 +32,8 @@ def config(given=None, block=128, **other):
                    get_total_num_hidden_layers=lambda: LAYERS, model_arch_config=SimpleNamespace(rswa_window=None),
                    model=str(pocket.path())),
         cache=dict(cache_dtype="auto", block_size=block), device=dict(device_type="cpu"),
-        parallel=dict.fromkeys(SIZES, 1) | dict(worker_extension_cls="", worker_cls="vllm.v1.worker.gpu_worker.Worker"),
+        parallel=dict.fromkeys(SIZES, 1) | dict(
+            worker_extension_cls="", worker_cls="vllm.v1.worker.gpu_worker.Worker"),
         attention=dict(backend=None))
     for name, x in other.items():
         part, _, key = name.partition("__")
