@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.budget(600), pytest.mark.xdist_group("vllm")]
 HERE, NEW = Path(__file__).parent, 12
 ENV = os.environ | dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1",
                         VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", OMP_NUM_THREADS="1",
-                        VLLM_LOG_STATS_INTERVAL="1")
+                        VLLM_LOG_STATS_INTERVAL="1", VLLM_CPU_CI_ENV="1")  # which compiles without a C++ compiler
 ENGINE = dict(model=str(pocket.path()), skip_tokenizer_init=True, dtype="float32", max_model_len=1024, seed=0,
               enforce_eager=True, enable_prefix_caching=False, max_num_batched_tokens=192, max_num_seqs=3,
               block_size=64, disable_log_stats=False)
@@ -173,15 +173,6 @@ def test_a_full_cache_and_a_dropped_request_change_nothing(start, sparsified):
     found = answer()
     assert found["preemptions"] > len(FULL) and [x["tokens"] for x in found["rounds"][:-1]] == wanted
     assert found["rounds"][-1]["tokens"] == [wanted[0][0], None, *others]
-
-
-def test_layers_in_two_workers(start, sparsified):
-    engine = ENGINE | own(SOME[2]) | dict(pipeline_parallel_size=2, distributed_executor_backend="mp")
-    answer = start(engine=engine, rounds=[dict(prompts=PROMPTS[1:3], new=NEW)])
-    wanted, found = sparsified(SOME[2])[1:3], answer()["rounds"][0]
-    assert found["tokens"] == wanted
-    stats = found["stats"]
-    assert sorted(zip(stats["layer"], stats["head"])) == [(i, h) for i in range(1, 6) for h in range(6)]
 
 
 def test_a_compiled_model_writes_the_same(start, sparsified):

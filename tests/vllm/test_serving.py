@@ -18,7 +18,7 @@ from sparse_nb.vllm.kept import Kept, row_keys
 from sparse_nb.vllm.metrics import Meter, follow
 from sparse_nb.vllm.paged import parts_of, streams_at
 from sparse_nb.vllm.serving import (
-    GPU_WORKER, NO_WINDOW, RELEASES, WORKER, check_engine, prepare, read_serving, register, why_not)
+    GPU_WORKER, NO_WINDOW, RELEASES, SIZES, WORKER, check_engine, prepare, read_serving, register, why_not)
 
 LAYERS = 4
 PLAIN = "model must be one with plain causal attention, got "
@@ -32,8 +32,8 @@ def config(given=None, block=128, **other):
                    get_total_num_hidden_layers=lambda: LAYERS, model_arch_config=SimpleNamespace(rswa_window=None),
                    model=str(pocket.path())),
         cache=dict(cache_dtype="auto", block_size=block), device=dict(device_type="cpu"),
-        parallel=dict(data_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
-                      worker_extension_cls="", worker_cls="vllm.v1.worker.gpu_worker.Worker"),
+        parallel=dict.fromkeys(SIZES, 1) | dict(
+            worker_extension_cls="", worker_cls="vllm.v1.worker.gpu_worker.Worker"),
         attention=dict(backend=None))
     for name, x in other.items():
         part, _, key = name.partition("__")
@@ -109,6 +109,7 @@ def test_every_method_is_served_or_refused_by_its_name():
     (dict(cache__cache_dtype="fp8"), "kv_cache_dtype must be auto or the dtype of the model, got fp8"),
     (dict(speculative=object()), "speculative_config must be None, got one"),
     (dict(kv_transfer=object()), "kv_transfer_config must be None, got one"),
+    (dict(parallel__pipeline_parallel_size=2), "pipeline_parallel_size must be 1, got 2"),
     (dict(parallel__data_parallel_size=2), "data_parallel_size must be 1, got 2"),
     (dict(parallel__decode_context_parallel_size=2), "decode_context_parallel_size must be 1, got 2"),
     (dict(parallel__prefill_context_parallel_size=2), "prefill_context_parallel_size must be 1, got 2"),
@@ -279,7 +280,7 @@ def test_an_index_in_blocks_is_that_of_the_method(decode, dtype):
     cache, place = memory[:, :inner].view(7, groups, size, 2 * dim), torch.randperm(size * dim)
     keys, values = cache.view(7, groups, 2 * size, dim).chunk(2, 2)
     k, v, q = torch.randn(3, 1, groups, n, dim).to(dtype)
-    blocks, q = torch.tensor([5, 0, 3, 6]), torch.cat([q - 1, q, q + 1], 1)[:, :, :1]
+    blocks, q = torch.tensor([5, 0, 3, 4]), torch.cat([q - 1, q, q + 1], 1)[:, :, :1]
     slots = (blocks[:, None] * size + torch.arange(size)).flatten()[:n]
     held, done = torch.zeros(2, 7, groups, size, dim, dtype=dtype), 0
     for step in (1, 50, 3, 40, 1, 1, 21):
@@ -300,7 +301,7 @@ def test_an_index_in_blocks_is_that_of_the_method(decode, dtype):
             given, seed = (q, k[:, :, :seen], v[:, :, :seen]), dict(seed=1) if method.random else {}
             assert torch.equal(method.decode(*given, state=found, **seed), method.decode(*given, state=own, **seed))
     assert done == n and why_not(method) == ""
-    untouched = memory[[1, 2, 4], inner:]
+    untouched = memory[[1, 2, 6], inner:]
     assert untouched.isnan().all()  # blocks of others
 
 
