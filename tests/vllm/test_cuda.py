@@ -19,7 +19,7 @@ from sparse_nb.core.streams import fold_in
 from sparse_nb.kernels import engine
 from sparse_nb.methods.quest import page_box
 from sparse_nb.vllm.paged import box_view, streams_at
-from sparse_nb.vllm.serving import RELEASES
+from sparse_nb.vllm.serving import RELEASES, SIZES
 
 BF16, H, G, D, LAYERS = torch.bfloat16, 4, 2, 16, 2
 
@@ -28,8 +28,7 @@ def config(decode, block, **other):
     "A configuration of vLLM's for a model of two layers, the first of which keeps vLLM's own attention."
     model = dict(runner_type="generate", use_mla=False, is_encoder_decoder=False, is_hybrid=False, rswa_window=None,
                  is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, get_total_num_hidden_layers=lambda: LAYERS)
-    parallel = dict(data_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
-                    worker_cls="auto")
+    parallel = dict.fromkeys(SIZES, 1) | dict(worker_cls="auto")
     parts = dict(model=model, parallel=parallel, cache=dict(cache_dtype="auto", block_size=block),
                  device=dict(device_type="cuda"), attention=dict(backend=None), scheduler=dict(max_num_seqs=6),
                  compilation=dict(static_forward_context={}))
