@@ -21,7 +21,7 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints
 PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 NBTEST = .venv/bin/nbdev_test $(if $(filter auto,$(WORKERS)),,--n_workers $(WORKERS))
 
-.PHONY: setup demo lab test test-all newest vllm wrong gpu-day layers bench quick fetch wheel notebooks contents readme site docs
+.PHONY: setup demo lab test test-all newest vllm wrong gpu-day layers bench quick fetch wheel notebooks contents readme site slides docs
 
 setup: .venv/installed
 
@@ -126,6 +126,11 @@ site: setup
 	rm -rf _site
 	.venv/bin/sphinx-build -q -W --keep-going -c tools/site -d _site/doctrees . _site/html
 	@echo "open _site/html/index.html"
+
+# the decks of the course, which need no network either: open _slides/session_1.html
+slides: setup
+	rm -rf _slides
+	.venv/bin/python tools/slides.py
 
 # the same pages by nbdev and Quarto
 docs: setup

@@ -114,11 +114,11 @@ def test_answers_of_the_largest_model_are_differences_on_the_same_prompts():
             for name in right}
     assert len(tasks) == 7 and cells("answers")["Quest, 10 %"][3].startswith(f"{100 * lost['quest']:.1f} [")
     assert cells("answers")["Sketch&Walk, 10 % of blocks"][3].startswith(f"{100 * lost['sketch_walk']:.1f} [")
-    right = {method: {(row["task"], i): x for row in record("paper_tables") if (row["part"], row["method"]) == (
-        "saap", method) for i, x in enumerate(row["right"], row["seeds"][0])} for method in ("exact", "budget-0.05")}
+    right = {method: {(row["task"], i): x for row in record("answers") if (row["model"], row["method"]) == (
+        "qwen", method) for i, x in enumerate(row["right"], row["seeds"][0])} for method in ("exact", "saap_5")}
     able = {task for task, _ in right["exact"] if statistics.mean(
         x for (own, _), x in right["exact"].items() if own == task) >= 0.5}
-    gap = statistics.mean(x - right["budget-0.05"][at] for at, x in right["exact"].items() if at[0] in able)
+    gap = statistics.mean(right["exact"][at] - x for at, x in right["saap_5"].items() if at[0] in able)
     assert cells("answers")["SAAP, 5 % of keys"][3].startswith(f"{100 * gap:.1f} [")
 
 

@@ -165,7 +165,7 @@ def one_step(method, monkeypatch):
 
 PACKED = [TopK(budget=0.3), Quest(budget=0.3, page=4), MagicPIG(bits=4, tables=8, sinks=2, window=4),
           VAttention(sinks=2, window=4, topk=4, base=4, eps=0.5, delta=0.5), SketchWalk(4, 0.4, dense_layers=0),
-          Saap(budget=8, **SMALL), Saap(probes=1, tail="drop", **SMALL), H2O(budget=0.3, recent=4),
+          Saap(probes=1, tail="drop", **SMALL), H2O(budget=0.3, recent=4),
           SnapKV(budget=16, window=4), Reformer(bins=4, window=4), KDEformer(bins=4, window=4)]
 
 @pytest.mark.parametrize("method", PACKED, ids=lambda m: repr(m)[:40])
