@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -70,3 +71,5 @@ if __name__ == "__main__":
         except BaseException: said = traceback.format_exc()[-4000:]
         print(json.dumps([job["to"], said]), flush=True)
         os._exit(bool(said))
+    with suppress(ChildProcessError):  # so that their time is counted
+        while True: os.wait()
