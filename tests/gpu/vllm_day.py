@@ -1,0 +1,212 @@
+"""What a method does inside vLLM on one CUDA GPU; facts go to a file, a JSON object a line, as soon as each is known:
+
+    python tests/gpu/vllm_day.py pocket FILE [--budget 110]   tokens of the pocket model against those of `sparsify`
+    python tests/gpu/vllm_day.py speed FILE [--budget 215]    ms per token of an 8B shape, dummy weights, beside vLLM's
+
+It needs vLLM 0.26.0 (`sparse_nb.vllm.serving.RELEASES`) and VLLM_ENABLE_V1_MULTIPROCESSING=0,
+VLLM_ALLOW_INSECURE_SERIALIZATION=1, without FlashInfer also VLLM_USE_FLASHINFER_SAMPLER=0. One engine serves all
+methods: layers are switched, and decode graphs captured anew. What fails is written down, and the next goes on.
+"""
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+START = time.time()
+
+
+def say(**fact):
+    fact["at_s"] = round(time.time() - START, 1)
+    line = json.dumps(fact)
+    print(line, flush=True)
+    with open(ARGS.file, "a") as f: f.write(line + "\n")
+
+
+def attempt(name, run, *given):
+    "The result of a measurement; what goes wrong is written down, and the rest goes on."
+    left = ARGS.budget - (time.time() - START)
+    if left < 8: return say(what=name, skipped=f"{left:.0f} s left")
+    try: return run(*given)
+    except Exception as error:
+        say(what=name, error=f"{type(error).__name__}: {error}"[:600], tail=traceback.format_exc()[-2500:])
+
+
+def switch(worker, line, dense, page, layers):
+    "Another method in the running engine, with new graphs; None: vLLM's own attention in all layers."
+    import torch
+    from sparse_nb.vllm.serving import read_serving
+    settings = dict(decode=line or "Exact", dense_layers=list(range(layers)) if line is None else dense)
+    serving = dataclasses.replace(read_serving(settings, layers, "cuda"), page=page)
+    context = worker.vllm_config.compilation_config.static_forward_context
+    for layer in context.values():
+        impl = layer.impl
+        impl.serving, impl.number, impl.method, impl.sums = serving, None, None, None
+        if impl.seen is not None: impl.seen.counts.clear()
+    runner, began = worker.model_runner, time.time()
+    manager = runner.cudagraph_manager
+    if manager.needs_capture():
+        torch.cuda.synchronize()
+        manager.graphs.clear()
+        manager._graphs_captured = False
+        runner.capture_model()
+    for layer in context.values():
+        if layer.impl.seen is not None: layer.impl.seen.counts.clear()
+    return dict(capture_s=round(time.time() - began, 1), graphs=len(manager.graphs), mode=str(manager.cudagraph_mode))
+
+
+def layout(worker):
+    "How a layer's cache lies in memory."
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    layer = next(iter(layers.values()))
+    return dict(shape=list(layer.kv_cache.shape), strides=list(layer.kv_cache.stride()), impl=type(layer.impl).__name__,
+                worker=type(worker).__name__, runner=type(worker.model_runner).__module__)
+
+
+def generate(llm, prompts, new):
+    from vllm import SamplingParams
+    how = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True)
+    said = llm.generate([dict(prompt_token_ids=x) for x in prompts], how, use_tqdm=False)
+    return [list(x.outputs[0].token_ids) for x in said], [x.num_cached_tokens for x in said]
+
+
+def equal(a, b):
+    "How many answers are equal, and where the first differs."
+    first = [next((i for i, (x, y) in enumerate(zip(p, q)) if x != y), None) for p, q in zip(a, b)]
+    return dict(equal=sum(x is None for x in first), of=len(a), first_difference=first)
+
+
+# the pocket model
+
+LENGTHS = ("needle", 900), ("multikey", 700), ("kv", 380), ("needle", 1300), ("multikey", 1030)
+NEW = 16
+LINES = "Quest(budget=0.1)", "TopK(budget=0.1)", "Santa(samples=32)", "Streaming(sinks=4, window=64)"
+WHOLE = "Exact", "Quest(budget=1.0)", "TopK(budget=1.0)", "Santa(samples=8192)"
+
+
+def expected(model, line, prompts):
+    import torch
+    from sparse_nb import sparsify
+    from sparse_nb.core.settings import read_method
+    def written(prompt):
+        found = model.generate(torch.tensor([prompt], device="cuda"), max_new_tokens=NEW, do_sample=False)
+        return found[0, len(prompt):].tolist()
+    if line is None: return [written(x) for x in prompts]
+    with sparsify(model, decode=read_method(line), dense_layers=[0], seed=0): return [written(x) for x in prompts]
+
+
+def pocket_part():
+    import torch
+    from vllm import LLM
+    from sparse_nb import pocket, tasks
+    prompts = [tasks.prompt_tokens(tasks.make(task, n, seed=i))[1] for i, (task, n) in enumerate(LENGTHS)]
+    prompts += [prompts[1][:385], prompts[3][:193]]  # the last step of these reads one token of the prompt
+    mixed = {str(i): LINES[0] for i in range(1, 5)} | {"5": LINES[2]}  # both what draws and what has boxes
+    began = time.time()
+    llm = LLM(model=str(pocket.path()), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1536, seed=0,
+              max_num_batched_tokens=192, max_num_seqs=3, block_size=ARGS.block, disable_log_stats=False,
+              gpu_memory_utilization=0.2, enable_prefix_caching=True,
+              compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
+              additional_config=dict(sparse_nb=dict(decode=mixed)))
+    say(what="engine", model="pocket", seconds=round(time.time() - began, 1), **llm.collective_rpc(layout)[0])
+    model = pocket.load("cuda", torch.bfloat16)[0]
+    def one(line, want):
+        made = llm.collective_rpc(switch, args=(line, [0], 16, 6))[0]
+        began = time.time()
+        llm.reset_prefix_cache()
+        tokens, _ = generate(llm, prompts, NEW)
+        took = time.time() - began
+        rows = [x for w in llm.collective_rpc("sparse_nb_stats") for x in w]
+        stats = {x: rows[0][x] for x in ("queries", "density", "keys_scored", "values_read")} if rows else None
+        again, cached = generate(llm, prompts, NEW)
+        say(what="tokens", method=line or "vLLM's own", **equal(tokens, want), seconds=round(took, 2), stats=stats,
+            hits_equal=equal(again, tokens), cached=cached, tokens=tokens[0], **made)
+        return tokens
+    dense = attempt("own tokens", lambda: one(None, expected(model, None, prompts)))
+    for line in LINES: attempt(line, lambda: one(line, expected(model, line, prompts)))
+    for line in WHOLE: attempt(line, lambda: one(line, dense))  # against vLLM's own
+    def refused():
+        from vllm.engine.arg_utils import EngineArgs
+        for line, more in (("h2o", {}), ("VAttention", {}), ("Quest", dict(dtype="float32")),
+                           ("Quest", dict(block_size=48)), ("Quest(page=32)", dict(block_size=16))):
+            try:
+                given = dict(model=str(pocket.path()), dtype="bfloat16", skip_tokenizer_init=True) | more
+                EngineArgs(**given, additional_config=dict(sparse_nb=dict(decode=line))).create_engine_config()
+                say(what="refusal", method=line, more=str(more), refused=None)
+            except (TypeError, ValueError) as error:
+                say(what="refusal", method=line, more=str(more), refused=str(error))
+    attempt("refusals", refused)
+
+
+# ms a token
+
+SHAPE = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096, intermediate_size=14336,
+             num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256,
+             max_position_embeddings=262144, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act="silu", bos_token_id=0,
+             eos_token_id=1, tie_word_embeddings=False, dtype="bfloat16", torch_dtype="bfloat16")
+KEYS, SMALL = 131072, 32768
+
+
+def speed_part():
+    import torch
+    from vllm import LLM
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(dict(SHAPE, num_hidden_layers=ARGS.layers)))
+    mixed = {str(i): "Quest(budget=0.1)" for i in range(1, ARGS.layers)} | {"0": "Santa"}
+    began = time.time()
+    llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
+              max_model_len=KEYS + 256, max_num_batched_tokens=16384, max_num_seqs=8, block_size=ARGS.block,
+              gpu_memory_utilization=0.85, enable_prefix_caching=True,
+              compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8]),
+              additional_config=dict(sparse_nb=dict(decode=mixed)))
+    say(what="engine", model="8B", seconds=round(time.time() - began, 1), gpu=torch.cuda.get_device_name(),
+        **llm.collective_rpc(layout)[0])
+    generator = torch.Generator().manual_seed(0)
+    ids = lambda n: torch.randint(10, 128000, (n,), generator=generator).tolist()
+    long, small = [ids(KEYS)], [ids(SMALL) for _ in range(8)]
+    def ms(prompts, few=8, many=72):
+        took, tokens = [], None
+        for n in (few, many, few, many):
+            torch.cuda.synchronize()
+            began = time.time()
+            tokens, cached = generate(llm, prompts, n)
+            torch.cuda.synchronize()
+            took.append(time.time() - began)
+        steps = [1000 * (b - a) / (many - few) for a, b in (took[:2], took[2:])]
+        return dict(ms_a_step=[round(x, 3) for x in steps], cached=cached[0], tokens=tokens[0][:8])
+    def first(prompts, name):
+        began = time.time()
+        generate(llm, prompts, 1)
+        say(what="prompt", case=name, seconds=round(time.time() - began, 2))
+    attempt("prompt of 131,072", first, long, "131072 x 1")
+    def one(line):
+        made = llm.collective_rpc(switch, args=(line, [0], 16, ARGS.layers))[0]
+        name = line or "vLLM's own"
+        say(what="speed", method=name, case="131072 x 1", **ms(long), **made)
+        if ARGS.batch: say(what="speed", method=name, case="32768 x 8", **ms(small))
+    if ARGS.batch: attempt("prompts of 32,768", first, small, "32768 x 8")
+    for line in (None, "Quest(budget=0.1)", "Exact", "TopK(budget=0.1)", "Santa(samples=128)",
+                 "Streaming(sinks=4, window=0.1)", "Quest(budget=0.05)"):
+        attempt(line, one, line)
+    say(what="memory", peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        reserved_gb=round(torch.cuda.memory_reserved() / 1e9, 1))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=["pocket", "speed"])
+    parser.add_argument("file")
+    parser.add_argument("--budget", type=float, default=200)
+    parser.add_argument("--block", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=1)
+    ARGS = parser.parse_args()
+    say(what="start", part=ARGS.part, block=ARGS.block)
+    attempt(ARGS.part, pocket_part if ARGS.part == "pocket" else speed_part)
+    say(what="end")
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads may wait for ever
