@@ -4,7 +4,7 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -86,10 +86,10 @@ def generate_methods() -> dict: # name -> method
             "Quest, 10 %, one list": OneList(Quest(0.1)), "window, 10 %": Streaming(sinks=128, window=0.1),
             "oracle top-k, 10 %": TopK(budget=0.1), "SnapKV, 10 %": SnapKV(0.1)}
 
-def named(methods: Sequence) -> dict: # name -> method
-    "Methods by what `generate_methods` calls them, others by what they print."
+def named(methods: Mapping) -> dict: # name -> method
+    "Methods by what `generate_methods` calls them, others by the name that they have here."
     known = {repr(x): name for name, x in generate_methods().items()}
-    return {known.get(repr(x), repr(x)): x for x in methods}
+    return {known.get(repr(x), name): x for name, x in methods.items()}
 
 def generate_ways(methods: Mapping | None = None, static: bool = False, offload: bool = False) -> dict:
     """What `bench_generate` compares.

@@ -108,7 +108,7 @@ def _generate(
         if x < 1: raise ValueError(f"--{name} must be at least 1, got {x}")
     if static and offload: raise ValueError("--offload must not stand with --static: that cache stays on the GPU")
     if tuned and not static: raise ValueError("--tuned must stand with --static: other steps are not compiled")
-    methods = room.named([method_from("--decode", text) for text in decode]) or None
+    methods = room.named({text: method_from("--decode", text) for text in decode}) or None
     device = "cpu" if quick and not torch.cuda.is_available() else "cuda"
     shape = dict(room.TINY if quick else room.LLAMA) | ({} if layers is None else dict(num_hidden_layers=layers))
     chosen = [400] if quick and lengths is None else None if lengths is None else items_of("lengths", lengths, True)

@@ -66,7 +66,7 @@ VERSIONS = [Wrong(*x) for x in [
      "torch.full_like(heads, layer), heads,", "torch.full_like(heads, layer), heads - heads[0],"),
     ("vllm-any-release", "vllm/serving.py",
      "vllm/test_serving.py::test_another_release_is_refused_and_the_tried_one_is_named",
-     "release, release in RELEASES", "release, True"),
+     "release, release == RELEASES[device]", "release, True"),
     ("vllm-wraps-twice", "vllm/serving.py", "vllm/test_serving.py::test_the_entry_point_may_be_called_twice",
      "create_engine_config.by_sparse_nb = True", "create_engine_config.by_other = True"),
     # predictors

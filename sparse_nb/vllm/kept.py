@@ -40,6 +40,7 @@ class Part:
 
 ALIGNED = 64 # bytes
 
+# %% ../../nbs/library/vllm_kept.ipynb #3ac28fbb
 class Kept:
     "What blocks of memory hold of a method's index."
     def __init__(

@@ -66,6 +66,7 @@ def _numbers(given, layers):
         raise ValueError(f"dense_layers must be among layers 0 to {layers - 1}, got {wrong[0]}")
     return given
 
+# %% ../../nbs/library/vllm.ipynb #5ecf72aa
 def read_serving(
     given: dict, # decode, dense_layers and seed
     layers: int, # of the model
@@ -186,6 +187,7 @@ class Weights:
         for path in files:
             with safe_open(path, "pt") as file: yield from ((name, file.get_tensor(name)) for name in file.keys())
 
+# %% ../../nbs/library/vllm.ipynb #d0b38d50
 def prepare(
     config,       # vLLM's configuration
     release: str, # of vLLM
