@@ -159,7 +159,7 @@ def _grid(file, setups, machine="nvidia_h200"):
     made = record(file, machine)
     methods = made["meta"].get("methods") or {"pocket": {  # SANTA's, which names them by their draws
         f"systematic-{x}": SANTA | dict(samples=x) for x in made["meta"].get("budgets", ())}}
-    for model in MODELS.keys() & methods.keys():
+    for model in filter(methods.__contains__, MODELS):  # in this order, which is that of what is written
         for setup, role in setups.items():
             own = [row | dict(model=model, seeds=[0, len(row["right"])], right=[*map(int, row["right"])])
                    for row in made["rows"] if row.get("part") in (model, "accuracy") and row.get("setup") == setup
