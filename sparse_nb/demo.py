@@ -15,17 +15,17 @@ from io import BytesIO
 from .core.checks import check_count, check_level, check_number
 
 # %% ../nbs/library/demo.ipynb #6e4049fc
-DELTA = 0.1  # chance of an error beyond what vAttention promises
+DELTA = 0.1  # chance of an error beyond what vAttention guarantees
 
 def demo_methods(
     keys: int,             # number of keys of the longest query
     density: float = 0.05, # share of them that streaming, top-k and the predictor keep, in (0, 1]
     samples: int = 128,    # values that SANTA draws for each query and head, >= 1
-    eps: float = 0.1,      # relative error that vAttention promises, in (0, 1)
+    eps: float = 0.1,      # relative error that vAttention guarantees, in (0, 1)
 ) -> dict:                 # name in the table of methods -> method
     "One method of each family. Raises TypeError or ValueError for a bad setting."
     from sparse_nb import Santa
-    from sparse_nb.methods.double_sparsity import DoubleSparsity
+    from sparse_nb.methods.adamas import Adamas
     from sparse_nb.methods.exact import Exact
     from sparse_nb.methods.streaming import Streaming
     from sparse_nb.methods.topk import TopK
@@ -37,7 +37,7 @@ def demo_methods(
     density = float(density)
     sinks = 4 if density * keys >= 8 else 0
     return dict(exact=Exact(), streaming=Streaming(sinks, density - sinks / keys), topk=TopK(density),
-                double_sparsity=DoubleSparsity(density), santa=Santa(samples),
+                adamas=Adamas(density), santa=Santa(samples),
                 vattention=VAttention(eps, DELTA, sinks=4, window=64))
 
 # %% ../nbs/library/demo.ipynb #540f4e51
@@ -110,7 +110,7 @@ class BestView:
                                "looks as the answer is written, and what each method kept")
 
 class Observed:
-    "Counts how often a method's denominator is off by more than it promised."
+    "Counts how often a method's denominator is off by more than it guaranteed."
     def __init__(
         self,
         method, # a `VAttention`
@@ -131,8 +131,8 @@ def _row(name, method, answer, example, observed):
                correct=tasks.score(answer.text, example.answer).exact, relative_error=answer.error.mean().item(),
                keys_read=1.0 if method.scores_all else read, values_read=read, ms_per_token=answer.ms_per_token)
     if observed is None: return row
-    return row | dict(promised_eps=method.eps, promised_delta=method.delta,
-                      promise_missed=observed.missed / observed.queries)
+    return row | dict(guaranteed_eps=method.eps, guaranteed_delta=method.delta,
+                      guarantee_missed=observed.missed / observed.queries)
 
 def compare(
     model,                  # a transformers decoder
@@ -187,13 +187,13 @@ def _cells(rows):
 def caption(
     rows: list, # from `compare`
 ) -> list:      # lines
-    "What is said below the table: the right answer, the promise asked and observed, the columns."
+    "What is said below the table: the right answer, the guarantee and how often it failed, the columns."
     lines = [f"right answer: {rows[0]['expected']}"]
     for r in rows:
-        if "promised_eps" not in r: continue
-        lines.append(f"vAttention promised an error of at most {100 * r['promised_eps']:.3g} % of the denominator in "
-                     f"{100 * (1 - r['promised_delta']):.3g} % of the cases; it was larger in "
-                     f"{100 * r['promise_missed']:.2g} %")
+        if "guaranteed_eps" not in r: continue
+        lines.append(f"vAttention guarantees an error of at most {100 * r['guaranteed_eps']:.3g} % of the denominator "
+                     f"in {100 * (1 - r['guaranteed_delta']):.3g} % of the cases; it was larger in "
+                     f"{100 * r['guarantee_missed']:.2g} %")
     return [*lines, NOTE]
 
 # %% ../nbs/library/demo.ipynb #c3c537ac

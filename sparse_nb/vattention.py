@@ -42,10 +42,10 @@ _all_ = [BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, PLUGIN_SHARE, PLUGINS, Facts
 def draws_needed(
     s: "VAttention",     # the settings
     below: Facts,        # about the denominator
-    above: Facts | None, # about the numerator; None where only the denominator's error is promised
+    above: Facts | None, # about the numerator; None where only the denominator's error is bounded
     rest: torch.Tensor,  # keys to draw from [B, H, Q]
 ) -> torch.Tensor:       # [B, H, Q], int64
-    "Draws that the promise needs, up to all of `rest`; \"printed\": by Lemma 4.1 of the paper and its Theorem 4.3."
+    "Draws that the guarantee needs, up to all of `rest`; \"printed\": by Lemma 4.1 of the paper and its Theorem 4.3."
     if s.plugin == "printed": return printed_draws(s, below, above, rest)
     delta = delta_of_draws(s)
     if s.guarantee == "denominator":
@@ -97,7 +97,7 @@ def select_and_promise(
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
     kv_end: torch.Tensor | None = None,   # end of the valid keys of each sequence [B]
 ) -> tuple[Selection, Promise]:
-    "Which keys to read by the settings, with their weights, and what they promise. Of the arguments checks `state`."
+    "Which keys to read by the settings, with their weights, and what they guarantee. Of the arguments checks `state`."
     n, groups, dtype = k.shape[2], k.shape[1], promote(q[:0]).dtype
     firsts, ends = visible_range(q, k, causal=causal, kv_start=kv_start, kv_end=kv_end)
     state, visible = index_of(s, q, k, state, kv_start, kv_end, causal), ends - firsts
@@ -124,14 +124,14 @@ class VAttention(Method):
 
     Raises TypeError or ValueError for settings that can never work.
     """
-    eps: float = 0.05              # relative error to promise, in (0, 1)
+    eps: float = 0.05              # relative error to guarantee, in (0, 1)
     delta: float = 0.05            # chance of more, in (0, 1)
     sinks: int | float = 128       # first visible keys to keep: a count, or a share of them
     window: int | float = 128      # last visible keys to keep: a count, or a share of them
     topk: int | float = 0.025      # predicted keys to keep between these: a count, or a share of the visible keys
     base: int | float = 0.025      # base sample: a count from 2, or a share of the residual (`BASE_LEAST` or more)
     predictor: object = "oracle"   # "oracle" (exact scores), or a method that scores keys: a `KeyScorer`
-    guarantee: str = "denominator" # whose error is promised: one of `GUARANTEES`
+    guarantee: str = "denominator" # whose error is bounded: one of `GUARANTEES`
     bound: str = "clt"             # one of `BOUNDS`
     plugin: str = "upper"          # one of `PLUGINS`: bounds from the base sample, its estimates, or the paper's use
     share: bool = True             # one choice of keys for all heads of a group?
@@ -155,7 +155,7 @@ class VAttention(Method):
     @classmethod
     def paper(
         cls,
-        eps: float = 0.05,                # relative error to promise, in (0, 1)
+        eps: float = 0.05,                # relative error to guarantee, in (0, 1)
         delta: float = 0.05,              # chance of more, in (0, 1)
         *,
         sinks: int | float = 128,         # f_s: first visible keys to keep, a count or a share of them
@@ -169,7 +169,7 @@ class VAttention(Method):
 
         The base sample serves for estimates alone; the answer has fresh draws from the whole residual, as many as
         Lemma 4.1 says, without a least number and without a factor for a finite population. Each head is on its own.
-        Where the text leaves it open: the promise is for the denominator, since the paper says that all of its
+        Where the text leaves it open: the guarantee is for the denominator, since the paper says that all of its
         experiments relax Algorithm 2 so; predicted keys lie between sinks and window, since the sizes of the three
         sets add up to n_f; no key is drawn twice, as in the paper's "random-sample"; shares are rounded down, as in
         lines 1 and 2. Where it cannot run: a base sample has at least two keys, for one has no variance; at least one
@@ -187,7 +187,7 @@ class VAttention(Method):
         return replace(self, predictor=self.predictor.at_layer(layer)) if hasattr(self.predictor, "at_layer") else self
 
     def new_state(self):
-        "The predictor's index, with the lengths of the values if the promise needs them; None for the oracle."
+        "The predictor's index, with the lengths of the values if the guarantee needs them; None for the oracle."
         state = None if self.predictor == "oracle" else self.predictor.new_state()
         return state if state is None or self.guarantee == "denominator" else with_lengths(state)
 
@@ -233,14 +233,14 @@ def vattention_decode(
     k: torch.Tensor,                      # keys [B, G, N, D]
     v: torch.Tensor,                      # values [B, G, N, D]
     *,
-    eps: float = 0.05,                    # relative error to promise, in (0, 1)
+    eps: float = 0.05,                    # relative error to guarantee, in (0, 1)
     delta: float = 0.05,                  # chance of more, in (0, 1)
     sinks: int | float = 128,             # first visible keys to keep: a count (all, if it is more) or a share of them
     window: int | float = 128,            # last visible keys to keep, likewise
     topk: int | float = 0.025,            # predicted keys to keep between these: a count, or a share of the visible
     base: int | float = 0.025,            # base sample: a count from 2, or a share of the residual, >= `BASE_LEAST`
     predictor="oracle",                   # "oracle" (exact scores), or a method that scores keys: a `KeyScorer`
-    guarantee: str = "denominator",       # whose error is promised: "denominator", "numerator" or "output"
+    guarantee: str = "denominator",       # whose error is bounded: "denominator", "numerator" or "output"
     bound: str = "clt",                   # "clt"; "hoeffding" or "bernstein" hold for any number of draws, ask for more
     plugin: str = "upper",                # "upper": bounds from the base sample; "plain": estimates; "printed"
     share: bool = True,                   # one choice of keys for all heads of a group?
@@ -255,7 +255,7 @@ def vattention_decode(
 ):                                        # [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`
     """Attention over kept keys and a uniform sample of the others, with P(relative error > eps) <= delta for each head.
 
-    Algorithms 1 and 2 of vAttention, corrected. The promise is proven with bound="bernstein" or "hoeffding" and
+    Algorithms 1 and 2 of vAttention, corrected. The guarantee is proven with bound="bernstein" or "hoeffding" and
     plugin="upper". Without the oracle they know no better bound on a score than |q| max |k|, and may read everything.
     With "clt" it rests on a mean of at least `CLT_LEAST` draws being Gaussian, without the oracle also on the base
     sample holding a term as large as any, and with plugin="plain" on its estimates. A guarantee for the denominator

@@ -23,9 +23,9 @@ def demo(
     model: MODEL = "pocket",
     seed: Annotated[int, typer.Option(help="Of the prompt and of the sampling.")] = 0,
     density: Annotated[float,
-                       typer.Option(help="Share of the keys that streaming, top-k and Double Sparsity keep.")] = 0.05,
+                       typer.Option(help="Share of the keys that streaming, top-k and Adamas keep.")] = 0.05,
     samples: Annotated[int, typer.Option(help="Values that SANTA draws for each query and head.")] = 128,
-    eps: Annotated[float, typer.Option(help="Error of the softmax's denominator that vAttention promises.")] = 0.1,
+    eps: Annotated[float, typer.Option(help="Error of the softmax's denominator that vAttention guarantees.")] = 0.1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of the table; a picture is then "
                                           "saved only with --out.")] = False,
     out: Annotated[Path,

@@ -40,7 +40,7 @@ class Stats:
     index_bytes: object        # bytes of an index read for each query: a number, or [B, H, Q]
     density: torch.Tensor      # share of the visible keys that were kept [B, H, Q]
     budget: torch.Tensor       # keys kept [B, H, Q]
-    certificate: object = None # what the method promises about its error, where it promises something
+    certificate: object = None # what the method guarantees about its error, where it guarantees something
 
 # %% ../../nbs/library/core_method.ipynb #9e097aad
 def visible_keys(
@@ -59,7 +59,7 @@ def stats_of(
     scored: torch.Tensor | None = None,  # key rows read [B, H, Q]; None: those of the values
     budget: torch.Tensor | None = None,  # keys kept, or drawn, [B, H, Q]; None: the values read
     index_bytes = 0,                     # bytes of an index read for each query: a number, or [B, H, Q]
-    certificate = None,                  # what is promised about the error
+    certificate = None,                  # what is guaranteed about the error
 ) -> Stats:
     "`Stats` of a step from what it read; the density is the share of the visible keys whose values were read."
     return Stats(read if scored is None else scored, read, index_bytes, read / visible,

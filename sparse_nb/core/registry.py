@@ -32,7 +32,7 @@ METHODS = {
     "santa": Entry("sparse_nb.santa:Santa", "SANTA", "#ed1500", "P",
                    "scores every key, draws values with their attention weights"),
     "vattention": Entry("sparse_nb.vattention:VAttention", "vAttention", "#2d004e", "*",
-                        "heavy keys, and of the others a sample whose size keeps a promised error"),
+                        "heavy keys, and of the others a sample as large as an error bound needs"),
     "quest": Entry("sparse_nb.methods.quest:Quest", "Quest", "#6a55ff", "<",
                    "pages of keys whose box reaches far along the query"),
     "double_sparsity": Entry("sparse_nb.methods.double_sparsity:DoubleSparsity", "Double Sparsity", "#556a40", ">",

@@ -205,7 +205,7 @@ CLT_SAMPLES = 32    # fewer draws than this, pilots or not, are not taken for Ga
 PILOT_SHARE = 0.2   # of delta: what the lower bound on the norm may fail with
 
 def default_scheme(scheme, eps):
-    "The default: one random number for all draws, or, for a promise, one for each."
+    "The default: one random number for all draws, or, for a guarantee, one for each."
     return scheme if scheme is not None else "systematic" if eps is None else "stratified"
 
 def check_guarantee(eps, delta, bound, scheme, samples):
@@ -213,7 +213,7 @@ def check_guarantee(eps, delta, bound, scheme, samples):
     check_choice("bound", bound, ("clt", "bernstein"))
     if eps is None and delta is None: return
     for name, x in (("eps", eps), ("delta", delta)):
-        if x is None: raise ValueError(f"{name} must be given too: a promise needs eps and delta, got None")
+        if x is None: raise ValueError(f"{name} must be given too: a guarantee needs eps and delta, got None")
         check_level(name, x)
     if scheme not in ("iid", "stratified"):
         raise ValueError(f"scheme must be 'iid' or 'stratified' when eps is given, got {scheme!r}")
@@ -227,7 +227,7 @@ def check_guarantee(eps, delta, bound, scheme, samples):
 # %% ../../nbs/library/methods_santa.ipynb #6523ee2f
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    "What `santa_decode` promised for each head and query: P(||error|| > eps ||output||) <= delta."
+    "What `santa_decode` guarantees for each head and query: P(||error|| > eps ||output||) <= delta."
     eps: float            # largest relative error
     delta: float          # chance of more
     bound: str            # "clt" or "bernstein"
@@ -477,7 +477,7 @@ def sample_values(
 
 # %% ../../nbs/library/methods_santa.ipynb #a3c85e17
 class ValueNorms(State):
-    "The lengths of the values [B, G, N], for the promise of an error."
+    "The lengths of the values [B, G, N], for a bound on the error."
     def features(self, k, v):
         "The length of each new value [B, G, n], float32 or float64."
         return value_lengths(v)

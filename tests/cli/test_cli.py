@@ -91,30 +91,30 @@ def test_json_is_one_list_and_the_report_stands_alone(tiny, tmp_path, monkeypatc
                  "--out", "report.html")
     assert result.returncode == 0 and result.stderr == "saved report.html\n"
     rows = {r["method"]: r for r in json.loads(result.stdout)}
-    assert list(rows) == ["exact", "streaming", "topk", "double_sparsity", "santa", "vattention"]
+    assert list(rows) == ["exact", "streaming", "topk", "adamas", "santa", "vattention"]
     names = ["method", "answer", "expected", "correct", "relative_error", "keys_read", "values_read", "ms_per_token"]
     for name, r in rows.items():
         assert list(r)[:8] == names and (len(r) == 8 or name == "vattention")
         assert r["relative_error"] > 0 or name == "exact"
     assert rows["exact"]["relative_error"] < 1e-5 and rows["exact"]["keys_read"] == rows["exact"]["values_read"] == 1
-    for name in ("streaming", "topk", "double_sparsity"):
+    for name in ("streaming", "topk", "adamas"):
         assert abs(rows[name]["values_read"] - 0.1) < 0.02
         assert rows[name]["keys_read"] == (1 if name == "topk" else rows[name]["values_read"])
     assert rows["santa"]["keys_read"] == 1 and 0 < rows["santa"]["values_read"] <= 7 / 400
-    promise = rows["vattention"]
-    assert (promise["promised_eps"], promise["promised_delta"]) == (0.3, 0.1) and 0 <= promise["promise_missed"] <= 0.1
+    own = rows["vattention"]
+    assert (own["guaranteed_eps"], own["guaranteed_delta"]) == (0.3, 0.1) and 0 <= own["guarantee_missed"] <= 0.1
     page = (tmp_path / "report.html").read_text()
     assert (page.count("<tr>") == 7 and "data:image/png;base64," in page and "http" not in page
-            and "promised an error" in page)
+            and "guarantees an error" in page)
 
 
 def test_the_table_and_the_default_picture(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("demo", "--model", tiny, "--context", 256)
     assert result.returncode == 0 and result.stderr == "saved sparse-nb-demo.png\n"
-    for word in ("streaming", "top-k (oracle)", "Double Sparsity", "SANTA", "vAttention", "keys read", "values read",
+    for word in ("streaming", "top-k (oracle)", "Adamas", "SANTA", "vAttention", "keys read", "values read",
                  "right answer",
-                 "promised an error of at most 10 %"): assert word in result.stdout
+                 "guarantees an error of at most 10 %"): assert word in result.stdout
     assert (tmp_path / "sparse-nb-demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -122,11 +122,11 @@ def test_the_table_and_the_default_picture(tiny, tmp_path, monkeypatch):
 def test_the_demo_keeps_to_80_columns_and_breaks_no_word(columns):
     from rich.console import Console
     from sparse_nb.demo import show_table
-    written = dict(exact="1234", streaming="the number of needle", topk="1234 stands", double_sparsity="12",
+    written = dict(exact="1234", streaming="the number of needle", topk="1234 stands", adamas="12",
                    santa="x" * 9, vattention="1234")
     row = dict(expected="1234", correct=True, relative_error=0.1, keys_read=1.0, values_read=2e-4, ms_per_token=1234.5)
     rows = [row | dict(method=name, answer=text) for name, text in written.items()]
-    rows[-1] |= dict(promised_eps=0.1, promised_delta=0.1, promise_missed=0.0123)
+    rows[-1] |= dict(guaranteed_eps=0.1, guaranteed_delta=0.1, guarantee_missed=0.0123)
     show_table(rows, "needle, 8192 tokens, seed 0, pocket", screen := Console(width=columns, file=io.StringIO()))
     said = screen.file.getvalue().splitlines()
     assert max(map(len, said)) <= 80 and sum("0.02 %" in line for line in said) == 6
