@@ -52,6 +52,7 @@ def switch(worker, line, dense, page, layers):
     if manager.needs_capture():
         torch.cuda.synchronize()
         manager.graphs.clear()
+        manager.pool = torch.cuda.graph_pool_handle()  # PyTorch drops a pool with its last graph
         manager._graphs_captured = False
         runner.capture_model()
     for layer in context.values():
