@@ -45,7 +45,7 @@ def test_every_argument_is_described(reference):
 
 def test_a_statement_is_cut_where_it_ends():
     plain = made(PAGES[1])[1]["plain"]
-    assert plain(" (new). *If $|x| < 1$, then $y$.* More. *Proof.* So.") == r"(new). *If $\vert x\vert  < 1$, then $y$.*"
+    assert plain(" (new). *If $|x|<1$, then $y$.* More. *Proof.* So.") == r"(new). *If $\vert x\vert <1$, then $y$.*"
     assert plain(" bounds [the error](a.ipynb) by $t$. It is right.") == "bounds the error by $t$"
 
 
