@@ -13,12 +13,13 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from ..kernels.engine import write_boxes
+from .cuda_prompt import PromptBuilder, PromptImpl, prompts_of, requests
 from .layer import Layer, asked
 from .paged import Worker, box_view, with_boxes
 from .step import Bounds, Seen, Step, layer_streams, step
 
 # %% ../../nbs/library/vllm_cuda.ipynb #71bbf423
-class SparseBuilder(FlashAttentionMetadataBuilder):
+class SparseBuilder(PromptBuilder):
     "vLLM's builder. With settings it also says which queries are decoded (`step`)."
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
@@ -34,6 +35,7 @@ class SparseBuilder(FlashAttentionMetadataBuilder):
         self.bounds = Bounds(room, device, streams)
         layers = vllm_config.compilation_config.static_forward_context
         for name in layer_names: layers[name].impl.seen = self.seen
+        self.count_prompts(self.serving, layer_names, vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
@@ -48,7 +50,8 @@ class SparseBuilder(FlashAttentionMetadataBuilder):
         if self.serving is None: return own
         n, rest, few = self.decoded(common), common.is_prefilling, None
         if rest is None: raise RuntimeError("sparse_nb must know which requests read a prompt, got a step without it")
-        if n < common.num_reqs: few = super().build(0, self.behind(common, n), True)
+        if self.reads is not None: self.reads.add(prompts_of(common))
+        if n < common.num_reqs: few = super().build(0, requests(common, n, common.num_reqs), True)
         if n:
             self.bounds.fill(common.seq_lens[:n], rest[:n])
             ends = common.seq_lens_cpu_upper_bound[:len(rest)][:n][~rest[:n]].tolist()
@@ -65,15 +68,6 @@ class SparseBuilder(FlashAttentionMetadataBuilder):
             raise RuntimeError("sparse_nb must get requests that decode first and with one query, got another order")
         return n
 
-    def behind(self, common, n):
-        "The step without its first n requests, of one query each."
-        starts = {x: getattr(common, x)[n:] - n for x in ("query_start_loc", "query_start_loc_cpu")}
-        later = {x: getattr(common, x)[n:] for x in ("seq_lens", "block_table_tensor", "slot_mapping", "is_prefilling")}
-        return common.replace(**starts, **later, num_reqs=common.num_reqs - n, positions=None,
-                              num_actual_tokens=common.num_actual_tokens - n, _token_to_req_indices_cache=None,
-                              _num_computed_tokens_cache=None, _seq_lens_cpu=None, _num_computed_tokens_cpu=None,
-                              seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[n:])
-
 # %% ../../nbs/library/vllm_cuda.ipynb #e95dd53b
 class Reads:
     "What the queries of a layer have read."
@@ -84,7 +78,7 @@ class Reads:
         impl = self.impl
         return impl.seen.rows(impl.method, impl.number, impl.first, impl.num_heads)
 
-class SparseImpl(Layer, FlashAttentionImpl):
+class SparseImpl(Layer, PromptImpl):
     "vLLM's attention of a layer, with a method for the queries that are decoded."
     sums = seen = None
 
@@ -144,4 +138,5 @@ class SparseWorker(Worker, GPUWorker):
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         for x in layers:
             if getattr(getattr(x, "impl", None), "seen", None) is not None: x.impl.seen.counts.clear()
+            if getattr(getattr(x, "impl", None), "read", None) is not None: x.impl.read.clear()
         return taken

@@ -12,6 +12,7 @@ import torch
 
 from ..core.method import Stats
 from ..core.streams import fold_in
+from .prompt import rows_of_layer
 
 # %% ../../nbs/library/vllm_paged.ipynb #e7310a32
 @dataclass
@@ -112,7 +113,6 @@ class Sums:
 class Worker:
     "What vLLM adds to its workers."
     def sparse_nb_stats(self) -> list: # of dicts
-        "As `Sums.rows`, of all layers here."
+        "As `Sums.rows`, of all layers here, with tokens of prompts."
         layers = self.vllm_config.compilation_config.static_forward_context.values()
-        sums = [getattr(getattr(x, "impl", None), "sums", None) for x in layers]
-        return [row for x in sums if x is not None for row in x.rows()]
+        return [row for x in layers if hasattr(x, "impl") for row in rows_of_layer(x.impl)]

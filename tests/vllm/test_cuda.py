@@ -24,24 +24,26 @@ from sparse_nb.vllm.serving import RELEASES, SIZES
 BF16, H, G, D, LAYERS = torch.bfloat16, 4, 2, 16, 2
 
 
-def config(decode, block, **other):
+def config(decode, block, prefill=None, **other):
     "A configuration of vLLM's for a model of two layers, the first of which keeps vLLM's own attention."
     model = dict(runner_type="generate", use_mla=False, is_encoder_decoder=False, is_hybrid=False, rswa_window=None,
                  is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, get_total_num_hidden_layers=lambda: LAYERS)
     parallel = dict.fromkeys(SIZES, 1) | dict(worker_cls="auto")
     parts = dict(model=model, parallel=parallel, cache=dict(cache_dtype="auto", block_size=block),
-                 device=dict(device_type="cuda"), attention=dict(backend=None), scheduler=dict(max_num_seqs=6),
+                 device=dict(device_type="cuda"), attention=dict(backend=None),
+                 scheduler=dict(max_num_seqs=6, enable_chunked_prefill=False, long_prefill_token_threshold=0),
                  compilation=dict(static_forward_context={}))
-    given = {} if decode is None else dict(sparse_nb=dict(decode=decode, dense_layers=[0], seed=5))
+    methods = {x: y for x, y in dict(decode=decode, prefill=prefill).items() if y is not None}
+    given = dict(sparse_nb=dict(methods, dense_layers=[0], seed=5)) if methods else {}
     return SimpleNamespace(**{f"{x}_config": SimpleNamespace(**y) for x, y in parts.items()}, additional_config=given,
                            speculative_config=None, kv_transfer_config=None, use_v2_model_runner=True, heads=H, **other)
 
 
 @pytest.fixture
 def served(monkeypatch):
-    "`served(decode, block)`: the module, and a configuration with two layers in its context."
-    def make(decode, block=16, **layer):
-        own = config(decode, block)
+    "`served(decode, block, prefill)`: the module, and a configuration with two layers in its context."
+    def make(decode, block=16, prefill=None, **layer):
+        own = config(decode, block, prefill)
         fake_vllm.put_in_place(monkeypatch, own, RELEASES["cuda"])
         cuda = importlib.import_module("sparse_nb.vllm.cuda")
         kind = cuda.SparseBackend.get_impl_cls()
@@ -62,6 +64,7 @@ class Requests:
         of = lambda heads: [[torch.randn(n, heads, D, generator=generator).to(BF16) for n in total]
                             for _ in range(LAYERS)]
         self.q, self.k, self.v, self.done = of(H), of(G), of(G), [0] * len(prompts)
+        self.whole = ()  # requests whose prompt comes in one step
         self.shared = 32 // block
         for x in (self.k, self.v):
             for layer in x: layer[-1][:32] = layer[-2][:32]
@@ -91,11 +94,14 @@ class Requests:
         found = torch.stack([x[layer][i][p] for i, p in places])
         return torch.cat([found, found[:1].expand(fill, -1, -1) * 0 + 7]).to(DEVICE)
 
-    def wanted(self, layer, i, place, method):
-        "The output of the reference, with a method for what is decoded."
+    def wanted(self, layer, i, place, method, reads=None):
+        "The output of the reference, with a method for what is decoded and one for whole prompts."
         x = [y[layer][i] for y in (self.q, self.k, self.v)]
+        if layer and reads is not None and place < self.prompts[i] and i in self.whole:
+            prompt = (y[:self.prompts[i]].transpose(0, 1)[None].float() for y in x)
+            return reads.prefill(*prompt)[0, :, place]
         q, (k, v) = x[0][place][None, :, None].float(), [y[:place + 1].transpose(0, 1)[None].float() for y in x[1:]]
-        if layer == 0 or place < self.prompts[i]: return attention(q, k, v)[0, :, 0]
+        if layer == 0 or method is None or place < self.prompts[i]: return attention(q, k, v)[0, :, 0]
         seed = dict(seed=streams_at(5, layer, torch.arange(H), place)) if method.random else {}
         return method.decode(q, k, v, **seed)[0, :, 0]
 
@@ -108,36 +114,80 @@ CASES = [("Exact", "NHD", 16), ("Streaming(sinks=4, window=16)", "HND", 16), ("S
          ("Quest(budget=0.3)", "NHD", 16), ("Quest(budget=0.3)", "HND", 32), ("TopK(budget=0.3)", "NHD", 16)]
 
 
+def caches_of(cuda, own, layout, block):
+    "What vLLM knows of a block, and caches of the layers."
+    layers = own.compilation_config.static_forward_context
+    specs = cuda.SparseWorker(own, {x: fake_vllm.Spec(block, G, D, BF16) for x in layers}).get_kv_cache_spec()
+    spec = specs["model.layers.1.self_attn.attn"]
+    return spec, [spec.cache(41, layout, DEVICE, 3.0) for _ in layers]
+
+
+def run_step(own, builder, caches, requests, lengths, fill, *methods):
+    "A step whose outputs are compared with the reference's; gives where its queries are."
+    places, common = requests.step(lengths, fill)
+    step = (builder.build_for_cudagraph_capture if fill else lambda x: builder.build(0, x))(common)
+    assert step.scheduled and (step.step.rest is None or not step.step.rest.scheduled)
+    for i, layer in enumerate(own.compilation_config.static_forward_context.values()):
+        q, k, v = (requests.rows(x, i, places, fill) for x in (requests.q, requests.k, requests.v))
+        layer.impl.do_kv_cache_update(layer, k, v, caches[i], common.slot_mapping)
+        output = torch.full_like(q, torch.nan)
+        layer.impl.forward(layer, q, k, v, caches[i], step, output)
+        for got, (request, place) in zip(output, places):
+            want = requests.wanted(i, request, place, *methods)
+            assert (got.cpu().float() - want).norm() < 0.02 * want.norm(), (i, request, place)
+    for request, n in lengths.items(): requests.done[request] += n
+    return places
+
+
 @kernel
 @pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5), ids=str)
 def test_steps(served, decode, layout, block):
     cuda, own = served(decode, block)
-    layers, method = own.compilation_config.static_forward_context, read_method(decode)
-    specs = cuda.SparseWorker(own, {x: fake_vllm.Spec(block, G, D, BF16) for x in layers}).get_kv_cache_spec()
-    spec = specs["model.layers.1.self_attn.attn"]
+    spec, caches = caches_of(cuda, own, layout, block)
     assert spec.page_size_bytes == spec.unpadded_page_size_bytes * (17 if "Quest" in decode else 16) // 16
-    caches = [spec.cache(41, layout, DEVICE, 3.0) for _ in layers]
-    builder = cuda.SparseBuilder(spec, [*layers], own, torch.device(DEVICE))
+    builder = cuda.SparseBuilder(spec, [*own.compilation_config.static_forward_context], own, torch.device(DEVICE))
     requests, decoded = Requests([37, 16, 50, 33], 4, block), 0
     for lengths, fill in PLAN:
         if 3 in lengths and not requests.done[3]: requests.done[3] = 32
-        places, common = requests.step(lengths, fill)
-        step = (builder.build_for_cudagraph_capture if fill else lambda x: builder.build(0, x))(common)
-        assert step.scheduled and (step.step.rest is None or not step.step.rest.scheduled)
-        for i, layer in enumerate(layers.values()):
-            q, k, v = (requests.rows(x, i, places, fill) for x in (requests.q, requests.k, requests.v))
-            layer.impl.do_kv_cache_update(layer, k, v, caches[i], common.slot_mapping)
-            output = torch.full_like(q, torch.nan)
-            layer.impl.forward(layer, q, k, v, caches[i], step, output)
-            for got, (request, place) in zip(output, places):
-                want = requests.wanted(i, request, place, method)
-                assert (got.cpu().float() - want).norm() < 0.02 * want.norm(), (decode, i, request, place)
+        places = run_step(own, builder, caches, requests, lengths, fill, read_method(decode))
         decoded += sum(place >= requests.prompts[request] for request, place in places)
-        for request, n in lengths.items(): requests.done[request] += n
     rows = cuda.SparseWorker(own, {}).sparse_nb_stats()
     assert [(x["layer"], x["head"], x["queries"]) for x in rows] == [(1, h, decoded) for h in range(H)]
+    assert {(x["prompt_tokens"], x["dense_tokens"]) for x in rows} == {(0, 0)}
     assert cuda.SparseWorker(own, {}).compile_or_warm_up_model() == "times"
     assert cuda.SparseWorker(own, {}).sparse_nb_stats() == []  # what warming up has counted is forgotten
+
+
+# in the second step come a decoded query, a whole prompt, the rest of one whose beginning is shared, and a whole prompt
+PROMPTS = ({1: 16}, 0), ({1: 1, 0: 12, 4: 13, 3: 50}, 0), ({0: 1, 1: 1, 3: 1, 4: 1}, 2), ({0: 1, 3: 1, 2: 40}, 0)
+READ = [("Quest(budget=0.3)", "Delta(window=8, gamma=8, tail=8)"), (None, "SketchWalk(block=32, tail=8, dense_layers=0)")]
+
+
+@kernel
+@pytest.mark.parametrize("decode, prefill", READ, ids=str)
+def test_whole_prompts(served, decode, prefill):
+    cuda, own = served(decode, prefill=prefill)
+    spec, caches = caches_of(cuda, own, "NHD", 16)
+    builder = cuda.SparseBuilder(spec, [*own.compilation_config.static_forward_context], own, torch.device(DEVICE))
+    requests, method, reads = Requests([12, 16, 40, 50, 45], 4, 16), decode and read_method(decode), read_method(prefill)
+    requests.whole = 0, 1, 2, 3
+    for lengths, fill in PROMPTS:
+        if 4 in lengths and not requests.done[4]: requests.done[4] = 32
+        run_step(own, builder, caches, requests, lengths, fill, method, reads)
+    rows, decoded = cuda.SparseWorker(own, {}).sparse_nb_stats(), 7 if decode else 0
+    assert [(x["layer"], x["head"], x["queries"]) for x in rows] == [(1, h, decoded) for h in range(H)]
+    assert {(x["prompt_tokens"], x["dense_tokens"]) for x in rows} == {(12 + 16 + 50 + 40, 13)}
+    cuda.SparseWorker(own, {}).compile_or_warm_up_model()
+    assert cuda.SparseWorker(own, {}).sparse_nb_stats() == []
+
+
+def test_the_longest_step_is_read_as_one_prompt_where_vllm_looks_how_much_memory_it_needs(served):
+    _, own = served(None, prefill="Delta(window=8, gamma=8, tail=8)")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(60, heads, D, generator=generator).to(BF16).to(DEVICE) for heads in (H, G, G))
+    whole = read_method("Delta(window=8, gamma=8, tail=8)").prefill(*(x.transpose(0, 1)[None] for x in (q, k, v)))
+    for layer, want in zip(own.compilation_config.static_forward_context.values(), (q * 0, whole[0].transpose(0, 1))):
+        assert torch.equal(layer.impl.forward(layer, q, k, v, None, None, torch.empty_like(q)), want)
 
 
 def test_without_settings_the_classes_are_vllms_own(served):
