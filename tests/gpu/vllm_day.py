@@ -2,6 +2,8 @@
 
     python tests/gpu/vllm_day.py pocket FILE [--budget 110]   tokens of the pocket model against those of `sparsify`
     python tests/gpu/vllm_day.py speed FILE [--budget 215]    ms per token of an 8B shape, dummy weights, beside vLLM's
+    python tests/gpu/vllm_day.py whole FILE [--budget 110]    the first part with prompts that a method reads whole
+    python tests/gpu/vllm_day.py prompt FILE [--budget 170]   seconds to the first token of such, beside vLLM's
 
 It needs vLLM 0.26.0 (`sparse_nb.vllm.serving.RELEASES`) and VLLM_ENABLE_V1_MULTIPROCESSING=0,
 VLLM_ALLOW_INSECURE_SERIALIZATION=1, without FlashInfer also VLLM_USE_FLASHINFER_SAMPLER=0. One engine serves all
@@ -36,17 +38,19 @@ def attempt(name, run, *given):
         say(what=name, error=f"{type(error).__name__}: {error}"[:600], tail=traceback.format_exc()[-2500:])
 
 
-def switch(worker, line, dense, page, layers):
-    "Another method in the running engine, with new graphs; None: vLLM's own attention in all layers."
+def switch(worker, line, dense, page, layers, prefill=None):
+    "Another method in the running engine, with new graphs, and one for prompts; None: vLLM's own attention."
     import torch
     from sparse_nb.vllm.serving import read_serving
-    settings = dict(decode=line or "Exact", dense_layers=list(range(layers)) if line is None else dense)
+    settings = {name: x for name, x in dict(decode=line, prefill=prefill).items() if x}
+    settings = settings | dict(dense_layers=dense) if settings else dict(decode="Exact", dense_layers=[*range(layers)])
     serving = dataclasses.replace(read_serving(settings, layers, "cuda"), page=page)
     context = worker.vllm_config.compilation_config.static_forward_context
     for layer in context.values():
         impl = layer.impl
         impl.serving, impl.number, impl.method, impl.sums = serving, None, None, None
         if impl.seen is not None: impl.seen.counts.clear()
+        if impl.read is not None: impl.read.clear()
     runner, began = worker.model_runner, time.time()
     manager = runner.cudagraph_manager
     if manager.needs_capture():
@@ -89,15 +93,16 @@ LINES = "Quest(budget=0.1)", "TopK(budget=0.1)", "Santa(samples=32)", "Streaming
 WHOLE = "Exact", "Quest(budget=1.0)", "TopK(budget=1.0)", "Santa(samples=8192)"
 
 
-def expected(model, line, prompts):
+def expected(model, line, prompts, prefill=None):
     import torch
     from sparse_nb import sparsify
     from sparse_nb.core.settings import read_method
     def written(prompt):
         found = model.generate(torch.tensor([prompt], device="cuda"), max_new_tokens=NEW, do_sample=False)
         return found[0, len(prompt):].tolist()
-    if line is None: return [written(x) for x in prompts]
-    with sparsify(model, decode=read_method(line), dense_layers=[0], seed=0): return [written(x) for x in prompts]
+    if line is None and prefill is None: return [written(x) for x in prompts]
+    methods = {name: read_method(x) for name, x in dict(decode=line, prefill=prefill).items() if x}
+    with sparsify(model, **methods, dense_layers=[0], seed=0): return [written(x) for x in prompts]
 
 
 def pocket_part():
@@ -141,6 +146,42 @@ def pocket_part():
             except (TypeError, ValueError) as error:
                 say(what="refusal", method=line, more=str(more), refused=str(error))
     attempt("refusals", refused)
+
+
+# whole prompts
+
+READERS = ("Delta(window=16, gamma=32, tail=8)", "SketchWalk(block=32, density=0.1, tail=4)",
+           "Delta(window=32, gamma=64, correction='delta', tail=8)")
+
+
+def read_by(llm):
+    "Tokens of prompts in the last layer: those that a method has read, and others."
+    rows = [x for w in llm.collective_rpc("sparse_nb_stats") for x in w]
+    return next(((x["prompt_tokens"], x["dense_tokens"]) for x in rows[::-1]), None)
+
+
+def whole_part():
+    import torch
+    from vllm import LLM
+    from sparse_nb import pocket, tasks
+    prompts = [tasks.prompt_tokens(tasks.make(task, n, seed=i))[1] for i, (task, n) in enumerate(LENGTHS)]
+    began = time.time()
+    llm = LLM(model=str(pocket.path()), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1536, seed=0,
+              enable_chunked_prefill=False, max_num_batched_tokens=2048, max_num_seqs=3, block_size=ARGS.block,
+              gpu_memory_utilization=0.2, enable_prefix_caching=False, disable_log_stats=False,
+              compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
+              additional_config=dict(sparse_nb=dict(decode=LINES[0], prefill=READERS[0])))
+    say(what="engine", model="pocket", seconds=round(time.time() - began, 1), **llm.collective_rpc(layout)[0])
+    model = pocket.load("cuda", torch.bfloat16)[0]
+    dense = expected(model, None, prompts)
+    def one(line, prefill):
+        made, want = llm.collective_rpc(switch, args=(line, [0], 16, 6, prefill))[0], expected(model, line, prompts,
+                                                                                              prefill)
+        tokens, _ = generate(llm, prompts, NEW)
+        say(what="whole", prefill=prefill, method=line or "vLLM's own", **equal(tokens, want), read=read_by(llm),
+            tokens_of_prompts=sum(map(len, prompts)), as_dense=equal(want, dense)["equal"], **made)
+    for prefill in (None, *READERS):
+        for line in (None, LINES[0]): attempt(f"{prefill}, {line}", one, line, prefill)
 
 
 # ms a token
@@ -197,9 +238,57 @@ def speed_part():
         reserved_gb=round(torch.cuda.memory_reserved() / 1e9, 1))
 
 
+# the first token
+
+FAST = "pool='mean', refine=1"
+PROMPTS = None, "Delta", f"SketchWalk(density=0.1, {FAST})", f"SketchWalk({FAST})", "SketchWalk"
+
+
+def chunked(llm, tokens):
+    "Let the scheduler of the running engine cut prompts, or not for None."
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler.scheduler_config.enable_chunked_prefill = tokens is not None
+    scheduler.max_num_scheduled_tokens = tokens or scheduler.scheduler_config.max_num_batched_tokens
+
+
+def prompt_part():
+    import torch
+    from vllm import LLM
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(dict(SHAPE, num_hidden_layers=ARGS.layers)))
+    began = time.time()
+    llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
+              max_model_len=KEYS + 256, max_num_batched_tokens=KEYS + 256, enable_chunked_prefill=False, max_num_seqs=2,
+              block_size=ARGS.block, gpu_memory_utilization=0.85, enable_prefix_caching=False,
+              compilation_config=dict(cudagraph_capture_sizes=[1, 2]),
+              additional_config=dict(sparse_nb=dict(prefill="Delta")))
+    say(what="engine", model="8B", seconds=round(time.time() - began, 1), gpu=torch.cuda.get_device_name(),
+        reserved_gb=round(torch.cuda.memory_reserved() / 1e9, 1), **llm.collective_rpc(layout)[0])
+    generator = torch.Generator().manual_seed(0)
+    ids = {n: torch.randint(10, 128000, (n,), generator=generator).tolist() for n in (SMALL, KEYS)}
+    def first(line, tokens=None):
+        llm.collective_rpc(switch, args=(None, [], 0, ARGS.layers, line))
+        chunked(llm, tokens)
+        generate(llm, [ids[SMALL]], 1)  # compiles
+        for n, runs in ((SMALL, 2), (KEYS, 1)):
+            took = []
+            for _ in range(runs):
+                began = time.time()
+                generate(llm, [ids[n]], 1)
+                took.append(round(time.time() - began, 3))
+            say(what="first token", prefill=line or "vLLM's own", tokens=n, chunks=tokens or "none", seconds=took,
+                read=read_by(llm), peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1))
+    for line in PROMPTS[:2]: attempt(f"first token, {line}", first, line)
+    attempt("first token, chunks of 16384", first, None, 16384)
+    for line in PROMPTS[2:]: attempt(f"first token, {line}", first, line)
+    attempt("first token, chunks of 8192", first, None, 8192)
+
+
+PARTS = dict(pocket=pocket_part, speed=speed_part, whole=whole_part, prompt=prompt_part)
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=["pocket", "speed"])
+    parser.add_argument("part", choices=[*PARTS])
     parser.add_argument("file")
     parser.add_argument("--budget", type=float, default=200)
     parser.add_argument("--block", type=int, default=16)
@@ -207,7 +296,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=1)
     ARGS = parser.parse_args()
     say(what="start", part=ARGS.part, block=ARGS.block)
-    attempt(ARGS.part, pocket_part if ARGS.part == "pocket" else speed_part)
+    attempt(ARGS.part, PARTS[ARGS.part])
     say(what="end")
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads may wait for ever

@@ -158,9 +158,10 @@ def test_steps(served, decode, layout, block):
     assert cuda.SparseWorker(own, {}).sparse_nb_stats() == []  # what warming up has counted is forgotten
 
 
-# in the second step come a decoded query, a whole prompt, the rest of one whose beginning is shared, and a whole prompt
+# the second step has a decoded query, a whole prompt, the rest of one whose beginning is shared, and a whole prompt
 PROMPTS = ({1: 16}, 0), ({1: 1, 0: 12, 4: 13, 3: 50}, 0), ({0: 1, 1: 1, 3: 1, 4: 1}, 2), ({0: 1, 3: 1, 2: 40}, 0)
-READ = [("Quest(budget=0.3)", "Delta(window=8, gamma=8, tail=8)"), (None, "SketchWalk(block=32, tail=8, dense_layers=0)")]
+READ = [("Quest(budget=0.3)", "Delta(window=8, gamma=8, tail=8)"),
+        (None, "SketchWalk(block=32, tail=8, dense_layers=0)")]
 
 
 @kernel
@@ -169,11 +170,11 @@ def test_whole_prompts(served, decode, prefill):
     cuda, own = served(decode, prefill=prefill)
     spec, caches = caches_of(cuda, own, "NHD", 16)
     builder = cuda.SparseBuilder(spec, [*own.compilation_config.static_forward_context], own, torch.device(DEVICE))
-    requests, method, reads = Requests([12, 16, 40, 50, 45], 4, 16), decode and read_method(decode), read_method(prefill)
+    requests, method = Requests([12, 16, 40, 50, 45], 4, 16), decode and read_method(decode)
     requests.whole = 0, 1, 2, 3
     for lengths, fill in PROMPTS:
         if 4 in lengths and not requests.done[4]: requests.done[4] = 32
-        run_step(own, builder, caches, requests, lengths, fill, method, reads)
+        run_step(own, builder, caches, requests, lengths, fill, method, read_method(prefill))
     rows, decoded = cuda.SparseWorker(own, {}).sparse_nb_stats(), 7 if decode else 0
     assert [(x["layer"], x["head"], x["queries"]) for x in rows] == [(1, h, decoded) for h in range(H)]
     assert {(x["prompt_tokens"], x["dense_tokens"]) for x in rows} == {(12 + 16 + 50 + 40, 13)}
