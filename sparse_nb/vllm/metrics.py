@@ -39,6 +39,7 @@ def _total(rows):
     return dict(decoded_tokens=max(row["queries"] for row in rows)) | of_prompts | {
         name: round(x) for name, x in summed.items() if math.isfinite(x)}
 
+# %% ../../nbs/library/vllm_metrics.ipynb #5a0f4a0d
 class Meter:
     "The counters of a model, and what they have counted."
     def __init__(

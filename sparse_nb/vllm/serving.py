@@ -109,6 +109,7 @@ def read_serving(
     rows = [row_keys(state) for m in busy if (state := m.new_state()) is not None]
     return Serving(chosen, seed, math.lcm(*rows) if rows else 0, methods + readers, prefills)
 
+# %% ../../nbs/library/vllm.ipynb #5d960c64
 READERS = "Delta", "SketchWalk" # classes of methods whose kernels read prompts on a GPU
 
 def _check_readers(methods, device):
@@ -132,6 +133,12 @@ def _check_kernels(methods):
     pages = sorted({state.size for m in methods if (state := m.new_state()) is not None})
     if len(pages) > 1:
         raise ValueError(f"decode must have pages of one size in all layers, got {pages[0]} and {pages[1]}")
+
+def _check_whole(scheduler):
+    "ValueError where prompts do not come whole."
+    for name, must in dict(enable_chunked_prefill=False, long_prefill_token_threshold=0).items():
+        if (got := getattr(scheduler, name)) != must:
+            raise ValueError(f"{name} must be {must} with prefill, whose method reads whole prompts, got {got}")
 
 # %% ../../nbs/library/vllm.ipynb #dec5fad2
 RELEASES = dict(cpu="0.32.0", cuda="0.26.0") # kind of device -> the release of vLLM that was tried there
@@ -170,12 +177,6 @@ def _refusals_on_a_gpu(config):
     yield "attention_backend", f"auto, FLASH_ATTN or {OWN}", backend, backend in (None, "FLASH_ATTN", OWN)
     yield "worker_cls", "auto", worker, worker in (GPU_WORKER, "auto", "vllm.v1.worker.gpu_worker.Worker")
     yield "VLLM_USE_V2_MODEL_RUNNER", "1, or unset for a model that it is for", "0", config.use_v2_model_runner
-
-def _check_whole(scheduler):
-    "ValueError where prompts do not come whole."
-    for name, must in dict(enable_chunked_prefill=False, long_prefill_token_threshold=0).items():
-        if (got := getattr(scheduler, name)) != must:
-            raise ValueError(f"{name} must be {must} with prefill, whose method reads whole prompts, got {got}")
 
 def check_engine(
     config,       # vLLM's configuration, a `VllmConfig`
