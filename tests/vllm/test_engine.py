@@ -203,6 +203,15 @@ def test_a_full_cache_and_a_dropped_request_change_nothing(start, sparsified):
     assert found["rounds"][-1]["tokens"] == [wanted[0][0], None, *others]
 
 
+def test_a_preempted_request_is_read_again_by_the_method_for_prompts(start, sparsified):
+    prompts, new, reads = PROMPTS[1:3], 72, next(iter(READ))
+    blocks = sum(-(-(len(x) + new) // 32) for x in prompts) - 1  # one too few, beside the empty one
+    engine = WHOLE | own(SOME[0], reads) | dict(num_gpu_blocks_override=blocks, block_size=32, max_model_len=800)
+    answer = start(engine=engine, rounds=[dict(prompts=prompts, new=new)])
+    wanted, found = sparsified(SOME[0], prompts, new, reads), answer()
+    assert found["preemptions"] and found["rounds"][0]["tokens"] == wanted
+
+
 def test_a_compiled_model_writes_the_same(start, sparsified):
     work = [dict(prompts=PROMPTS[:2], new=NEW)]
     answer = start(engine=ENGINE | own(SOME[0]) | dict(enforce_eager=False), rounds=work)
