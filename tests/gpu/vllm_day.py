@@ -168,7 +168,7 @@ def whole_part():
     began = time.time()
     llm = LLM(model=str(pocket.path()), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1536, seed=0,
               enable_chunked_prefill=False, max_num_batched_tokens=2048, max_num_seqs=3, block_size=ARGS.block,
-              gpu_memory_utilization=0.2, enable_prefix_caching=False, disable_log_stats=False,
+              gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=False,
               compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
               additional_config=dict(sparse_nb=dict(decode=LINES[0], prefill=READERS[0])))
     say(what="engine", model="pocket", seconds=round(time.time() - began, 1), **llm.collective_rpc(layout)[0])
