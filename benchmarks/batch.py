@@ -23,7 +23,7 @@ KEYS, BATCH, DENSITY = 131072, 64, 0.1
 PARTS = 8                # sequences whose index is made at once
 DENSE = "exact", "sdpa_cudnn", "sdpa_flash", "flash3", "flashinfer_tc"  # kernels that read everything, ours first
 BUILT_S, LIMIT_S = 45, 80  # FlashInfer, which may have to be compiled, and a step are not begun later
-SLOW = 1, 5, 7           # of `layers`, which a CPU leaves out: another one has their kernels
+SLOW = 1, 4, 5, 7, 9     # of `layers`, which a CPU leaves out: most of their kernels are in others
 
 class Layer(NamedTuple):
     "A step of all sequences, or of some: `run` gets them as a slice and returns [B, H, 1, D]."
