@@ -15,7 +15,7 @@ from ..core.selection import budget_slots
 from ..core.streams import fold_in
 
 # %% ../../nbs/library/vllm_step.ipynb #3b5b4b00
-BY_KERNELS = "Exact", "Streaming", "TopK", "Santa", "Quest" # classes of methods
+BY_KERNELS = "Exact", "Streaming", "TopK", "Santa", "Quest", "Saap" # classes of methods
 
 def attend(
     method,                               # of `BY_KERNELS`
@@ -28,6 +28,7 @@ def attend(
     boxes: torch.Tensor | None = None,    # for Quest: of the pages in each block [P, G, page / size, 2, D]
     begin: torch.Tensor | None = None,    # likewise: zeros [B], int64
     streams: torch.Tensor | None = None,  # for SANTA: streams [B, H], int64
+    lists: tuple | None = None,           # for SAAP: as `Lists.of` says, with the slots of these queries
 ) -> torch.Tensor:                        # [B, H, 1, D] in the dtype of q
     "The output of a method, by the kernels of its `decode`. Raises as these."
     from sparse_nb.kernels.exact import attend_all
@@ -37,6 +38,11 @@ def attend(
     if kind == "Santa":
         from sparse_nb.kernels.santa import decode
         return decode(q, k, v, samples=method.samples, scheme=method.scheme, tile=method.tile, seed=streams, **pages)
+    if kind == "Saap":
+        from sparse_nb.kernels.saap import Settings, decode
+        (index, slots), probes = lists, method.probes and min(method.probes, method.clusters)
+        settings = Settings(method.budget, probes, method.rank == "density", method.tail)
+        return decode(q, k, v, index, settings, slots=slots, **pages).out
     if kind == "Quest":
         from sparse_nb.kernels.quest import topk
         found = topk(q, boxes, method.budget, table.keys, unit=method.page, begin=begin, table=table,
@@ -108,6 +114,7 @@ def step(
     scale: float,                      # factor on the dot products
     boxes: torch.Tensor | None = None, # as in `attend`
     layer: int = 0,                    # number of the layer, for its streams
+    lists: tuple | None = None,        # for SAAP: as `Lists.of` says
 ):
     "Decode the first queries of a step."
     from sparse_nb.kernels.common import PageTable
@@ -115,8 +122,9 @@ def step(
     from sparse_nb.kernels.exact import attend_all
     n, bounds, (k, v) = of.count, of.bounds, cache.chunk(2, 3)
     q, table = query[:n, :, None], lambda ends: PageTable(of.blocks, ends[:n], of.keys)
-    if type(method).__name__ == "Exact":
-        return put(attend(method, q, k, v, table(bounds.ends), scale=scale), output)
+    if type(method).__name__ in ("Exact", "Saap"):  # without lists the latter reads all keys
+        lists = lists and (lists[0], lists[1][:n])
+        return put(attend(method, q, k, v, table(bounds.ends), scale=scale, lists=lists), output)
     streams = bounds.drawn[layer, :n] if method.random else None
     out = attend(method, q, k, v, table(bounds.few), scale=scale, boxes=boxes, begin=bounds.begin[:n], streams=streams)
     put(out, output, attend_all(q, k, v, scale=scale, table=table(bounds.whole)), bounds.whole)
@@ -125,6 +133,7 @@ def step(
 def reads(
     method,    # of `BY_KERNELS`
     n: float,  # keys that a query sees
+    far: float = 0, # how many of them are in lists, for SAAP
 ) -> dict:     # density, visible, keys_scored, values_read
     "What a query reads; NaN for what is not known beforehand."
     kind = type(method).__name__
@@ -132,6 +141,8 @@ def reads(
     elif kind == "Streaming":
         window = budget_slots(method.window, n)
         kept = scored = min(method.sinks, n - window) + window
+    elif kind == "Saap":
+        kept = scored = float("nan") if method.budget is None else n - far + min(budget_slots(method.budget, n), far)
     elif kind == "Santa": kept, scored = float("nan"), n
     else:
         kept = budget_slots(method.budget, n)
@@ -144,10 +155,11 @@ class Seen:
 
     def add(
         self,
-        ends, # of each query, ints
+        ends,         # of each query, ints
+        far: int = 0, # keys of each in lists
     ):
         "Add queries."
-        for n in ends: self.counts[n] = self.counts.get(n, 0) + 1
+        for n in ends: self.counts[n, far] = self.counts.get((n, far), 0) + 1
 
     def rows(
         self,
@@ -159,6 +171,6 @@ class Seen:
         "The means over these queries, a row for each head, as `Sums.rows`."
         total = sum(self.counts.values())
         if not total: return []
-        found = [(count, reads(method, n)) for n, count in self.counts.items()]
+        found = [(count, reads(method, *seen)) for seen, count in self.counts.items()]
         means = {name: float(sum(count * x[name] for count, x in found)) / total for name in found[0][1]}
         return [dict(layer=layer, head=first + i, queries=total, **means) for i in range(heads)]

@@ -119,9 +119,13 @@ class FlashAttentionBackend:
 
 
 class Worker:
-    def __init__(self, vllm_config, specs): self.vllm_config, self.specs = vllm_config, specs
+    def __init__(self, vllm_config, specs): self.vllm_config, self.specs, self.free = vllm_config, specs, 0
 
     def get_kv_cache_spec(self): return dict(self.specs)
+
+    def determine_available_memory(self): return self.free
+
+    def initialize_from_config(self, kv_cache_config): self.model_runner = kv_cache_config
 
     def compile_or_warm_up_model(self): return "times"
 
