@@ -63,7 +63,7 @@ class SparseBuilder(FlashAttentionMetadataBuilder):
     def reset_layers(self):
         "Tell the layers where their queries are counted, and make room for lists."
         self.layers = self.vllm_config.compilation_config.static_forward_context
-        for name in self.layer_names: self.layers[name].impl.seen = self.seen
+        for name in self.layer_names: self.layers[name].impl.seen, self.layers[name].impl.lists = self.seen, None
         self.lists = [(names, Lists(method, len(names), sizes_of(self.vllm_config, self.kv_cache_spec), self.device,
                                     get_tensor_model_parallel_rank()))
                       for names, method in clustered(self.layers, self.layer_names)]
