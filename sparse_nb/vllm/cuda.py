@@ -8,16 +8,16 @@ __all__ = ['clustered', 'sizes_of', 'SparseBuilder', 'Reads', 'SparseImpl', 'Spa
 # %% ../../nbs/library/vllm_cuda.ipynb #fd16fd58
 import functools
 
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder)
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
-from ..kernels.engine import write_boxes
+from ..kernels.engine import write_boxes, write_codes
 from .layer import Layer, asked
 from .lists import Lists, Sizes, bytes_of, rotary_of, same_clusters
-from .paged import Worker, box_view, with_boxes
+from .paged import Worker, box_view, code_view, guess_of, with_room
 from .step import Bounds, Seen, Step, layer_streams, step
 
 # %% ../../nbs/library/vllm_cuda.ipynb #71bbf401
@@ -63,7 +63,10 @@ class SparseBuilder(FlashAttentionMetadataBuilder):
     def reset_layers(self):
         "Tell the layers where their queries are counted, and make room for lists."
         self.layers = self.vllm_config.compilation_config.static_forward_context
-        for name in self.layer_names: self.layers[name].impl.seen, self.layers[name].impl.lists = self.seen, None
+        for name in self.layer_names:
+            impl = self.layers[name].impl
+            impl.seen, impl.lists = self.seen, None
+            if impl.chosen(self.layers[name]) is not None: impl.learn(self.device)
         self.lists = [(names, Lists(method, len(names), sizes_of(self.vllm_config, self.kv_cache_spec), self.device,
                                     get_tensor_model_parallel_rank()))
                       for names, method in clustered(self.layers, self.layer_names)]
@@ -143,17 +146,33 @@ class Reads:
 
 class SparseImpl(Layer, FlashAttentionImpl):
     "vLLM's attention of a layer, with a method for the queries that are decoded."
-    sums = seen = lists = None
+    sums = seen = lists = guess = None
+    networks = ()
 
     def ready(self):
         "As `Layer.ready`: statistics are kept where a method is."
         if self.method is not None: self.sums = Reads(self)
 
+    def learn(self, device):
+        "Look networks up, where the method has some: no graph copies them from the host."
+        self.guess, self.networks = guess_of(self.method), ()
+        if type(self.guess).__name__ != "HashAttention": return
+        state = self.guess.new_state()
+        state.part = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.of_keys = state.networks(device, "k", self.num_kv_heads)
+        self.networks = state.networks(device, "q", self.num_heads)
+
+    def rows(self, kv_cache):
+        "What blocks hold of the method's index, or None."
+        if type(self.guess).__name__ == "Quest": return box_view(kv_cache, self.guess.page)
+        return code_view(kv_cache) if self.networks else None
+
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        "Write new keys and values, and the boxes of the pages that have got keys."
+        "Write new keys and values, and boxes of the pages that have got keys or the signatures of these."
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if self.chosen(layer) is None or not self.serving.page: return
-        write_boxes(kv_cache[..., :self.head_size], box_view(kv_cache, self.serving.page), slot_mapping)
+        if self.chosen(layer) is None or (rows := self.rows(kv_cache)) is None: return
+        if self.networks: write_codes(key, rows, slot_mapping, self.of_keys)
+        else: write_boxes(kv_cache[..., :self.head_size], rows, slot_mapping)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,
                 output_block_scale=None):
@@ -166,8 +185,8 @@ class SparseImpl(Layer, FlashAttentionImpl):
         if of.rest is not None:
             super().forward(layer, query[n:], key[n:], value[n:], kv_cache, of.rest, output[n:], *scales)
         if n:
-            boxes = box_view(kv_cache, self.serving.page) if self.serving.page else None
-            step(self.method, of, query, kv_cache, output, self.scale, boxes, self.number, self.lists)
+            step(self.method, of, query, kv_cache, output, self.scale, self.number, self.lists,
+                 rows=self.rows(kv_cache), networks=self.networks)
         return output
 
 # %% ../../nbs/library/vllm_cuda.ipynb #8e841784
@@ -190,11 +209,11 @@ class SparseBackend(FlashAttentionBackend):
 
 # %% ../../nbs/library/vllm_cuda.ipynb #8e841785
 class SparseWorker(Worker, GPUWorker):
-    "vLLM's worker, with room for boxes and lists, and statistics."
+    "vLLM's worker, with room for what methods keep, and statistics."
     def get_kv_cache_spec(self):
         "The memory of a block, of all layers."
-        page = asked(self.vllm_config).page
-        return {name: with_boxes(spec, page) for name, spec in super().get_kv_cache_spec().items()}
+        methods = [x for x in asked(self.vllm_config).methods.values() if x is not None]
+        return {name: with_room(spec, methods) for name, spec in super().get_kv_cache_spec().items()}
 
     def determine_available_memory(self):
         "Bytes for the cache: what lists need is not among them. ValueError where that leaves nothing."

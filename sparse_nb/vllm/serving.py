@@ -17,10 +17,9 @@ from ..core.checks import check_integer
 from ..core.method import Method
 from ..core.settings import read_method
 from ..methods.exact import Exact
-from ..methods.quest import Boxes
 from ..models.plan import by_layer
 from .kept import KINDS, row_keys
-from .step import BY_KERNELS
+from .step import BY_KERNELS, LISTED
 
 # %% ../../nbs/library/vllm.ipynb #dd1a2aba
 _CENTRES = "codes keys less the mean of all keys of a request"
@@ -106,13 +105,11 @@ def _check_kernels(methods):
     for m in methods:
         known = (name := type(m).__name__) in BY_KERNELS
         if name == "Saap": fits = m.partition == "context" and m.router == "moments" and m.clusters <= 4096
-        else: fits = known and (m.new_state() is None or type(m.new_state()) is Boxes)
+        elif name == "OneList": fits = type(m.guess).__name__ in LISTED
+        else: fits = known and (name in LISTED or m.new_state() is None)
         if fits: continue
         raise ValueError(f"decode must be a method that has kernels here, {', '.join(BY_KERNELS)}, got {name}"
                          f"{', whose index they do not read' if known else ''}")
-    pages = sorted({state.size for m in methods if type(state := m.new_state()) is Boxes})
-    if len(pages) > 1:
-        raise ValueError(f"decode must have pages of one size in all layers, got {pages[0]} and {pages[1]}")
 
 # %% ../../nbs/library/vllm.ipynb #dec5fad2
 RELEASES = dict(cpu="0.32.0", cuda="0.26.0") # kind of device -> the release of vLLM that was tried there

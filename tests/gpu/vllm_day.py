@@ -87,7 +87,7 @@ def equal(a, b):
 LENGTHS = ("needle", 900), ("multikey", 700), ("kv", 380), ("needle", 1300), ("multikey", 1030)
 NEW = 16
 LINES = "Saap(budget=0.1, clusters=32, window=64)", "Quest(budget=0.1)", "TopK(budget=0.1)", "Santa(samples=32)", \
-    "Streaming(sinks=4, window=64)"
+    "Streaming(sinks=4, window=64)", "OneList(guess=Quest(budget=0.1))", "HashAttention(budget=0.1)"
 WHOLE = "Exact", "Saap(budget=1.0)", "Quest(budget=1.0)", "TopK(budget=1.0)", "Santa(samples=8192)"
 
 
@@ -200,7 +200,7 @@ def speed_part():
         say(what="speed", method=name, case="131072 x 1", **ms(long), **made)
         if ARGS.batch: say(what="speed", method=name, case="32768 x 8", **ms(small))
     if ARGS.batch: attempt("prompts of 32,768", first, small, "32768 x 8")
-    for line in (None, "Saap(budget=0.1)", "Quest(budget=0.1)", "Exact", "TopK(budget=0.1)", "Santa(samples=128)",
+    for line in (None, "Saap(budget=0.1)", "OneList(guess=Quest(budget=0.1))", "Quest(budget=0.1)", "Exact", "TopK(budget=0.1)", "Santa(samples=128)",
                  "Streaming(sinks=4, window=0.1)", "Quest(budget=0.05)"):
         attempt(line, one, line)
     say(what="memory", peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1),

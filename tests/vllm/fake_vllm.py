@@ -135,7 +135,8 @@ def put_in_place(monkeypatch, config, release):
     backends = "vllm.v1.attention.backends"
     parts = {
         "vllm": dict(__version__=release), "vllm.config": dict(get_current_vllm_config=lambda: config),
-        "vllm.distributed": dict(get_tensor_model_parallel_rank=lambda: 0), "vllm.model_executor": {},
+        "vllm.distributed": dict(get_tensor_model_parallel_rank=lambda: 0,
+                                 get_tensor_model_parallel_world_size=lambda: 1), "vllm.model_executor": {},
         "vllm.model_executor.models": {},
         "vllm.model_executor.models.utils": dict(extract_layer_index=lambda name: int(name.split(".")[2])),
         "vllm.v1": {}, "vllm.v1.attention": {}, backends: {}, "vllm.v1.worker": {},

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from inputs import DEVICE, INTERPRETED, fast, kernel
 
@@ -123,18 +124,28 @@ PLAN = (({0: 20, 1: 16}, 0), ({0: 17, 1: 1, 2: 30}, 0), ({0: 1, 1: 1, 2: 20}, 0)
 CASES = [("Exact", "NHD", 16), ("Streaming(sinks=4, window=16)", "HND", 16), ("Santa(samples=16)", "NHD", 32),
          ("Quest(budget=0.3)", "NHD", 16), ("Quest(budget=0.3)", "HND", 32), ("TopK(budget=0.3)", "NHD", 16),
          ("Saap(budget=0.2, clusters=4, sinks=2, window=8)", "NHD", 16),
-         ("Saap(probes=2, clusters=4, window=20, tail='drop')", "HND", 32)]
+         ("Saap(probes=2, clusters=4, window=20, tail='drop')", "HND", 32),
+         ("OneList(guess=Quest(budget=0.3))", "NHD", 16),
+         ("HashAttention(budget=0.3, maps='MAPS')", "HND", 16),
+         ("OneList(guess=HashAttention(budget=0.3, maps='MAPS'))", "NHD", 32)]
 
 
 @kernel
-@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5, 6), ids=str)
-def test_steps(served, monkeypatch, decode, layout, block):
+@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5, 6, 8, 9), ids=str)
+def test_steps(served, monkeypatch, tmp_path, decode, layout, block):
+    generator, maps = torch.Generator().manual_seed(1), tmp_path / "maps.safetensors"
+    new = lambda *size: torch.randn(*size, generator=generator)
+    save_file({f"1.{side}_{name}": new(heads, *size) for side, heads in (("k", G), ("q", H))
+               for name, size in (("w1", (D, 8)), ("b1", (8,)), ("w2", (8, 32)), ("b2", (32,)))}, maps)
+    decode = decode.replace("MAPS", str(maps))
     cuda, own = served(decode, block)
     if "drop" in decode: monkeypatch.setattr(lists, "EVERY", 2)  # lists are made anew after two tokens
     layers, method = own.compilation_config.static_forward_context, read_method(decode)
+    if "Hash" in decode: method = method.at_layer(1)
     specs = cuda.SparseWorker(own, {x: fake_vllm.Spec(block, G, D, BF16) for x in layers}).get_kv_cache_spec()
     spec = specs["model.layers.1.self_attn.attn"]
-    assert spec.page_size_bytes == spec.unpadded_page_size_bytes * (17 if "Quest" in decode else 16) // 16
+    more = 4 * G * block if "Hash" in decode else spec.unpadded_page_size_bytes // 16 if "Quest" in decode else 0
+    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + more
     caches = [spec.cache(41, layout, DEVICE, 3.0) for _ in layers]
     for layer, x in zip(layers.values(), caches): layer.kv_cache = x
     builder = cuda.SparseBuilder(spec, [*layers], own, torch.device(DEVICE))

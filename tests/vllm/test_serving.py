@@ -21,6 +21,8 @@ from sparse_nb.vllm.serving import (
     GPU_WORKER, NO_WINDOW, RELEASES, SIZES, WORKER, check_engine, prepare, read_serving, register, why_not)
 
 LAYERS = 4
+KERNELS = "decode must be a method that has kernels here, Exact, Streaming, TopK, Santa, Quest, HashAttention, " \
+    "OneList, Saap, got"
 PLAIN = "model must be one with plain causal attention, got "
 
 
@@ -131,12 +133,12 @@ def test_an_engine_that_was_not_tried_is_refused(change, said):
      "attention_backend must be auto, FLASH_ATTN or CUSTOM, got FLASHINFER"),
     (dict(parallel__worker_cls="my.Worker"), "worker_cls must be auto, got my.Worker"),
     (dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER must be 1, or unset for a model that it is for, got 0"),
-    (dict(decode="vattention"), "decode must be a method that has kernels here, Exact, Streaming, TopK, Santa, Quest, "
-                                "Saap, got VAttention"),
-    (dict(decode="Santa(eps=0.1, delta=0.1)"), "decode must be a method that has kernels here, Exact, Streaming, TopK, "
-                                               "Santa, Quest, Saap, got Santa, whose index they do not read"),
-    (dict(decode="Saap(router='centroid')"), "decode must be a method that has kernels here, Exact, Streaming, TopK, "
-                                             "Santa, Quest, Saap, got Saap, whose index they do not read"),
+    (dict(decode="vattention"), f"{KERNELS} VAttention"),
+    (dict(decode="Santa(eps=0.1, delta=0.1)"), f"{KERNELS} Santa, whose index they do not read"),
+    (dict(decode="Saap(router='centroid')"), f"{KERNELS} Saap, whose index they do not read"),
+    (dict(decode="OneList(guess=DoubleSparsity())"),
+     "decode must be a method that keeps nothing of a request, got OneList with DoubleSparsity, which codes keys less "
+     "the mean of all keys of a request"),
     (dict(decode="OneList(guess=Saap())"), "decode must be a method that keeps nothing of a request, got OneList with "
                                            "Saap, which keeps clusters of all keys of a request"),
     (dict(decode="Quest(page=32)", block=16),
