@@ -200,8 +200,8 @@ def speed_part():
         say(what="speed", method=name, case="131072 x 1", **ms(long), **made)
         if ARGS.batch: say(what="speed", method=name, case="32768 x 8", **ms(small))
     if ARGS.batch: attempt("prompts of 32,768", first, small, "32768 x 8")
-    for line in (None, "Saap(budget=0.1)", "OneList(guess=Quest(budget=0.1))", "Quest(budget=0.1)", "Exact", "TopK(budget=0.1)", "Santa(samples=128)",
-                 "Streaming(sinks=4, window=0.1)", "Quest(budget=0.05)"):
+    for line in (None, "Saap(budget=0.1)", "OneList(guess=Quest(budget=0.1))", "Quest(budget=0.1)", "Exact",
+                 "TopK(budget=0.1)", "Santa(samples=128)", "Streaming(sinks=4, window=0.1)", "Quest(budget=0.05)"):
         attempt(line, one, line)
     say(what="memory", peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1),
         reserved_gb=round(torch.cuda.memory_reserved() / 1e9, 1))
