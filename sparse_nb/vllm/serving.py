@@ -19,10 +19,9 @@ from ..core.checks import check_integer
 from ..core.method import Method
 from ..core.settings import read_method
 from ..methods.exact import Exact
-from ..methods.quest import Boxes
 from ..models.plan import by_layer
 from .kept import KINDS, row_keys
-from .step import BY_KERNELS
+from .step import BY_KERNELS, LISTED
 
 # %% ../../nbs/library/vllm.ipynb #dd1a2aba
 _CENTRES = "codes keys less the mean of all keys of a request"
@@ -34,9 +33,11 @@ REASONS = dict(  # class of a method -> why vLLM's blocks cannot hold what it ke
 
 def why_not(
     method, # with `decode`, of one layer
+    device: str = "cpu", # "cpu" or "cuda"
 ) -> str:   # "" where it can be served
     "Why vLLM cannot serve a method: its name, and what stands in the way."
     name = type(method).__name__
+    if name == "Saap" and device != "cpu": return "" # its lists lie by request there
     if name in REASONS: return f"{name}, which {REASONS[name]}"
     for x in vars(method).values():
         if isinstance(x, Method) and (why := why_not(x)): return f"{name} with {why}"
@@ -102,11 +103,11 @@ def read_serving(
     chosen = {i: None if own(i, m) else m for i, m in chosen.items()}
     prefills = {i: None if i in dense or isinstance(m, Exact) else m for i, m in prefills.items()}
     busy = [m for m in chosen.values() if m is not None]
-    if wrong := [why for m in busy if (why := why_not(m))]:
+    if wrong := [why for m in busy if (why := why_not(m, device))]:
         raise ValueError(f"decode must be a method that keeps nothing of a request, got {wrong[0]}")
     if device != "cpu": _check_kernels(busy)
     _check_readers([m for m in prefills.values() if m is not None], device)
-    rows = [row_keys(state) for m in busy if (state := m.new_state()) is not None]
+    rows = [row_keys(state) for m in busy if isinstance(state := m.new_state(), KINDS)]
     return Serving(chosen, seed, math.lcm(*rows) if rows else 0, methods + readers, prefills)
 
 # %% ../../nbs/library/vllm.ipynb #5d960c64
@@ -127,12 +128,12 @@ def _check_kernels(methods):
     "ValueError for methods without kernels that read blocks."
     for m in methods:
         known = (name := type(m).__name__) in BY_KERNELS
-        if known and (m.new_state() is None or type(m.new_state()) is Boxes): continue
+        if name == "Saap": fits = m.partition == "context" and m.router == "moments" and m.clusters <= 4096
+        elif name == "OneList": fits = type(m.guess).__name__ in LISTED
+        else: fits = known and (name in LISTED or m.new_state() is None)
+        if fits: continue
         raise ValueError(f"decode must be a method that has kernels here, {', '.join(BY_KERNELS)}, got {name}"
                          f"{', whose index they do not read' if known else ''}")
-    pages = sorted({state.size for m in methods if (state := m.new_state()) is not None})
-    if len(pages) > 1:
-        raise ValueError(f"decode must have pages of one size in all layers, got {pages[0]} and {pages[1]}")
 
 def _check_whole(scheduler):
     "ValueError where prompts do not come whole."

@@ -23,6 +23,8 @@ from sparse_nb.vllm.serving import (
 
 LAYERS = 4
 WHOLE = dict(enable_chunked_prefill=False, long_prefill_token_threshold=0)
+KERNELS = "decode must be a method that has kernels here, Exact, Streaming, TopK, Santa, Quest, HashAttention, " \
+    "OneList, Saap, got"
 PLAIN = "model must be one with plain causal attention, got "
 
 
@@ -170,10 +172,14 @@ def test_an_engine_that_was_not_tried_is_refused(change, said):
      "attention_backend must be auto, FLASH_ATTN or CUSTOM, got FLASHINFER"),
     (dict(parallel__worker_cls="my.Worker"), "worker_cls must be auto, got my.Worker"),
     (dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER must be 1, or unset for a model that it is for, got 0"),
-    (dict(decode="vattention"), "decode must be a method that has kernels here, Exact, Streaming, TopK, Santa, Quest, "
-                                "got VAttention"),
-    (dict(decode="Santa(eps=0.1, delta=0.1)"), "decode must be a method that has kernels here, Exact, Streaming, TopK, "
-                                               "Santa, Quest, got Santa, whose index they do not read"),
+    (dict(decode="vattention"), f"{KERNELS} VAttention"),
+    (dict(decode="Santa(eps=0.1, delta=0.1)"), f"{KERNELS} Santa, whose index they do not read"),
+    (dict(decode="Saap(router='centroid')"), f"{KERNELS} Saap, whose index they do not read"),
+    (dict(decode="OneList(guess=DoubleSparsity())"),
+     "decode must be a method that keeps nothing of a request, got OneList with DoubleSparsity, which codes keys less "
+     "the mean of all keys of a request"),
+    (dict(decode="OneList(guess=Saap())"), "decode must be a method that keeps nothing of a request, got OneList with "
+                                           "Saap, which keeps clusters of all keys of a request"),
     (dict(decode="Quest(page=32)", block=16),
      "block_size must be a multiple of 32, the keys in a page of the method, got 16"),
 ])
@@ -189,6 +195,12 @@ def test_exact_attention_is_the_engines_own_on_a_cpu_and_a_kernel_on_a_gpu():
     given = dict(decode="exact", dense_layers=[1])
     assert set(read_serving(given, 2).methods.values()) == {None}
     assert [m and repr(m) for m in read_serving(given, 2, "cuda").methods.values()] == ["Exact()", None]
+
+
+def test_clusters_of_a_request_are_served_on_a_gpu_alone():
+    given = dict(decode="Saap(budget=0.1)")
+    assert read_serving(given, 2, "cuda").page == 0  # they are no rows of a block
+    with pytest.raises(ValueError, match="got Saap, which keeps clusters"): read_serving(given, 2)
 
 
 def test_another_release_is_refused_and_the_tried_one_is_named():
