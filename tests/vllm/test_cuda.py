@@ -149,7 +149,7 @@ def caches_of(cuda, own, layout, block):
 def run_step(own, builder, caches, requests, lengths, fill, *methods):
     "A step whose outputs are compared with the reference's; gives where its queries are."
     places, common = requests.step(lengths, fill)
-    slots = np.array([(4, 0, 5, 2)[i] for i in dict.fromkeys(i for i, _ in places)], np.int32)
+    slots = np.array([(4, 0, 5, 2, 1)[i] for i in dict.fromkeys(i for i, _ in places)], np.int32)
     builder.batch = slots, torch.from_numpy(slots).to(DEVICE)
     step = (builder.build_for_cudagraph_capture if fill else lambda x: builder.build(0, x))(common)
     assert step.scheduled and (step.step.rest is None or not step.step.rest.scheduled)
