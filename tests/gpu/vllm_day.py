@@ -153,6 +153,7 @@ def pocket_part():
 
 # whole prompts
 
+QUEST = "Quest(budget=0.1)"
 READERS = ("Delta(window=16, gamma=32, tail=8)", "SketchWalk(block=32, density=0.1, tail=4)",
            "Delta(window=32, gamma=64, correction='delta', tail=8)")
 
@@ -173,7 +174,7 @@ def whole_part():
               enable_chunked_prefill=False, max_num_batched_tokens=2048, max_num_seqs=3, block_size=ARGS.block,
               gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=False,
               compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
-              additional_config=dict(sparse_nb=dict(decode=LINES[0], prefill=READERS[0])))
+              additional_config=dict(sparse_nb=dict(decode=QUEST, prefill=READERS[0])))
     say(what="engine", model="pocket", seconds=round(time.time() - began, 1), **llm.collective_rpc(layout)[0])
     model = pocket.load("cuda", torch.bfloat16)[0]
     dense = expected(model, None, prompts)
@@ -184,7 +185,7 @@ def whole_part():
         say(what="whole", prefill=prefill, method=line or "vLLM's own", **equal(tokens, want), read=read_by(llm),
             tokens_of_prompts=sum(map(len, prompts)), as_dense=equal(want, dense)["equal"], **made)
     for prefill in (None, *READERS):
-        for line in (None, LINES[0]): attempt(f"{prefill}, {line}", one, line, prefill)
+        for line in (None, QUEST): attempt(f"{prefill}, {line}", one, line, prefill)
 
 
 # ms a token
