@@ -1,6 +1,7 @@
 """What a method does inside vLLM on one CUDA GPU; facts go to a file, a JSON object a line, as soon as each is known:
 
     python tests/gpu/vllm_day.py pocket FILE [--budget 110]   tokens of the pocket model against those of `sparsify`
+    python tests/gpu/vllm_day.py qwen FILE [--budget 150]     the same of Qwen2.5-Coder-1.5B, which was fetched
     python tests/gpu/vllm_day.py speed FILE [--budget 215]    ms per token of an 8B shape, dummy weights, beside vLLM's
     python tests/gpu/vllm_day.py whole FILE [--budget 110]    the first part with prompts that a method reads whole
     python tests/gpu/vllm_day.py prompt FILE [--budget 170]   seconds to the first token of such, beside vLLM's
@@ -89,6 +90,8 @@ def equal(a, b):
 # the pocket model
 
 LENGTHS = ("needle", 900), ("multikey", 700), ("kv", 380), ("needle", 1300), ("multikey", 1030)
+REAL = ("ruler_niah_single_2", 4096), ("ruler_niah_multikey_1", 8192), ("ruler_vt", 4096), ("ruler_fwe", 2048), \
+    ("kv", 4096)
 NEW = 16
 LINES = "Saap(budget=0.1, clusters=32, window=64)", "Quest(budget=0.1)", "TopK(budget=0.1)", "Santa(samples=32)", \
     "Streaming(sinks=4, window=64)", "OneList(guess=Quest(budget=0.1))", "HashAttention(budget=0.1)"
@@ -109,21 +112,41 @@ def expected(model, line, prompts, prefill=None):
 
 def pocket_part():
     import torch
-    from vllm import LLM
     from sparse_nb import pocket, tasks
     prompts = [tasks.prompt_tokens(tasks.make(task, n, seed=i))[1] for i, (task, n) in enumerate(LENGTHS)]
     prompts += [prompts[1][:385], prompts[3][:193]]  # the last step of these reads one token of the prompt
-    mixed = {str(i): LINES[1] for i in range(1, 4)} | {"4": LINES[0], "5": LINES[3]}  # boxes, lists, draws
+    tokens_part(pocket.path(), lambda: pocket.load("cuda", torch.bfloat16)[0], prompts, LINES, 1536, 192)
+    attempt("refusals", refused)
+
+
+def qwen_part():
+    import torch
+    from sparse_nb import tasks
+    from sparse_nb.grid import task_of
+    from sparse_nb.models import fetch
+    model, tokenizer = fetch.load("qwen", "cuda", torch.bfloat16)
+    made = [tasks.make(task_of(name)[0], n, seed=i, tokenizer=tokenizer, chat=True, **task_of(name)[1])
+            for i, (name, n) in enumerate(REAL)]
+    prompts = [tasks.prompt_tokens(x, tokenizer, True)[1] for x in made]
+    tokens_part(fetch.path("qwen"), lambda: model, prompts, LINES[:-1], 9216, 2048)  # no networks of HashAttention
+
+
+def tokens_part(path, load, prompts, lines, length, chunk):
+    "Tokens of a model inside vLLM against those of `sparsify`; prompts are read in chunks."
+    from vllm import LLM
+    layers = json.loads((Path(path) / "config.json").read_text())["num_hidden_layers"]
+    mixed = {str(i): LINES[1] for i in range(1, layers - 2)}
+    mixed |= {str(layers - 2): LINES[0], str(layers - 1): LINES[3]}  # boxes, lists, draws
     began = time.time()
-    llm = LLM(model=str(pocket.path()), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1536, seed=0,
-              max_num_batched_tokens=192, max_num_seqs=3, block_size=ARGS.block, disable_log_stats=False,
+    llm = LLM(model=str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length, seed=0,
+              max_num_batched_tokens=chunk, max_num_seqs=3, block_size=ARGS.block, disable_log_stats=False,
               gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=True,
               compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
               additional_config=dict(sparse_nb=dict(decode=mixed)))
-    say(what="engine", model="pocket", seconds=round(time.time() - began, 1), **llm.collective_rpc(layout)[0])
-    model = pocket.load("cuda", torch.bfloat16)[0]
+    say(what="engine", model=Path(path).name, seconds=round(time.time() - began, 1), **llm.collective_rpc(layout)[0])
+    model = load()
     def one(line, want):
-        made = llm.collective_rpc(switch, args=(line, [0], 16, 6))[0]
+        made = llm.collective_rpc(switch, args=(line, [0], 16, layers))[0]
         began = time.time()
         llm.reset_prefix_cache()
         tokens, _ = generate(llm, prompts, NEW)
@@ -135,20 +158,22 @@ def pocket_part():
             hits_equal=equal(again, tokens), cached=cached, tokens=tokens[0], **made)
         return tokens
     dense = attempt("own tokens", lambda: one(None, expected(model, None, prompts)))
-    for line in LINES: attempt(line, lambda: one(line, expected(model, line, prompts)))
+    for line in lines: attempt(line, lambda: one(line, expected(model, line, prompts)))
     for line in WHOLE: attempt(line, lambda: one(line, dense))  # against vLLM's own
-    def refused():
-        from vllm.engine.arg_utils import EngineArgs
-        for line, more in (("h2o", {}), ("VAttention", {}), ("Saap(router='centroid')", {}),
-                           ("Quest", dict(dtype="float32")), ("Quest", dict(block_size=48)),
-                           ("Quest(page=32)", dict(block_size=16))):
-            try:
-                given = dict(model=str(pocket.path()), dtype="bfloat16", skip_tokenizer_init=True) | more
-                EngineArgs(**given, additional_config=dict(sparse_nb=dict(decode=line))).create_engine_config()
-                say(what="refusal", method=line, more=str(more), refused=None)
-            except (TypeError, ValueError) as error:
-                say(what="refusal", method=line, more=str(more), refused=str(error))
-    attempt("refusals", refused)
+
+
+def refused():
+    from sparse_nb import pocket
+    from vllm.engine.arg_utils import EngineArgs
+    for line, more in (("h2o", {}), ("VAttention", {}), ("Saap(router='centroid')", {}),
+                       ("Quest", dict(dtype="float32")), ("Quest", dict(block_size=48)),
+                       ("Quest(page=32)", dict(block_size=16))):
+        try:
+            given = dict(model=str(pocket.path()), dtype="bfloat16", skip_tokenizer_init=True) | more
+            EngineArgs(**given, additional_config=dict(sparse_nb=dict(decode=line))).create_engine_config()
+            say(what="refusal", method=line, more=str(more), refused=None)
+        except (TypeError, ValueError) as error:
+            say(what="refusal", method=line, more=str(more), refused=str(error))
 
 
 # whole prompts
@@ -295,7 +320,7 @@ def prompt_part():
     attempt("first token, chunks of 8192", first, None, 8192)
 
 
-PARTS = dict(pocket=pocket_part, speed=speed_part, whole=whole_part, prompt=prompt_part)
+PARTS = dict(pocket=pocket_part, qwen=qwen_part, speed=speed_part, whole=whole_part, prompt=prompt_part)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
