@@ -91,7 +91,8 @@ def equal(a, b):
 LENGTHS = ("needle", 900), ("multikey", 700), ("kv", 380), ("needle", 1300), ("multikey", 1030)
 NEW = 16
 LINES = "Saap(budget=0.1, clusters=32, window=64)", "Quest(budget=0.1)", "TopK(budget=0.1)", "Santa(samples=32)", \
-    "Streaming(sinks=4, window=64)", "OneList(guess=Quest(budget=0.1))", "HashAttention(budget=0.1)"
+    "Streaming(sinks=4, window=64)", "OneList(guess=Quest(budget=0.1))", "HashAttention(budget=0.1)", \
+    "VAttention(sinks=16, window=32, predictor=HashAttention())"
 WHOLE = "Exact", "Saap(budget=1.0)", "Quest(budget=1.0)", "TopK(budget=1.0)", "Santa(samples=8192)"
 
 
