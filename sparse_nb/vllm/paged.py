@@ -58,8 +58,9 @@ def rows_of(
 def guess_of(
     method, # of a layer
 ):          # likewise
-    "What guesses which keys are heavy: of a list for the heads of a group what it adds up, else the method itself."
-    return getattr(method, "guess", method)
+    "What guesses which keys are heavy: a method that another one asks, or the method itself."
+    asked = getattr(method, "guess", getattr(method, "predictor", method))
+    return method if isinstance(asked, str) else asked
 
 def with_room(
     spec,    # what vLLM knows of a block, an `AttentionSpec`

@@ -129,6 +129,9 @@ def _check_kernels(methods):
     for m in methods:
         known = (name := type(m).__name__) in BY_KERNELS
         if name == "Saap": fits = m.partition == "context" and m.router == "moments" and m.clusters <= 4096
+        elif name == "VAttention":
+            asked = m.guarantee, m.bound, m.plugin == "printed", type(m.predictor).__name__
+            fits = asked == ("denominator", "clt", False, "HashAttention")
         elif name == "OneList": fits = type(m.guess).__name__ in LISTED
         else: fits = known and (name in LISTED or m.new_state() is None)
         if fits: continue

@@ -13,10 +13,11 @@ import torch
 
 from ..core.selection import budget_slots
 from ..core.streams import fold_in
+from ..methods.vattention.step import kernel_settings
 from .paged import guess_of
 
 # %% ../../nbs/library/vllm_step.ipynb #3b5b4b00
-BY_KERNELS = "Exact", "Streaming", "TopK", "Santa", "Quest", "HashAttention", "OneList", "Saap" # classes
+BY_KERNELS = "Exact", "Streaming", "TopK", "Santa", "Quest", "HashAttention", "OneList", "VAttention", "Saap" # classes
 LISTED = "Quest", "HashAttention" # those whose index blocks hold, and that OneList can ask
 
 def attend(
@@ -30,7 +31,7 @@ def attend(
     rows: torch.Tensor | None = None,     # for Quest and HashAttention: as `box_view` and `code_view`
     begin: torch.Tensor | None = None,    # for Quest: zeros [B], int64
     networks: tuple = (),                 # for HashAttention: of the queries
-    streams: torch.Tensor | None = None,  # for SANTA: streams [B, H], int64
+    streams: torch.Tensor | None = None,  # for SANTA and vAttention: streams [B, H], int64
     lists: tuple | None = None,           # for SAAP: as `Lists.of` says, with the slots of these queries
 ) -> torch.Tensor:                        # [B, H, 1, D] in the dtype of q
     "The output of a method, by the kernels of its `decode`. Raises as these."
@@ -41,6 +42,10 @@ def attend(
     if kind == "Santa":
         from sparse_nb.kernels.santa import decode
         return decode(q, k, v, samples=method.samples, scheme=method.scheme, tile=method.tile, seed=streams, **pages)
+    if kind == "VAttention":
+        from sparse_nb.kernels.vattention import decode
+        given = dict(codes=rows, maps=networks, lists=k.shape[1] if method.share else q.shape[1])
+        return decode(q, k, v, kernel_settings(method), seed=streams, **given, **pages).out
     if kind == "Saap":
         from sparse_nb.kernels.saap import Settings, decode
         (index, slots), probes = lists, method.probes and min(method.probes, method.clusters)
@@ -154,6 +159,7 @@ def reads(
         kept = scored = min(method.sinks, n - window) + window
     elif kind == "Saap":
         kept = scored = float("nan") if method.budget is None else n - far + min(budget_slots(method.budget, n), far)
+    elif kind == "VAttention": kept = scored = float("nan")
     elif kind == "Santa": kept, scored = float("nan"), n
     else:
         kept = budget_slots(method.budget, n)

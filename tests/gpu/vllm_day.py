@@ -95,7 +95,8 @@ REAL = ("ruler_niah_single_2", 4096), ("ruler_niah_multikey_1", 8192), ("ruler_v
     ("kv", 4096)
 NEW = 16
 LINES = "Saap(budget=0.1, clusters=32, window=64)", "Quest(budget=0.1)", "TopK(budget=0.1)", "Santa(samples=32)", \
-    "Streaming(sinks=4, window=64)", "OneList(guess=Quest(budget=0.1))", "HashAttention(budget=0.1)"
+    "Streaming(sinks=4, window=64)", "OneList(guess=Quest(budget=0.1))", "HashAttention(budget=0.1)", \
+    "VAttention(sinks=16, window=32, predictor=HashAttention())"
 WHOLE = "Exact", "Saap(budget=1.0)", "Quest(budget=1.0)", "TopK(budget=1.0)", "Santa(samples=8192)"
 
 

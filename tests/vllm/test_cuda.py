@@ -114,6 +114,7 @@ class Requests:
         if layer == 0 or method is None or place < self.prompts[i]: return attention(q, k, v)[0, :, 0]
         given, prompt = {}, self.prompts[i]
         if method.random: given["seed"] = streams_at(5, layer, torch.arange(H), place)
+        if type(method).__name__ == "VAttention": given["backend"] = "triton"  # rounding decides how many keys it draws
         if isinstance(method, Saap):  # clusters of the prompt, and lists that were made some tokens ago
             given["state"] = state = method.new_state()
             state.append(k[:, :, :prompt + 1], v[:, :, :prompt + 1], k_pre_rope=None, shown=None)
@@ -133,7 +134,8 @@ CASES = [("Exact", "NHD", 16), ("Streaming(sinks=4, window=16)", "HND", 16), ("S
          ("Saap(probes=2, clusters=4, window=20, tail='drop')", "HND", 32),
          ("OneList(guess=Quest(budget=0.3))", "NHD", 16),
          ("HashAttention(budget=0.3, maps='MAPS')", "HND", 16),
-         ("OneList(guess=HashAttention(budget=0.3, maps='MAPS'))", "NHD", 32)]
+         ("OneList(guess=HashAttention(budget=0.3, maps='MAPS'))", "NHD", 32),
+         ("VAttention(sinks=2, window=4, topk=0.1, base=4, eps=0.3, predictor=HashAttention(maps='MAPS'))", "NHD", 16)]
 
 
 def caches_of(cuda, own, layout, block):
@@ -166,7 +168,7 @@ def run_step(own, builder, caches, requests, lengths, fill, *methods):
 
 
 @kernel
-@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5, 6, 8, 9), ids=str)
+@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5, 6, 8, 9, 11), ids=str)
 def test_steps(served, monkeypatch, tmp_path, decode, layout, block):
     generator, maps = torch.Generator().manual_seed(1), tmp_path / "maps.safetensors"
     new = lambda *size: torch.randn(*size, generator=generator)

@@ -24,7 +24,7 @@ from sparse_nb.vllm.serving import (
 LAYERS = 4
 WHOLE = dict(enable_chunked_prefill=False, long_prefill_token_threshold=0)
 KERNELS = "decode must be a method that has kernels here, Exact, Streaming, TopK, Santa, Quest, HashAttention, " \
-    "OneList, Saap, got"
+    "OneList, VAttention, Saap, got"
 PLAIN = "model must be one with plain causal attention, got "
 
 
@@ -172,7 +172,7 @@ def test_an_engine_that_was_not_tried_is_refused(change, said):
      "attention_backend must be auto, FLASH_ATTN or CUSTOM, got FLASHINFER"),
     (dict(parallel__worker_cls="my.Worker"), "worker_cls must be auto, got my.Worker"),
     (dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER must be 1, or unset for a model that it is for, got 0"),
-    (dict(decode="vattention"), f"{KERNELS} VAttention"),
+    (dict(decode="vattention"), f"{KERNELS} VAttention, whose index they do not read"),
     (dict(decode="Santa(eps=0.1, delta=0.1)"), f"{KERNELS} Santa, whose index they do not read"),
     (dict(decode="Saap(router='centroid')"), f"{KERNELS} Saap, whose index they do not read"),
     (dict(decode="OneList(guess=DoubleSparsity())"),
