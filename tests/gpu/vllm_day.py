@@ -130,7 +130,7 @@ def qwen_part():
     made = [tasks.make(task_of(name)[0], n, seed=i, tokenizer=tokenizer, chat=True, **task_of(name)[1])
             for i, (name, n) in enumerate(REAL)]
     prompts = [tasks.prompt_tokens(x, tokenizer, True)[1] for x in made]
-    tokens_part(fetch.path("qwen"), lambda: model, prompts, LINES[:-1], 9216, 2048)  # no networks of HashAttention
+    tokens_part(fetch.path("qwen"), lambda: model, prompts, LINES[:-2], 9216, 2048)  # no networks of HashAttention
 
 
 def tokens_part(path, load, prompts, lines, length, chunk):
