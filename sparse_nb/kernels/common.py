@@ -446,7 +446,8 @@ def compiled_usage(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     last = {f"{x}_d": 1 for x in ("q", "k", "v", "out")}
-    if not constants.get("PAGE"): last |= dict(table_ptr=None, t_b=None, PAGE=0)  # keys and values are no pages
+    if "table_ptr" in kernel.arg_names and not constants.get("PAGE"):  # keys and values are no pages
+        last |= dict(table_ptr=None, t_b=None, PAGE=0)
     if "slot_ptr" not in types: last["slot_ptr"] = None
     constants = {name: x for name, x in (constants | last).items() if name in kernel.arg_names}
     usual = {"scale": "fp32", "seed": "i64"}
