@@ -71,8 +71,8 @@ class Way(NamedTuple):
 def generate_methods() -> dict: # name -> method
     """The methods that `bench_generate` takes without a word.
 
-    Networks of HashAttention are "random": `bench_generate` draws them for the model. vAttention reads what its promise
-    takes; "10 %" is what it takes of 131,072 keys of the model with random weights.
+    Networks of HashAttention are "random": `bench_generate` draws them for the model. vAttention reads what its
+    guarantee takes; "10 %" is what it takes of 131,072 keys of the model with random weights.
     """
     signs = partial(HashAttention, maps="random")
     return {"SANTA, 128 samples": Santa(samples=128),

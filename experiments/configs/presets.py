@@ -12,7 +12,7 @@ from sparse_nb.vattention import VAttention
 
 DENSITY = 0.2                                                  # of Sketch&Walk
 NEAR = dict(sinks=4, window=128)                               # keys that vAttention and SAAP always read
-PROMISE = dict(eps=0.1, delta=0.1, topk=0.025, base=0.025)     # of vAttention, for the denominator
+GUARANTEE = dict(eps=0.1, delta=0.1, topk=0.025, base=0.025)     # of vAttention, for the denominator
 PROBES, CLUSTERS = 6, 128                                      # of SAAP, whose clusters are those of "pocket"
 
 def walks() -> dict:
@@ -26,8 +26,8 @@ def samplers() -> dict:
     "vAttention as published, and with bounds and a base sample that is kept, over two predictors."
     found = {}
     for name, predictor in ("oracle", "oracle"), ("adamas", Adamas(0.025)):
-        found |= {f"as published, {name}": VAttention.paper(**PROMISE, **NEAR, predictor=predictor),
-                  f"close to published, {name}": VAttention(**PROMISE, **NEAR, predictor=predictor, share=False)}
+        found |= {f"as published, {name}": VAttention.paper(**GUARANTEE, **NEAR, predictor=predictor),
+                  f"close to published, {name}": VAttention(**GUARANTEE, **NEAR, predictor=predictor, share=False)}
     return found
 
 def clusters(length: int) -> dict:

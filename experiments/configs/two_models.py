@@ -45,7 +45,7 @@ def methods_of(model: str, channels: tuple | None = None) -> dict:
                "magicpig": MagicPIG(8, 32), "double_sparsity-prompt": DoubleSparsity(DENSITY)} | alone
     methods |= {f"half+{name}": halved(method) for name, method in ({"topk": "oracle"} | alone).items()}
     methods |= {"then": Then(Quest(0.2, 16), Santa(64)), "h2o": H2O(DENSITY), "snapkv": SnapKV(DENSITY)}
-    return methods | {"promise": VAttention(0.1, 0.1, sinks=4, window=16, topk=0.025, base=0.025, share=False)}
+    return methods | {"guarantee": VAttention(0.1, 0.1, sinks=4, window=16, topk=0.025, base=0.025, share=False)}
 
 
 LENGTHS = 1024, 2048, 4096, 8192

@@ -100,7 +100,7 @@ def _numbers(device, **given):
         given[name] = x
     return given.values()
 
-def _check_promise(eps, delta, bound, replacement, **reaches):
+def _check_guarantee(eps, delta, bound, replacement, **reaches):
     "`reaches` with 0 for what a bound does not need, after the checks that the budgets share."
     check_level("eps", eps)
     check_level("delta", delta)
@@ -128,7 +128,7 @@ def budget_denominator(
     right: Hoeffding (1963) and, without replacement, Serfling (1974); Bernstein, without replacement by Hoeffding
     (1963, Theorem 4). Raises TypeError or ValueError for bad arguments.
     """
-    reach = _check_promise(eps, delta, bound, replacement, width=width)
+    reach = _check_guarantee(eps, delta, bound, replacement, width=width)
     sigma, D, n_s, width = _numbers(getattr(sigma, "device", None), sigma=sigma, D=D, n_s=n_s, **reach)
     return draws_for_denominator(sigma, D, n_s, eps, delta, bound, width, replacement)
 
@@ -154,7 +154,7 @@ def budget_numerator(
     "hoeffding" and "bernstein" are the inequalities of Pinelis (1994) for vectors. No look at `trace`.
     Raises as `budget_denominator`.
     """
-    reach = _check_promise(eps, delta, bound, replacement, reach=reach)
+    reach = _check_guarantee(eps, delta, bound, replacement, reach=reach)
     trace, norm, n_s, reach = _numbers(getattr(trace, "device", None), trace=trace, norm=norm, n_s=n_s, **reach)
     return draws_for_numerator(trace, norm, n_s, eps, delta, bound, reach, replacement)
 
@@ -201,7 +201,7 @@ def budget_output(
 
     No look at `sigma`. Raises as `budget_denominator`.
     """
-    reaches = _check_promise(eps, delta, bound, replacement, width=width, reach=reach)
+    reaches = _check_guarantee(eps, delta, bound, replacement, width=width, reach=reach)
     sigma, D, trace, norm, n_s, width, reach = numbers = [*_numbers(
         getattr(sigma, "device", None), sigma=sigma, D=D, trace=trace, norm=norm, n_s=n_s, **reaches)]
     axes = torch.broadcast_shapes(*(x.shape for x in numbers))

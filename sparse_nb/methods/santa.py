@@ -385,8 +385,8 @@ def _draw_certified(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, 
             out = rows.sum(-2) / count[..., None]
             index, used = index + [draws.index], used + [used_slots(draws)]
         found.append((out, count_distinct(torch.cat(index, -1), torch.cat(used, -1))[..., 0], trace, norm, count))
-    out, read, *promised = (torch.cat(x, 2) for x in zip(*found))
-    return out, read, Certificate(eps, delta, bound, *promised, samples)
+    out, read, *certified = (torch.cat(x, 2) for x in zip(*found))
+    return out, read, Certificate(eps, delta, bound, *certified, samples)
 
 # %% ../../nbs/library/methods_santa.ipynb #609aba12
 def draw_guaranteed(q, k, v, seeds, norms, masks, *, samples, scheme, scale, eps, delta, bound):

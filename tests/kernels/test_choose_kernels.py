@@ -918,7 +918,7 @@ def test_packing_keeps_every_code(D):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_index_has_the_promised_bytes(dtype):
+def test_the_index_has_the_guaranteed_bytes(dtype):
     k = torch.randn(1, 2, 64, 128).to(dtype)
     for method in (DoubleSparsity(), Adamas(), Quest()):
         if isinstance(method, Quest) and dtype == FP32: continue  # boxes are in the dtype of the keys

@@ -131,7 +131,7 @@ def test_bad_settings(kind, wrong):
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))): kind(**wrong)
 
 
-def test_a_promise_on_top():
+def test_a_guarantee_on_top():
     "The denominator is off by more than eps in no more cases than delta allows."
     q, k, _ = inputs(keys=1500, queries=1)
     method = VAttention(predictor=KDEformer(8), sinks=2, window=8, base=0.1, topk=0.1, eps=0.2, delta=0.2)

@@ -29,7 +29,7 @@ from sparse_nb.methods.saap.partition import (
 from sparse_nb.methods.saap.state import Partition
 from sparse_nb.methods.saap.step import RANKS, ROUTERS, TAILS
 from sparse_nb.saap import Saap, keys_to_read, rank_clusters, saap_decode
-from sparse_nb.vattention import VAttention, select_and_promise
+from sparse_nb.vattention import VAttention, select_with_guarantee
 from inputs import fast
 
 UNTRAINED = [tail for tail in TAILS if tail != "fitted"]
@@ -739,11 +739,11 @@ def test_the_largest_counts_read_everything(name):
         assert_close(out, attention(Q, K, V, kv_start=start), 1e-5)
         assert (stats.density == 1).all()
 
-ALARM = 1e-8  # chance that the test below fails for a promise that is kept
+ALARM = 1e-8  # chance that the test below fails for a guarantee that holds
 
 @pytest.mark.parametrize("guarantee", ["denominator", "output"])
 @pytest.mark.parametrize("router, before_rope", [("moments", None), ("centroid", False), ("moments", True)])
-def test_a_promise_is_kept_on_top_of_clusters(guarantee, router, before_rope):
+def test_a_guarantee_is_kept_on_top_of_clusters(guarantee, router, before_rope):
     "Of many independent steps no more than delta fail, but for chance; and neither everything nor nothing is drawn"
     eps, delta, times = 0.3, 0.2, 300
     q, k, v = inputs(1, batch=1, keys=400)
@@ -755,7 +755,7 @@ def test_a_promise_is_kept_on_top_of_clusters(guarantee, router, before_rope):
     out, stats = method.decode(many, k, v, seed=5, state=state, return_stats=True)
     error = relative_error(out, attention(q, k, v).expand_as(out))
     if guarantee == "denominator":
-        chosen = select_and_promise(many, k, v, method, state, seed=5)[0]
+        chosen = select_with_guarantee(many, k, v, method, state, seed=5)[0]
         weight = attention_weights(q, k).expand(-1, -1, times, -1)
         error = ((weight.gather(-1, chosen.index) * chosen.weight).sum(-1) - 1).abs()
     assert 0.02 < stats.density.mean() < 0.98 and error.std() > 0

@@ -15,7 +15,7 @@ from ...core.exact import visible_range
 from ...core.method import Stats
 from ...core.selection import Selection
 from ...core.streams import new_seed
-from .facts import BASE_LEAST, CLT_LEAST, chance_of_facts, delta_of_draws, promised
+from .facts import BASE_LEAST, CLT_LEAST, chance_of_facts, delta_of_draws, guarantee_of
 from .order import (
     cauchy_schwarz, index_of, kept_mask, most_kept, value_lengths)
 from ...metrics import rows_read
@@ -100,9 +100,9 @@ def _stats_of_kernels(found, q, k, s, lists, visible):
     if s.share: group = density[:, first_heads]
     else: group = rows_read(read_rows(found, kept[..., 0], q.shape[1]), n, groups=groups) / visible[:, first_heads]
     norm = None if found.norm is None else found.norm[..., None].double()
-    promise = promised(s, kept, base, rest, asked.long(), extra, extra == rest, shift * math.log(2), spread, size,
-                        norm, density, group)
-    return Stats(visible if s.scores_all else read, read, index_bytes(s, q, n), density, read, promise)
+    certificate = guarantee_of(s, kept, base, rest, asked.long(), extra, extra == rest, shift * math.log(2),
+                               spread, size, norm, density, group)
+    return Stats(visible if s.scores_all else read, read, index_bytes(s, q, n), density, read, certificate)
 
 def decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_end, stats):
     """Output of the kernels, and on request `Stats`.
