@@ -103,7 +103,7 @@ class LayerGraphs:
     "The recorded parts of a thread's steps, and where they look up what a query sees."
     def __init__(self):
         self.parts = weakref.WeakKeyDictionary() # cache layer -> `LayerGraph`
-        self.bounds, self.pools = {}, {}         # what parts see, by shape; a graph of the memory pool, by device
+        self.bounds, self.pools = {}, {}         # what parts see, by shape; their memory pool, by device
 
     def bounds_of(
         self,

@@ -48,14 +48,14 @@ def weights_of(
 def captured(
     run: Callable, # launches kernels on a GPU
     device,        # which
-    pools=None,    # device -> a graph of the memory pool, for graphs in the middle of a step; None: a pool of its own
+    pools=None,    # device -> what holds the memory pool of graphs in the middle of a step; None: a pool of its own
 ) -> Callable:     # launches them again, from and to the same places; gives what `run` gave
     "Record in a CUDA graph. Nothing runs before it is played."
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         if pools is None:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"): out = run()
-        else: out = captured_quickly(graph, run, pool_in(pools, device))
+        else: out = captured_quickly(graph, run, *pool_in(pools, device))
     def play():
         graph.replay()
         return out
@@ -64,24 +64,28 @@ def captured(
 def pool_in(
     pools: dict, # as of `captured`
     device,
-): # handle of the memory pool
-    """The pool that the graphs of a thread share on a device.
+) -> tuple: # stream, handle of the memory pool
+    """The pool that the graphs of a thread share on a device, and the stream that they are captured on.
 
     PyTorch drops a pool with its last graph, and its handle is good for nothing after that. So the pool has a graph of
-    its own, which writes one number and stays as long as `pools`.
+    its own, which writes one number and stays as long as `pools`. One stream, because memory that a stream has freed
+    serves no other stream: with a new one for each of 28 layers the pool takes 28 times what a layer needs.
     """
     if device not in pools:
-        pools[device] = torch.cuda.CUDAGraph()
-        captured_quickly(pools[device], partial(torch.zeros, 1, device=device))
-    return pools[device].pool()
+        aside, keeper = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        captured_quickly(keeper, partial(torch.zeros, 1, device=device), aside)
+        pools[device] = aside, keeper
+    aside, keeper = pools[device]
+    return aside, keeper.pool()
 
 def captured_quickly(
     graph,         # of CUDA, empty
     run: Callable, # as of `captured`
+    aside,         # stream to capture on
     pool=None,     # handle of a memory pool; None: one of its own
 ): # what `run` gave
     "Record without waiting for the GPU and tidying up first, as `torch.cuda.graph` does."
-    here, aside, tidies = torch.cuda.current_stream(), torch.cuda.Stream(), gc.isenabled()
+    here, tidies = torch.cuda.current_stream(), gc.isenabled()
     aside.wait_stream(here)
     gc.disable()  # what it frees may not be freed meanwhile
     try:

@@ -52,6 +52,7 @@ def switch(worker, line, dense, page, layers):
     if manager.needs_capture():
         torch.cuda.synchronize()
         manager.graphs.clear()
+        manager.pool = torch.cuda.graph_pool_handle()  # PyTorch drops a pool with its last graph
         manager._graphs_captured = False
         runner.capture_model()
     for layer in context.values():
@@ -109,7 +110,7 @@ def pocket_part():
     began = time.time()
     llm = LLM(model=str(pocket.path()), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1536, seed=0,
               max_num_batched_tokens=192, max_num_seqs=3, block_size=ARGS.block, disable_log_stats=False,
-              gpu_memory_utilization=0.2, enable_prefix_caching=True,
+              gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=True,
               compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
               additional_config=dict(sparse_nb=dict(decode=mixed)))
     say(what="engine", model="pocket", seconds=round(time.time() - began, 1), **llm.collective_rpc(layout)[0])

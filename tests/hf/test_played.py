@@ -104,6 +104,19 @@ def test_graphs_write_the_same(monkeypatch, method, padded):
     assert len(calls) > 2 * 2 * 15 and len(set(calls)) >= 2 * 2
 
 
+@pytest.mark.gpu
+def test_graphs_share_their_memory():
+    "What the graphs of 16 layers need beside their results is what one of them needs."
+    x, pools, size = torch.ones(1 << 22, device="cuda"), {}, 4 << 22
+    run = lambda: ((x + 1) * 2).sum()
+    run()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    plays = [replay.captured(run, x.device, pools) for _ in range(16)]
+    assert torch.cuda.memory_reserved() - before <= 4 * size
+    assert {float(play()) for play in plays} == {float(size)}
+
+
 WAYS = {"beams": dict(num_beams=3), "assisted": dict(prompt_lookup_num_tokens=3), "sampled": dict(do_sample=True),
         "chunks": dict(prefill_chunk_size=16), "static": dict(cache_implementation="static")}
 
