@@ -40,11 +40,11 @@ _all_ = [  # the same names, for tools that read the source; `make contents` wri
 
 # %% ../nbs/library/front_door.ipynb #b63a8db5
 def __getattr__(name):
-    "What a name of the front door stands for; its module is imported now."
+    "What a name of the package stands for; its module is imported now."
     if name not in _MODULES: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"sparse_nb.{_MODULES[name]}"), name)
     return found
 
 def __dir__():
-    "All names, whether they were asked for or not."
+    "All names, whether they were used or not."
     return sorted({*globals(), *_MODULES})

@@ -82,7 +82,7 @@ class Then(Method):
                state=None, step=None):
         """The mean of the drawn values [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`.
 
-        Takes what `Method.decode` takes. A gradient reaches the rows of v that were drawn, not q and k.
+        Takes what `Method.decode` takes. A gradient reaches the values that were drawn, not q and k.
         """
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         return _decode(self, q, k, v, seed, scale, return_stats, own_arguments(state, step), masks)

@@ -70,9 +70,9 @@ def same_number(
 # %% ../nbs/library/exams.ipynb #5d0c0009
 @dataclass(frozen=True)
 class Exam:
-    "A set of questions, and how it is asked"
+    "A set of questions, and how it is prompted"
     ask: Callable        # (the set, number of a question, examples before it) -> these, the question, right answers
-    order: Callable      # (the set, tokens of a prompt) -> numbers of the questions that may be asked
+    order: Callable      # (the set, tokens of a prompt) -> numbers of the questions that may be used
     shots: int           # examples before a question, at most
     tokens: int          # that a reply may have
     choices: tuple = ()  # of which the likeliest is the answer; (): the model writes one
@@ -93,7 +93,7 @@ class Exam:
     def score(self,
         written: str,   # a reply
         answers: tuple, # right ones, the last a choice or number
-    ) -> tuple:         # is it right, and is it so in the form that was asked for?
+    ) -> tuple:         # is it right, and is it so in the form that was requested?
         "By the last number and by the stated one, or by the choice."
         if self.choices: return written == answers[-1], written == answers[-1]
         return tuple(same_number(x(written), answers[-1]) for x in (last_number, stated_number))

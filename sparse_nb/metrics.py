@@ -24,7 +24,7 @@ def _floats(name, x):
     if not isinstance(x, torch.Tensor): raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point(): raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
     if x.ndim == 0 or x.numel() == 0:
-        raise ValueError(f"{name} must hold at least one row of at least one number, got shape {list(x.shape)}")
+        raise ValueError(f"{name} must hold at least one vector of at least one number, got shape {list(x.shape)}")
     if on_cpu_eagerly(x) and not x.isfinite().all(): raise ValueError(f"{name} must be finite, got NaN or inf")
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -75,30 +75,30 @@ def spearman(
     a: torch.Tensor, # scores of the keys [..., N]
     b: torch.Tensor, # other scores of the same keys, same shape
 ) -> torch.Tensor:   # [...], float64, on the CPU
-    """Spearman's rank correlation of each row, computed by scipy.
+    """Spearman's rank correlation of each query, computed by scipy.
 
     Raises TypeError or ValueError for tensors that do not match or hold NaN or inf, for fewer than 2 keys, and for a
-    row of equal values.
+    query with equal values.
     """
     import scipy.stats
     a, b = _pair("a", a, "b", b)
     ranks = []
     for name, x in (("a", a), ("b", b)):
-        if x.shape[-1] < 2: raise ValueError(f"{name} must have at least 2 keys in a row, got {x.shape[-1]}")
+        if x.shape[-1] < 2: raise ValueError(f"{name} must have at least 2 keys, got {x.shape[-1]}")
         x = x.detach().cpu()
         if not x.isfinite().all(): raise ValueError(f"{name} must be finite, got NaN or inf")
-        if (x.amax(-1) == x.amin(-1)).any(): raise ValueError(f"{name} has a row of equal values, which has no order")
+        if (x.amax(-1) == x.amin(-1)).any(): raise ValueError(f"{name} has queries with equal values, which have no order")
         ranks.append(scipy.stats.rankdata(x.numpy(), axis=-1))
     return torch.as_tensor(scipy.stats.pearsonr(*ranks, axis=-1).statistic, device="cpu")
 
 # %% ../nbs/library/metrics.ipynb #5600c22d
 def _weights(weights):
-    "Attention weights in at least float32: rows that sum to one and are not negative (looked at on the CPU only)."
+    "Attention weights in at least float32: rows that sum to one and are not negative (checked on the CPU only)."
     weights = _floats("weights", weights)
     if on_cpu_eagerly(weights):
         if (weights < 0).any(): raise ValueError(f"weights must not be negative, got {weights.min().item():.3g}")
         off = (weights.sum(-1) - 1).abs().max().item()
-        if off > 1e-2: raise ValueError(f"weights must sum to 1 over the last axis, got a row that is off by {off:.3g}")
+        if off > 1e-2: raise ValueError(f"weights must sum to 1 over the last axis, got one that is off by {off:.3g}")
     return weights
 
 def _kept(selection, n):
@@ -131,7 +131,7 @@ def coverage_curve(
 ) -> torch.Tensor:         # [..., N], float64: entry i is the mass of the i + 1 heaviest keys
     """Attention mass of the heaviest keys as their number grows (vAttention, Fig. 2, top).
 
-    Raises TypeError or ValueError for weights that are no distribution (values looked at on the CPU only).
+    Raises TypeError or ValueError for weights that are no distribution (values checked on the CPU only).
     """
     return _weights(weights).double().sort(-1, descending=True).values.cumsum(-1)
 
@@ -142,7 +142,7 @@ def keys_for_coverage(
 ) -> torch.Tensor:         # [...], int64
     """The smallest number of keys that together hold `mass` of the attention, which is what oracle top-p reads.
 
-    Raises TypeError or ValueError for weights that are no distribution (values looked at on the CPU only) and for a
+    Raises TypeError or ValueError for weights that are no distribution (values checked on the CPU only) and for a
     mass outside (0, 1].
     """
     check_mass(mass)
@@ -156,7 +156,7 @@ def rows_read(
     *,
     groups: int | None = None, # key/value heads G: count a row once for the heads of a group; None: for each query head
 ) -> torch.Tensor:             # int64, [B, H, Q], or [B, G, Q] with `groups`
-    """Number of different rows that each query head, or each group of query heads, has to read.
+    """Number of different keys that each query head, or each group of query heads, has to read.
 
     Raises TypeError or ValueError for a `groups` that does not divide the query heads, an `n` below 1 or, on the CPU,
     below a selected key.
@@ -188,7 +188,7 @@ def density(
 # %% ../nbs/library/metrics.ipynb #0d624ed9
 @dataclass(frozen=True)
 class BytesRead:
-    "Bytes read from the cache in one decode step, each [B, H, Q], or [B, G, Q] where a group reads a row once."
+    "Bytes read from the cache in one decode step, each [B, H, Q], or [B, G, Q] where a group reads a key once."
     keys: torch.Tensor   # bytes of keys
     values: torch.Tensor # bytes of values
     index: torch.Tensor  # bytes of whatever else the method looks at in order to choose
@@ -199,7 +199,7 @@ class BytesRead:
         return self.keys + self.values + self.index
 
     def sum(self) -> "BytesRead":
-        "Those of the whole step: rows of the batch, heads and queries added up."
+        "Those of the whole step: sequences of the batch, heads and queries added up."
         return BytesRead(self.keys.sum(), self.values.sum(), self.index.sum())
 
     def ratio(
@@ -222,7 +222,7 @@ def bytes_read(
 ) -> BytesRead:                            # per query head, or per group with `shared`
     """Bytes of keys, values and index that a decode step reads.
 
-    With `shared`, the heads of a group read a row once. Their keys are then the group's rows if they scored just what
+    With `shared`, the heads of a group read a key once. Their keys are then the group's keys if they scored just what
     they kept, else the largest count of a head, which is exact for methods that score every key. The heads of a group
     look at one index. Raises TypeError or ValueError for sizes below 1 and for a `shared` that does not fit.
     """
@@ -298,7 +298,7 @@ def _numbers(name, x, least):
     import numpy as np
     x = np.asarray(x.detach().cpu().double() if isinstance(x, torch.Tensor) else x, dtype=float)
     if x.ndim != 1 or x.size < least:
-        raise ValueError(f"{name} must be a row of at least {least} numbers, got shape {list(x.shape)}")
+        raise ValueError(f"{name} must be a vector of at least {least} numbers, got shape {list(x.shape)}")
     if not np.isfinite(x).all(): raise ValueError(f"{name} must be finite, got NaN or inf")
     return x
 

@@ -65,7 +65,7 @@ def normed(
     counts: torch.Tensor,  # which rows count [heads, n, 1], 0 or 1
     norm: list,            # gain and shift [heads, 1, M], which are learnt, and the running mean and variance
 ) -> torch.Tensor:         # [heads, n, M]
-    "Batch norm over the rows that count; the running statistics follow."
+    "Batch norm over the queries that count; the running statistics follow."
     n = counts.sum(1, keepdim=True).clamp(min=1)
     mean = (h * counts).sum(1, keepdim=True) / n
     variance = ((h - mean).square() * counts).sum(1, keepdim=True) / n
@@ -242,7 +242,7 @@ def watched(items, total, what, progress):
         if callable(progress): progress(f"text {i + 1} of {total}: {what}")
 
 class Lessons(NamedTuple):
-    "Texts of a model, and which of their queries are asked."
+    "Texts of a model, and which of their queries are used."
     model: object    # a transformers decoder
     texts: list      # token ids of each, tensors [N]
     queries: int     # of each text: a quarter its last ones, the others drawn from the last 7/8 of it
@@ -304,7 +304,7 @@ def asked_of(
     fitted: int,
     progress,
 ) -> tuple:            # layer -> examples of `fit_router`; layer -> for each head the number of its factor in `FACTORS`
-    "What the queries of all texts ask of the clusters, and which factors make their outputs best."
+    "What the queries of all texts need of the clusters, and which factors make their outputs best."
     examples, errors = {}, {}
     for number, layers in enumerate(watched(lessons.captured(before_rope), len(lessons.texts), "queries", progress)):
         for x in layers:

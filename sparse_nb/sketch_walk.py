@@ -154,7 +154,7 @@ class SketchWalk(BlockLists):
 
     @property
     def prompt_pool(self) -> str:
-        "`pool` of a prompt: by default the maximum; the mean with a walk, whose rows are shares."
+        "`pool` of a prompt: by default the maximum; the mean with a walk, whose queries have shares."
         if self.pool is not None: return self.pool
         return "max" if self.walk is None else "mean"
 

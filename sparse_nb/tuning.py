@@ -90,7 +90,7 @@ def _check_calibration(prompts, target, method, gammas):
     "The methods to try. Raises TypeError or ValueError by name."
     check_level("target", target)
     if not isinstance(method, Delta): raise TypeError(f"method must be a Delta, got {type(method).__name__}")
-    if not method.corrects: raise ValueError(f"method must correct its rows, got correction {method.correction!r}")
+    if not method.corrects: raise ValueError(f"method must correct its queries, got correction {method.correction!r}")
     if not isinstance(gammas, Sequence) or isinstance(gammas, str):
         raise TypeError(f"gammas must be a sequence of counts, got {gammas!r}")
     if not len(gammas): raise ValueError("gammas must hold at least one, got none")
@@ -99,32 +99,32 @@ def _check_calibration(prompts, target, method, gammas):
     return [replace(method, gamma=gamma, tail=0) for gamma in gammas]
 
 def _spacing(method, captured):
-    "What a method without a tail makes of a captured layer; the error is that of the rows that miss something."
+    "What a method without a tail makes of a captured layer; the error is that of the queries that miss something."
     method, c = method.at_layer(captured.layer), captured
     given = {f.name: getattr(method, f.name) for f in fields(method)} | dict(scale=c.scale, return_stats=True)
     out, stats = delta_prefill(c.q, c.k, c.v, **given)
     shown = delta_prefill(c.q, c.k, c.v, **given | dict(correction="none"))[1]
     lost = shown.keys < shown.visible
     if not lost.any():
-        raise ValueError(f"prompts must be longer than what a row sees, got one of {c.k.shape[2]} tokens, in which no "
-                         "row misses anything")
+        raise ValueError(f"prompts must be longer than what a query sees, got one of {c.k.shape[2]} tokens, in which "
+                         "no query misses anything")
     return dict(layer=c.layer, gamma=method.gamma, error=float(relative_error(out, c.out)[lost].double().mean()),
                 estimate=float(stats.error.nanmean()), density=float(stats.density.mean()))
 
 # %% ../nbs/library/tuning.ipynb #d41c7a52
 def calibrate(
     model,                      # a transformers decoder
-    prompts,                    # list of token numbers [N] or [1, N], each longer than what a row sees
+    prompts,                    # list of token numbers [N] or [1, N], each longer than what a query sees
     target: float,              # largest mean relative error of a layer's attention output, in (0, 1)
     *,
     method: Delta = Delta(),    # where all settings but gamma come from
-    gammas: Sequence = SPACINGS, # spacings to try; with 1 among them, where every row is exact, each target is reached
+    gammas: Sequence = SPACINGS, # spacings to try; with 1, where every query is exact, each target is reached
     progress=None,              # called as `progress(done, total)` in trials, at the start and after each
     return_table: bool = False, # also a DataFrame of all that was tried?
 ) -> dict:                      # layer -> method, for `prefill` of `hf.sparsify`
-    """For each layer the spacing of exact rows that scores the fewest pairs with a true error of at most `target`.
+    """For each layer the spacing of exact queries that scores the fewest pairs with a true error of at most `target`.
 
-    The error is a mean over the rows that miss keys, all heads and prompts, with exact inputs and without the tail.
+    The error is a mean over the queries that miss keys, all heads and prompts, with exact inputs and without the tail.
     Layers with a sliding window are left out, as in `hf.sparsify`. Raises ValueError where a layer reaches the target
     with no spacing, and as `capture`.
     """

@@ -59,7 +59,7 @@ def tail_levels(
     delta: float, # chance of more, in (0, 1)
     vector: bool, # is it the error of a vector?
 ) -> tuple:       # two floats
-    "What a chance `delta` asks of a bound: ln(2 / delta), and the quantile of a squared Gaussian error."
+    "What a chance `delta` requires of a bound: ln(2 / delta), and the quantile of a squared Gaussian error."
     return math.log(2 / delta), gaussian_quantile(delta) if vector else NormalDist().inv_cdf(1 - delta / 2) ** 2
 
 def _draws(variance, reach, radius, n, level, bound, replacement, vector):
@@ -82,14 +82,14 @@ def _draws(variance, reach, radius, n, level, bound, replacement, vector):
     return torch.minimum(a + c, left_out.nan_to_num(math.inf, math.inf))
 
 def _whole(need, n):
-    "Whole draws from 1 to n; NaN asks for all n."
+    "Whole draws from 1 to n; NaN means all n."
     return torch.where(need < n, need.clamp(min=1).ceil(), n).long()
 
 # %% ../../nbs/library/core_bounds.ipynb #d5af5260
 def _numbers(device, **given):
     """Tensors of float64 on one device.
 
-    TypeError for anything but numbers, ValueError for negative ones (looked at on the CPU only).
+    TypeError for anything but numbers, ValueError for negative ones (checked on the CPU only).
     """
     for name, x in given.items():
         if isinstance(x, bool) or not isinstance(x, (int, float, torch.Tensor)):
@@ -257,7 +257,7 @@ def bernstein_radius(
     draws,        # rows that are averaged
     delta: float, # chance of more, in (0, 1)
 ):                # of the type of `variance`
-    """The distance from its expectation that a mean of independent rows exceeds with probability at most `delta`.
+    """The distance from its expectation that a mean of independent draws exceeds with probability at most `delta`.
 
     Pinelis (1994), Theorem 3.4; SANTA Theorem B.1, solved for the distance.
     """

@@ -17,7 +17,7 @@ import torch
 def on_cpu_eagerly(
     x: torch.Tensor, # any tensor
 ) -> bool:
-    """Whether values of `x` may be looked at: on the CPU, outside `torch.compile`.
+    """Whether values of `x` may be read: on the CPU, outside `torch.compile`.
 
     A look at a GPU tensor would stall the GPU.
     """
@@ -200,7 +200,7 @@ def _check_positions(q, keys, positions, causal, starts):
     for row, (place, start) in enumerate(zip(positions.expand(q.shape[0], -1).tolist(), starts)):
         if not start <= min(place) <= max(place) < keys:
             raise ValueError(f"kv_start <= positions < {keys} must hold, got kv_start = {start} and positions from "
-                             f"{min(place)} to {max(place)} in row {row}")
+                             f"{min(place)} to {max(place)} in sequence {row}")
 
 def _check_inputs(q, k, v, causal, positions, kv_start, kv_end, scale, seed):
     "What `check_inputs` asks, in any case"
@@ -227,14 +227,14 @@ def _check_inputs(q, k, v, causal, positions, kv_start, kv_end, scale, seed):
     for row, (start, end) in enumerate(zip(starts, ends)):
         if not 0 <= start < end <= keys:
             raise ValueError(f"0 <= kv_start < kv_end <= {keys} must hold, got kv_start = {start} and kv_end = {end} "
-                             f"in row {row}")
+                             f"in sequence {row}")
         if causal and queries > end - start:
             raise ValueError(f"kv_start and kv_end must leave a key to each of the {queries} causal queries, "
-                             f"got {end - start} keys in row {row}")
+                             f"got {end - start} keys in sequence {row}")
 
 # %% ../../nbs/library/core_checks.ipynb #5a1c0e21
 def _name_of(q, k, v, given):
-    "A name for inputs of whose tensors no value is looked at; None: they must be checked"
+    "A name for inputs of whose tensors no value is read; None: they must be checked"
     tensors = (q, k) if v is LEFT_OUT else (q, k, v)
     for x in tensors:
         # what lies elsewhere must be pinned
@@ -249,7 +249,7 @@ def _name_of(q, k, v, given):
 def check_inputs(
     q: torch.Tensor,                       # queries [B, H, Q, D]
     k: torch.Tensor,                       # keys [B, G, N, D], on the device of q; for a GPU also in pinned host memory
-    v: torch.Tensor = LEFT_OUT,            # values [B, G, N, D], likewise; left out where none are asked for
+    v: torch.Tensor = LEFT_OUT,            # values [B, G, N, D], likewise; left out where none are requested
     *,
     causal: bool = False,                  # are the queries the last Q positions, each blind to later keys?
     positions: torch.Tensor | None = None, # or the queries' places among the keys [Q] or [B, Q], int32 or int64
@@ -274,7 +274,7 @@ def check_inputs(
 def check_scores(
     scores: torch.Tensor, # floating; -inf where a key is hidden
 ):
-    "Raise ValueError when a score is NaN or +inf (looked at on the CPU only)."
+    "Raise ValueError when a score is NaN or +inf (checked on the CPU only)."
     if on_cpu_eagerly(scores) and not scores.detach().amax() < math.inf:
         raise ValueError("the scores of q and k must be finite, got NaN or +inf: look for NaN, inf or huge numbers "
                          "in q and k")

@@ -18,7 +18,7 @@ from .exact import promote
 
 # %% ../../nbs/library/core_index.ipynb #b3175de8
 def check_observed(
-    observed: dict,   # what a state is told of new keys, by name
+    observed: dict,   # what a state is given of new keys, by name
     observes: tuple,  # the names it observes
     k: torch.Tensor,  # the keys [B, G, n, D]
 ):
@@ -56,7 +56,7 @@ def check_picked(
     picked,                    # numbers of sequences [B'], int64
     rows: torch.Tensor | None, # what is kept about the sequences [B, ...]; None: nothing yet
 ):
-    "Raise TypeError or ValueError for anything else than such numbers (values are looked at on the CPU only)."
+    "Raise TypeError or ValueError for anything else than such numbers (values are checked on the CPU only)."
     if not isinstance(picked, torch.Tensor) or picked.dtype != torch.int64:
         raise TypeError(f"rows must be an int64 tensor, got {getattr(picked, 'dtype', type(picked).__name__)}")
     if picked.ndim != 1 or not len(picked):
@@ -80,7 +80,7 @@ def with_room(
     room: int,                   # at least n
     empty: torch.Tensor | None = None, # what the places behind them hold [B, G, 1, ...]; None: zeros
 ) -> torch.Tensor:               # [B, G, room, ...], a tensor of its own
-    "Rows at the beginning of a longer tensor."
+    "Entries at the beginning of a longer tensor."
     with torch.inference_mode(False): longer = rows.new_zeros(*rows.shape[:2], room, *rows.shape[3:])
     longer[:, :, :rows.shape[2]] = rows
     if empty is not None: longer[:, :, rows.shape[2]:] = empty
@@ -99,9 +99,9 @@ class FixedLength:
         self,
         capacity: int, # keys of the cache, those to come included
     ):
-        """Give the rows room for `capacity` keys; from then on the state counts as many, and new ones are written.
+        """Give the entries space for `capacity` keys; from then on the state counts as many, and new ones are written.
 
-        Where the state is asked, kv_end says how many keys there are. Raises as `check_count`.
+        Where the state is read, kv_end says how many keys there are. Raises as `check_count`.
         """
         check_count("capacity", capacity, len(self))
         self.rows, self.static = with_room(self.rows, capacity), True
@@ -111,7 +111,7 @@ class FixedLength:
         k: torch.Tensor,  # the keys that there are [B, G, n, D]
         v: torch.Tensor,  # their values
     ):
-        "What a state that was just fixed still asks of its keys; by itself nothing."
+        "What a state that was just fixed still needs of its keys; by itself nothing."
 
     def write(
         self,
@@ -188,7 +188,7 @@ class State(FixedLength):
         self.extend(k, v, **{name: observed.get(name) for name in self.observes})
 
     def extend(self, k, v, **observed):
-        "What `append` does after its checks: `features` of the new keys behind the rows that are there."
+        "What `append` does after its checks: `features` of the new keys behind the entries that are there."
         new = self.features(k, v, **observed)
         self.rows = new if self.rows is None else torch.cat([self.rows, new], 2)
 
@@ -242,7 +242,7 @@ def check_state(
 
 # %% ../../nbs/library/core_index.ipynb #a1e09f02
 class Beside:
-    """Of a `State`: that it keeps more than its rows of each key, in tensors [B, G, N, ...] that `beside` names.
+    """Of a `State`: that it keeps more than its entries of each key, in tensors [B, G, N, ...] that `beside` names.
 
     Subclasses say what new keys add to them (`extend`, `write`).
     """

@@ -619,7 +619,7 @@ class Found(NamedTuple):
     base: torch.Tensor   # keys of the base sample [B, L, programs], int32, to be added up
     extra: torch.Tensor  # keys drawn after it [B, L, programs], int32, to be added up
     facts: torch.Tensor  # deviation and denominator in units of 2^shift, draws asked for, shift [B, H, 4]
-    slots: int           # room for kept keys
+    slots: int           # space for kept keys
     norm: torch.Tensor | None = None # length of the numerator in the same units [B, H]; None without lengths of values
 
 # %% ../../kernels/vattention.ipynb #85cea163
@@ -658,7 +658,7 @@ def _heavy(q, codes, maps, table, s, L, rows, mask, kv_start, kv_end):
 _LOOK, _SAMPLE = (128, 2, 2), (64, 2, 4)  # rows at once, stages, programs a multiprocessor of what reads rows
 
 def _sizes(q, N, s, L, vectors=False, paged=False):
-    "Room for kept keys, programs of a list that look (also for `vectors`?) and that sample, and what both are told"
+    "Space for kept keys, programs of a list that look (also for `vectors`?) and that sample, and what both are given"
     B, H, _, D = q.shape
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)

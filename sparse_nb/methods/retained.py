@@ -118,13 +118,13 @@ class RetainedKeys(State):
         self,
         length: int, # keys there are
     ):
-        "Back to the decision; what was asked since is counted anew when it is needed."
+        "Back to the decision; what was read since is counted anew when it is needed."
         held, self.votes = self.base
         later = held.new_ones(*held.shape[:2], length - self.mark)
         self.rows, self.done = torch.cat([held, later], 2), self.mark
 
     def crop(self, length):
-        """As `State.crop`; keys that were evicted by a query that is gone come back, for it was never asked.
+        """As `State.crop`; keys that were evicted by a query that is gone come back, for it does not count.
 
         ValueError for fewer keys than those that eviction was decided on: what it threw away cannot be judged anew.
         """
@@ -315,7 +315,7 @@ class Evicts(Method):
         if state.static and state.lists is None: raise ValueError("state must look at its keys, got one that has not")
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None) -> Selection:
-        """The visible keys that are held when each query is asked, with weight 1.
+        """The visible keys that are held when each query is read, with weight 1.
 
         The first query ever selected for decides; `seed` is not used. A GPU is waited for, but where the length of
         `state` is fixed. Raises as `check_inputs`, and ValueError for no `state`, one that does not fit, sequences that
@@ -340,7 +340,7 @@ class Evicts(Method):
                state=None):
         """As `Method.decode`. Kernels read the lists that `state` keeps where its length is fixed.
 
-        There kv_start and kv_end are not looked at: no key is listed that the query of the newest key may not see.
+        There kv_start and kv_end are not read: no key is listed that the query of the newest key may not see.
         """
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_flag("return_stats", return_stats)

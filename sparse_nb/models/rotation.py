@@ -133,7 +133,7 @@ def rotation_of(
     args: tuple,  # what its `forward` is about to get, as a forward pre-hook sees it
     kwargs: dict, # the same by name; `position_embeddings` among it
 ) -> Rotation:    # None where the layer keeps no keys of its own
-    """Ask a layer how it rotates the keys that it gives its cache.
+    """Find how a layer rotates the keys that it gives its cache.
 
     It projects a few random tokens, not rotated and rotated by random angles, and the inverse that takes the second
     keys to the first is looked for, then confirmed with the layer's own angles. The forward pass ends where the cache

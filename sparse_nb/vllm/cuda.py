@@ -132,7 +132,7 @@ class SparseBackend(FlashAttentionBackend):
         return SparseBuilder
 
 class SparseWorker(Worker, GPUWorker):
-    "vLLM's worker, with room for boxes, and statistics."
+    "vLLM's worker, with space for boxes, and statistics."
     def get_kv_cache_spec(self):
         "The memory of a block, of all layers."
         page = asked(self.vllm_config).page

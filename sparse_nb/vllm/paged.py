@@ -48,7 +48,7 @@ def rows_of(
     place: torch.Tensor | None,  # place in a block's memory of each number of its rows [size * D]; None: in order
     blocks: torch.Tensor,        # numbers of m blocks
 ) -> torch.Tensor:               # [1, G, m * size, D]
-    "The rows of some blocks, one after the other, in a copy."
+    "The keys of some blocks, one after the other, in a copy."
     x = cache[blocks].flatten(2)
     if place is not None: x = x[..., place]
     return x.unflatten(2, cache.shape[2:]).transpose(0, 1).flatten(1, 2)[None]
@@ -58,7 +58,7 @@ def with_boxes(
     spec,      # what vLLM knows of a block, an `AttentionSpec`
     page: int, # keys in a page; 0: there are no boxes
 ):
-    "The memory of a block, with room for boxes: two rows for each page, of which keys and values have two a key."
+    "The memory of a block, with space for boxes: two rows for each page, of which keys and values have two a key."
     if not page: return spec
     size = spec.unpadded_page_size_bytes
     return replace(spec, page_size_padded=size + size // page)
@@ -67,7 +67,7 @@ def box_view(
     cache: torch.Tensor, # keys and values of all blocks [blocks, G, size, 2 D], with room behind each block
     page: int,           # keys in a page
 ) -> torch.Tensor:       # [blocks, G, size / page, 2, D], memory of `cache`
-    "The room for the boxes."
+    "The space for the boxes."
     blocks, groups, size, wide = cache.shape
     shape = blocks, groups, size // page, 2, wide // 2
     inner = groups * size * wide

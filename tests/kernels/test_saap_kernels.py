@@ -360,7 +360,7 @@ def test_an_index_that_grew_is_that_of_a_rebuild():
         build_index(p.k, p.v, p.ids, p.since, p.built, p.C, index)
         for name, a, b in zip(index._fields, index, again): assert torch.equal(a, b), name
         assert [x.data_ptr() for x in index] == addresses
-    with pytest.raises(ValueError, match="index must have room for 260 keys, got 130"):
+    with pytest.raises(ValueError, match="index must have space for 260 keys, got 130"):
         build_index(*(torch.cat([x, x], 2) for x in (p.k, p.v, p.ids)), p.since, p.built, p.C, index)
 
 

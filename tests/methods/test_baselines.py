@@ -698,9 +698,9 @@ POCKET = inputs(dtype=torch.float32, size=64)
     (lambda: Quest(page=True), TypeError, "page must be an int, got bool"),
     (lambda: DoubleSparsity(True), TypeError, "budget must be an int"),
     (lambda: DoubleSparsity(channels=0), ValueError, "channels must be at least 1, got 0"),
-    (lambda: DoubleSparsity(channels=2, chosen=3), TypeError, "chosen must be a row of channel numbers for each group "
+    (lambda: DoubleSparsity(channels=2, chosen=3), TypeError, "chosen must be a list of channel numbers for each group "
      "or None, got 3"),
-    (lambda: DoubleSparsity(channels=2, chosen=(1, 2)), TypeError, "chosen must be a row"),
+    (lambda: DoubleSparsity(channels=2, chosen=(1, 2)), TypeError, "chosen must be a list"),
     (lambda: DoubleSparsity(channels=2, chosen=((1, 2), (3,))), ValueError,
      r"chosen must name 2 different channels for each group, got \(3,\)"),
     (lambda: DoubleSparsity(channels=2, chosen=((1, 1),)), ValueError, "different channels"),
@@ -709,7 +709,7 @@ POCKET = inputs(dtype=torch.float32, size=64)
     (lambda: DoubleSparsity(channels=17).decode(Q, K, V), ValueError,
      "channels must be at most the head size, 16, got 17"),
     (lambda: DoubleSparsity(channels=1, chosen=((1,),)).decode(Q, K, V), ValueError,
-     "chosen must have a row for each of 2 groups with numbers below 16"),
+     "chosen must have a list for each of 2 groups with numbers below 16"),
     (lambda: DoubleSparsity(channels=1, chosen=((1,), (16,))).decode(Q, K, V), ValueError, "numbers below 16"),
     (lambda: heavy_channels(Q, K, 17), ValueError, "channels must be at least 1 and at most 16, got 17"),
     (lambda: heavy_channels(Q, None, 3), TypeError, "k must be a torch.Tensor"),

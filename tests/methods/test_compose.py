@@ -63,7 +63,7 @@ class Blind(Method):
                                                   (lambda: Then(TopK()).decode(q, k, v, return_stats=1), TypeError,
                                                    "return_stats must be a bool, got int"),
                                                   (lambda: Then(TopK()).decode(q, k, v, kv_end=torch.tensor([0, 9])),
-                                                   ValueError, "kv_end = 0 in row 0"),
+                                                   ValueError, "kv_end = 0 in sequence 0"),
                                                   (lambda: Then(Quest()).decode(q, k, v, state=Quest().new_state()),
                                                    ValueError, "state must hold as many keys as k, 120, got 0"),
                                                   (lambda: Then(VAttention(guarantee="output")).decode(q, k, v),

@@ -552,14 +552,15 @@ def test_calibration_of_a_base_asks_it_for_each_layer():
     (dict(target=1e-4, gammas=(16,)), ValueError, "a longer window is a setting of `method`"),
     (dict(method=TopK()), TypeError, "method must be a Delta, got TopK"),
     (dict(method=Delta), TypeError, "method must be a Delta, got type"),
-    (dict(method=replace(SMALL, correction="none")), ValueError, "method must correct its rows, got correction 'none'"),
+    (dict(method=replace(SMALL, correction="none")), ValueError,
+     "method must correct its queries, got correction 'none'"),
     (dict(gammas=()), ValueError, "gammas must hold at least one, got none"),
     (dict(gammas=64), TypeError, "gammas must be a sequence of counts, got 64"),
     (dict(gammas=(8, 0)), ValueError, "gammas must be at least 1, got 0"),
     (dict(gammas=(8, 1.5)), TypeError, "gammas must be an int, got float"),
     (dict(prompts=[]), ValueError, "prompts must hold at least one, got none"),
     (dict(prompts=["text"]), TypeError, "input_ids must be a tensor of token numbers, got str"),
-    (dict(method=Delta()), ValueError, "prompts must be longer than what a row sees, got one of 100 tokens"),
+    (dict(method=Delta()), ValueError, "prompts must be longer than what a query sees, got one of 100 tokens"),
 ], ids=lambda x: re.sub(r"[^\w=]+", " ", str(x))[:40])
 def test_bad_input_of_calibration(changes, error, message):
     from sparse_nb.tuning import calibrate

@@ -129,7 +129,7 @@ def test_vattention_is_algorithms_1_and_2(kind, N, choice, eps, delta):
             assert_close(out[0, h, j], want, 1e-12)
             assert int(stats.values_read[0, h, j]) == kept + b
     if kind == "random" and N == 200: assert (~certificate.exact).any() and (certificate.budget > 1).any()
-    if kind == "same": assert (certificate.budget <= 1).all()  # no floor of draws
+    if kind == "same": assert (certificate.budget <= 1).all()  # no least number of draws
 
 
 def test_vattention_for_the_output_is_theorem_4_3():

@@ -72,7 +72,7 @@ BAD = [(lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got l
        (lambda: decode(q, k.float(), v), TypeError, "k must have the dtype of q"),
        (lambda: decode(q * nan, k, v), ValueError, "must be finite, got NaN"),
        (lambda: decode(scale=-1.0), ValueError, "scale must be positive and finite, got -1.0"),
-       (lambda: decode(kv_end=torch.tensor([0, 300])), ValueError, "kv_end = 0 in row 0"),
+       (lambda: decode(kv_end=torch.tensor([0, 300])), ValueError, "kv_end = 0 in sequence 0"),
        (lambda: decode(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
        (lambda: decode(return_stats=1), TypeError, "return_stats must be a bool, got int"),
        (lambda: decode(eps=0), ValueError, "eps must lie in (0, 1), got 0"),

@@ -107,7 +107,7 @@ def check_keys(
     x: torch.Tensor,     # keys [B, G, n, D]
     shown: torch.Tensor, # which of them count [B, n], bool
 ):
-    "ValueError for NaN and inf among the shown keys (looked at on the CPU only)."
+    "ValueError for NaN and inf among the shown keys (checked on the CPU only)."
     if on_cpu_eagerly(x) and not (torch.isfinite(x).all(-1) | ~shown[:, None]).all():
         raise ValueError("k must be finite to be divided into clusters, got NaN or inf")
 

@@ -32,7 +32,7 @@ class OfKeys(State):
 
     @property
     def observes(self):
-        "Keys before RoPE, if wanted, queries, if asked for, and, until every sequence has shown a key, who is shown."
+        "Keys before RoPE, if wanted, queries, if requested, and, until every sequence has shown a key, who is shown."
         known = dict(k_pre_rope=self.before_rope is False, q_pre_rope=not self.asks, shown=self.begun)
         return tuple(name for name, x in known.items() if not x)
 
@@ -42,7 +42,7 @@ class OfKeys(State):
 
     @property
     def spares(self):
-        "Unless keys before RoPE were asked for."
+        "Unless keys before RoPE were requested."
         return self.before_rope is not True
 
     def wanted(self, k, k_pre_rope):
@@ -203,7 +203,7 @@ class Kept(NamedTuple):
     ends: tuple   # sinks and window
 
 def listed(state, k, v, begin, last):
-    "`Kept` of the keys that there are, with room for as many as a state of a fixed length counts."
+    "`Kept` of the keys that there are, with space for as many as a state of a fixed length counts."
     from sparse_nb.kernels.saap_index import build_index
     index = build_index(k, v, state.rows[:, :, :k.shape[2], 0], begin, last, state.clusters)
     return Kept(index._replace(order=with_room(index.order, len(state))), len(state), state.ends)
@@ -272,7 +272,7 @@ class SummedInPlace(Summed):
 
     @torch.inference_mode(False)
     def look_at(self, k, v):
-        "As `State.look_at`: room for sums, which the first query makes."
+        "As `State.look_at`: space for sums, which the first query makes."
         self.sums = k.new_zeros(*k.shape[:2], self.clusters, 2 + 2 * k.shape[3], dtype=torch.float64)
         self.since, self.upto = self.rows.new_full((2, len(k)), -1, dtype=torch.int64)
         self.valued = torch.zeros_like(self.upto, dtype=torch.bool)
@@ -302,13 +302,13 @@ class SummedInPlace(Summed):
         self.forget_sums()
 
     def forget_sums(self):
-        "As if no query had been asked."
+        "As if there had been no query."
         self.sums = self.upto = self.valued = self.since = self.latest = None
         self.marks = []
 
 # %% ../../../nbs/library/methods_saap_state.ipynb #a51c0de7
 class Partition(SummedInPlace):
-    "Clusters and their sums, which can be of a fixed length once they are told the method's sinks and window."
+    "Clusters and their sums, which can be of a fixed length once they are given the method's sinks and window."
     turns: ClassVar[bool] = True
     __slots__ = "ends", "late", "older"  # late: keys put since lists were made; older: may queries come from before?
 
@@ -334,7 +334,7 @@ class Partition(SummedInPlace):
 
     @torch.inference_mode(False)
     def look_at(self, k, v):
-        "As `State.look_at`: room for sums, and the lists of the kernels."
+        "As `State.look_at`: space for sums, and the lists of the kernels."
         super().look_at(k, v)
         if self.source is not None: source_parts(self.source, k.device)  # no graph copies them from the host
         if has_kernels(k[:, :, :1]): self.kept = listed(self, k, v, *self.far(k.shape[2]))
@@ -375,7 +375,7 @@ def check_index(state, own, k):
         raise ValueError(f"state must be of keys of the head size {k.shape[3]}, got {size}")
 
 def check_query(q, state):
-    "TypeError or ValueError unless the index `state` can be asked with `q`."
+    "TypeError or ValueError unless the index `state` can be used with `q`."
     if not isinstance(state, Partition): raise TypeError(f"state must be Partition, got {type(state).__name__}")
     check_floating("q", q)
     if state.rows is None: return

@@ -83,7 +83,7 @@ def learnt(state, what, device):
     return parts
 
 def asked_queries(s, q, state, q_pre_rope):
-    "The queries that the router of `s` asks with. ValueError for queries before RoPE that are not there."
+    "The queries that the router of `s` uses. ValueError for queries before RoPE that are not there."
     if not state.before: return q
     if q_pre_rope is None or q_pre_rope.shape != q.shape:
         got = "None: pass them in a call of your own; in a model, read the prompt with this router" if (
@@ -236,7 +236,7 @@ def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_pre_rope):
 
 # %% ../../../nbs/library/methods_saap_step.ipynb #e83b40d1
 def served(s, q, k, v, backend):
-    "Do the kernels take this step? Raise TypeError or ValueError where they are asked for and cannot."
+    "Do the kernels take this step? Raise TypeError or ValueError where they are requested and cannot."
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if backend != "triton": return backend == "auto" and not learns and s.rank != "printed" and has_kernels(q)
@@ -285,7 +285,7 @@ class Partitioned(KeyScorer):
         return replace(self, layer=layer) if self.partition != "context" and self.layer is None else self
 
     def check_parts(self, about):
-        "ValueError for a layer of the file `about` that lacks what router or tail ask for."
+        "ValueError for a layer of the file `about` that lacks what router or tail need."
         wants = ["centroids", *network_parts(self.router)]
         if self.tail == "fitted": wants.append("factor")
         for layer in about.parts if self.layer is None else [self.layer]:

@@ -74,7 +74,7 @@ class Asked(BlockState):
         if q is not None: self.asked.append(q, q, shown=shown)
 
     def to_static(self, capacity):
-        "As `BlockState.to_static`; nothing happens where queries were taken back a moment ago."
+        "As `BlockState.to_static`; nothing happens where queries were removed a moment ago."
         if self.asked.knows(): super().to_static(capacity)
         if self.static: self.asked.to_static(capacity)
 
@@ -108,7 +108,7 @@ class Asked(BlockState):
         self.asked.reset()
 
 # %% ../../../nbs/library/methods_sketch_walk_state.ipynb #5c1ade04
-AHEAD = 64  # blocks that a packed index has room for beside those it holds
+AHEAD = 64  # blocks that a packed index has space for beside those it holds
 
 # %% ../../../nbs/library/methods_sketch_walk_state.ipynb #5e0a71c5
 class Blocks(BlockState):
@@ -153,7 +153,7 @@ class Blocks(BlockState):
         k: torch.Tensor, # the keys [B, G, n, D]
         end,             # how many of them there are, int or [1] or [B]
     ):
-        "Make the rows that kernels alone have followed, in both forms; from here on they follow no more."
+        "Make the entries that kernels alone have followed, in both forms; from here on they follow no more."
         if not self.followed: return
         self.followed = self.awaits = False
         number = torch.arange(max(1, (len(self) - self.grown + self.size - 2) // self.size + 1), device=k.device)
@@ -166,7 +166,7 @@ class Blocks(BlockState):
         if self.packed is not None: self.pack_some(self.wide(block))
 
     def to_dynamic(self, length, k):
-        "As `BlockState.to_dynamic`; the kernels' index is packed anew when they are asked."
+        "As `BlockState.to_dynamic`; the kernels' index is packed anew when they are used."
         super().to_dynamic(length, k)
         self.packed, self.keys = None, 0
         self.catch_up(k, length)
@@ -193,20 +193,20 @@ class Blocks(BlockState):
         return super().buffers() + [x for x in self.packed or () if x is not None]
 
     def pack_all(self, size, room):
-        "Pack all rows, of keys of `size` numbers, with room for as many blocks."
+        "Pack all entries, of keys of `size` numbers, with space for as many blocks."
         from sparse_nb.kernels.sketch_walk import pack
         sign = signed_hadamard(size, None)[:, 0].sign().to(self.rows.device)
         self.packed, self.keys = pack(self.reduce.index, self.rows, self.begin.clone(), sign, room), len(self)
 
     def pack_some(self, place):
-        "Pack the rows of blocks number `place`, with the axes of `rows` [B, 1, n, ...], in place."
+        "Pack the entries of blocks number `place`, with the axes of `rows` [B, 1, n, ...], in place."
         from sparse_nb.kernels.sketch_walk import pack
         rows = self.rows.gather(2, place.expand(*self.rows.shape[:2], -1, *self.rows.shape[3:]))
         for x, new in zip(self.packed[:3], pack(self.reduce.index, rows, self.begin, self.packed.sign)):
             if x is not None: x.scatter_(2, (place[..., 0] if x.ndim == 4 else place).expand_as(new), new)
 
     def for_kernels(self, size, masked):
-        """The rows as kernels read them, of keys of `size` numbers; those are packed that were not followed key by key.
+        """The entries as kernels read them, of keys of `size` numbers; those not followed key by key are packed.
 
         They complete a block by its last visible key, so `masked` keys count as not followed.
         """

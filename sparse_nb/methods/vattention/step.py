@@ -33,7 +33,7 @@ def read_rows(
     kept: torch.Tensor, # kept keys of each list [B, L]
     heads: int,         # query heads H
 ) -> Selection:         # [B, H, 1, slots + N]
-    "The rows that were read, with their weights; weight 0 in the other slots."
+    "The keys that were read, with their weights; weight 0 in the other slots."
     at = torch.arange(found.rows.shape[2], device=found.rows.device)
     order, extra = at - found.slots, found.extra.sum(-1, keepdim=True)
     used = torch.where(order < 0, at < kept[..., None], (order < found.places[..., None]) & (found.rows >= 0))
@@ -46,7 +46,7 @@ def read_rows(
 def kernel_settings(
     s, # the settings, a `VAttention`
 ):     # `sparse_nb.kernels.vattention.Settings`
-    "What the kernels are told of the settings."
+    "What the kernels are given about the settings."
     from sparse_nb.kernels.vattention import Settings
     log, square = tail_levels(delta_of_draws(s), s.guarantee != "denominator")
     chance = chance_of_facts(s)
@@ -65,7 +65,7 @@ def _packed(kept, first, most):
     return rows[..., :most], words
 
 def index_bytes(s, q, n):
-    "Of an index of n keys, and of the lengths of the values where they are asked for."
+    "Of an index of n keys, and of the lengths of the values where they are requested."
     of_values = 0 if s.guarantee == "denominator" else 4 * n
     return of_values + (0 if s.scores_all else int(s.predictor.index_bytes(q.shape[-1]) * n))
 
