@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['QUERIES_AT_ONCE', 'MOMENTUM', 'EPS', 'FACTORS', 'BUDGETS', 'POINTS', 'PAPER', 'cluster_shares', 'normed', 'folded',
            'or_all', 'new_router', 'check_learning', 'check_examples', 'fit_router', 'factor_errors', 'token_ids',
-           'bar', 'watched', 'Lessons', 'model_centroids', 'asked_of', 'routers_of', 'check_routers', 'train_partition']
+           'bar', 'watched', 'Lessons', 'model_centroids', 'router_examples', 'routers_of', 'check_routers',
+           'train_partition']
 
 # %% ../nbs/library/saap_training.ipynb #7a1c40d5
 import math
@@ -293,7 +294,7 @@ def model_centroids(
             for layer, keys in held.items()}
 
 # %% ../nbs/library/saap_training.ipynb #7a1c40e0
-def asked_of(
+def router_examples(
     lessons: Lessons,
     fits: dict,        # layer -> centroids [G, C, D]
     kmeans: str,       # one of `KMEANS`
@@ -405,7 +406,7 @@ def train_partition(
         raise ValueError(f"texts must hold one of more than {window + 1} tokens, for routers to learn from keys before "
                          f"the window, got {longest} at most")
     fits = model_centroids(lessons, clusters, kmeans, before_rope, seed, progress=progress)
-    examples, best = asked_of(lessons, fits, kmeans, before_rope, window, reach, causal, fitted, progress)
+    examples, best = router_examples(lessons, fits, kmeans, before_rope, window, reach, causal, fitted, progress)
     parts = {layer: dict(centroids=fit, factor=torch.tensor(FACTORS, device=fit.device)[best[layer]])
              for layer, fit in fits.items()}
     for kind in routers:

@@ -33,7 +33,7 @@ from .methods.vattention.order import (
     base_slots, index_of, inspect_base_sample, most_kept, reading_order)
 from .methods.vattention.step import (
     check_kernels, decode_by_kernels, index_bytes, kernel_settings, read_rows)
-from .metrics import rows_of, rows_read
+from .metrics import rows_of, distinct_keys
 
 _all_ = [BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, PLUGIN_SHARE, PLUGINS, Facts, Guarantee, budget_denominator,
          budget_numerator, budget_output, gaussian_quantile, kernel_settings, read_rows, residual_facts]
@@ -204,7 +204,7 @@ class VAttention(Method):
                backend="auto", state=None, q_pre_rope=None):
         "`vattention_decode` with these settings; `q_pre_rope` is for a `state` that needs queries before RoPE."
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
-        if q_pre_rope is not None: state.asked = q_pre_rope
+        if q_pre_rope is not None: state.queries = q_pre_rope
         return _decode(self, q, k, v, masks, seed, scale, return_stats, backend, state)
 
 # %% ../nbs/06_vattention.ipynb #69459c06
@@ -223,7 +223,7 @@ def _decode(s, q, k, v, masks, seed, scale, return_stats, backend, state):
     selection, certificate = select_with_guarantee(q, k, v, s, state, seed=seed, scale=scale, **masks)
     out = attend_selected(q, k, v, selection, scale, kernels)
     if not return_stats: return out
-    read, (first, end) = rows_read(selection, k.shape[2]), visible_range(q, k, **masks)
+    read, (first, end) = distinct_keys(selection, k.shape[2]), visible_range(q, k, **masks)
     visible = (end - first).expand(q.shape[:3])
     scored = read if s.plugin != "printed" else torch.minimum(read + certificate.base, visible)
     if s.scores_all: scored = visible

@@ -238,9 +238,9 @@ VERSIONS = [Wrong(*x) for x in [
     # inside transformers
     ("cache-host-copy", "models/cache.py",
      "hf/test_cache.py::test_forks_of_a_layer_in_host_memory_go_their_own_ways",
-     "update(self.__dict__, room=[None, None])  #", "update(self.__dict__)  #"),
+     "update(self.__dict__, buffer=[None, None])  #", "update(self.__dict__)  #"),
     ("cache-reorder-state", "models/cache.py", "hf/test_cache.py::test_generation_keeps_the_keys_before_rope",
-     "self.pick_rows(lambda rows: rows[beam_idx.to(rows.device)])", "pass"),
+     "self.pick_sequences(lambda rows: rows[beam_idx.to(rows.device)])", "pass"),
     ("cache-roomy-fork", "models/cache.py", "hf/test_played.py::test_a_layer_with_room_is_a_growing_layer",
      "def __copy__(self):\n        self.buffer = self.view = None\n", "def __copy__(self):\n"),
     ("rot-scaling", "models/rotation.py", "hf/test_cache.py::test_keys_before_rope_come_back_at_every_step",

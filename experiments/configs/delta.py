@@ -97,7 +97,7 @@ def keys_read(model: str, length: int, methods: dict) -> list:
         given = {x: getattr(s, x) for x in s.__dataclass_fields__}
         asked = some if s.base is not None else some[:1]
         stats = [delta_prefill(x.q, x.k, x.v, scale=x.scale, return_stats=True, **given)[1] for x in asked]
-        means = [(x.keys_per_row.mean(), x.density.mean()) for x in stats]
+        means = [(x.keys_per_query.mean(), x.density.mean()) for x in stats]
         keys, density = torch.tensor(means).mean(0).tolist()
         rows.append(dict(part="work", model=model, length=length, method=name, keys=round(keys, 1),
                          density=float(f"{density:.4g}"), seed=[0]))

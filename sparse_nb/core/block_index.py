@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from .checks import check_count
-from .index import State, check_length, check_picked, with_room
+from .index import State, check_length, check_picked, with_capacity
 from .selection import take_rows
 
 # %% ../../nbs/library/core_block_index.ipynb #15e91db4
@@ -50,8 +50,8 @@ class BlockRows(State):
 
     def __len__(self): return self.count
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
+    def pick_sequences(self, rows):
+        "As `State.pick_sequences`."
         check_picked(rows, self.rows)
         if self.tail is None: return
         rows, blocks = rows.to(self.tail.device), self.rows.shape[2]
@@ -144,7 +144,7 @@ class FixedBlocks(BlockRows):
         "As `State.to_static`, where every sequence has shown a key; nothing happens before that."
         check_count("capacity", capacity, len(self))
         if self.tail is None or bool((self.begin >= self.count).any()): return
-        self.rows = with_room(self.rows, -(-capacity // self.size), self.empty_row())
+        self.rows = with_capacity(self.rows, -(-capacity // self.size), self.empty_row())
         self.count, self.held, self.static = capacity, None, True
 
     def write(self, k, v, at, shown=None):

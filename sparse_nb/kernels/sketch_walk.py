@@ -728,7 +728,7 @@ def decode(
     want = [len(q), k.shape[1], s.block // s.fine]
     if (got := [*index.rows.shape[:2], index.rows.shape[3]]) != want:
         raise ValueError(f"index must be of [B, G, sub-blocks of a block] = {want}, got {got}")
-    if (size := index.rows.shape[2]) < blocks: raise ValueError(f"index must have space for {blocks} blocks, got {size}")
+    if (size := index.rows.shape[2]) < blocks: raise ValueError(f"index needs space for {blocks} blocks, got {size}")
     if (index.rows.dtype == torch.bfloat16) != (s.index == "mean") or (index.radius is None) == (s.index == "fine16"):
         raise ValueError(f"index must be packed as {s.index!r}, got another kind")
     if not torch.compiler.is_compiling(): return _launched(q, k, v, *index, s, scale, kv_start, kv_end, table)

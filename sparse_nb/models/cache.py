@@ -59,15 +59,15 @@ class StatefulLayer:
         "Keys and values from number first on, for the state."
         return keys[:, :, first:], values[:, :, first:]
 
-    def pick_rows(self, pick):
+    def pick_sequences(self, pick):
         "Keep the sequences that `pick` picks out of their numbers."
         if not len(self.state): return
-        self.state.pick_rows(pick(torch.arange(len(self.state.rows), device=self.state.rows.device)))
+        self.state.pick_sequences(pick(torch.arange(len(self.state.rows), device=self.state.rows.device)))
 
     def reorder_cache(self, beam_idx):
         "As transformers has it, for the state, too."
         super().reorder_cache(beam_idx)
-        self.pick_rows(lambda rows: rows[beam_idx.to(rows.device)])
+        self.pick_sequences(lambda rows: rows[beam_idx.to(rows.device)])
 
     def reset(self):
         "As transformers has it, for the state, too."
@@ -89,12 +89,12 @@ class _Growing(StatefulLayer):
     def batch_repeat_interleave(self, repeats):
         "As transformers has it, for the state, too."
         super().batch_repeat_interleave(repeats)
-        self.pick_rows(lambda rows: rows.repeat_interleave(repeats))
+        self.pick_sequences(lambda rows: rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices):
         "As transformers has it, for the state, too."
         super().batch_select_indices(indices)
-        self.pick_rows(lambda rows: rows[indices])
+        self.pick_sequences(lambda rows: rows[indices])
 
 class StatefulDynamicLayer(_Growing, DynamicLayer): "A growing layer with a state."
 
@@ -132,10 +132,10 @@ class FixingLayer(StatefulLayer):
         self.state.write(keys, values, at, **observed)
         observed_one_more([self], at)
 
-    def pick_rows(self, pick):
-        "As `StatefulLayer.pick_rows`."
+    def pick_sequences(self, pick):
+        "As `StatefulLayer.pick_sequences`."
         known = self.observed
-        super().pick_rows(pick)
+        super().pick_sequences(pick)
         self.settle(known)
 
     def reset(self):
@@ -381,7 +381,7 @@ class OffloadedLayer(DynamicLayer):
         "`old` [B, G, n, D] and `new` one after the other, in place if there is space"
         if new.device.type not in ("cpu", "cuda"):
             raise ValueError(f"offload must be False but for keys of a CPU or a CUDA device, got keys of {new.device}")
-        room, whole, shape = self.room[which], n + new.shape[2], (*new.shape[:2], new.shape[3])
+        room, whole, shape = self.buffer[which], n + new.shape[2], (*new.shape[:2], new.shape[3])
         if room is None or room.shape[1:] != shape or whole > len(room):
             place = dict(dtype=new.dtype, device="cpu", pin_memory=new.is_cuda)
             with torch.inference_mode(False): room = torch.empty(2**whole.bit_length(), *shape, **place)
@@ -389,7 +389,7 @@ class OffloadedLayer(DynamicLayer):
             self.settle()
             room[:n] = old.permute(2, 0, 1, 3)
         room[n:whole].copy_(new.permute(2, 0, 1, 3).contiguous(), non_blocking=True)
-        self.room[which] = room
+        self.buffer[which] = room
         return room[:whole].permute(1, 2, 0, 3)
 
     def settle(self):
@@ -413,12 +413,12 @@ class OffloadedLayer(DynamicLayer):
 
     def __copy__(self):
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__, room=[None, None])  # rows written to a shared buffer would meet
+        new.__dict__.update(self.__dict__, buffer=[None, None])  # rows written to a shared buffer would meet
         return new
 
     def __deepcopy__(self, memo, **changed):
         self.settle()
-        new = _copied(self, memo, keys=None, values=None, room=[None, None], **changed)
+        new = _copied(self, memo, keys=None, values=None, buffer=[None, None], **changed)
         if self.is_initialized: new.keys, new.values = self.keys.clone(), self.values.clone()
         return new
 
@@ -472,8 +472,8 @@ def offload(
         raise ValueError(f"cache must be a DynamicCache to be offloaded, got a {type(old).__name__} for layer {layer}")
     if isinstance(old, StatefulPreallocatedLayer): old.loosen(old.keys)
     new = cache.layers[layer] = object.__new__(_HOST[type(old)])
-    new.__dict__.update(old.__dict__, room=[None, None])
-    for name in "buffer", "view": new.__dict__.pop(name, None)
+    new.__dict__.update(old.__dict__, buffer=[None, None])
+    new.__dict__.pop("view", None)
     return new
 
 # %% ../../nbs/library/models_cache.ipynb #3de4d8be

@@ -297,7 +297,7 @@ def test_a_state_after_crop_and_reorder_is_a_fresh_one(name):
         return state, out
     state, _ = observed(q, k, v)
     state.crop(36)
-    state.pick_rows(rows)
+    state.pick_sequences(rows)
     other = problem(seed=9)
     q, k, v = (torch.cat([x[rows][:, :, :36], y[rows][:, :, 36:]], 2) for x, y in zip((q, k, v), other))
     state.append(k[:, :, 36:], v[:, :, 36:], **(dict(q=q[:, :, 36:]) if "q" in state.observes else {}))

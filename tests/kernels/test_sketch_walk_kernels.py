@@ -370,7 +370,7 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
     both(330)
     same_packed()
     back = torch.tensor([1, 0], device=DEVICE)
-    state.pick_rows(back)
+    state.pick_sequences(back)
     both(330, back)
     grow(420, back)
     both(420, back)

@@ -288,7 +288,7 @@ def test_statistics_count_every_pair_that_is_scored():
             if i >= 75 - tail or correction in CORRECTING and i % gamma == 0: want[i] = i + 1
         assert stats.keys[0, 0].tolist() == want and stats.visible[0, 0].tolist() == [*range(1, 76)]
         assert float(stats.density[0, 0]) == pytest.approx(sum(want) / (75 * 76 / 2))
-        assert float(stats.keys_per_row[0, 0]) == pytest.approx(sum(want) / 75)
+        assert float(stats.keys_per_query[0, 0]) == pytest.approx(sum(want) / 75)
 
 
 @EVERY

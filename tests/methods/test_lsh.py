@@ -117,7 +117,7 @@ def test_a_state_that_grew_is_a_new_one(method):
     assert torch.equal(state.rows, whole.rows) and state.rows.dtype == torch.int32
     assert torch.equal(method.scores(q, state), method.scores(q, whole))
     state.crop(25)
-    state.pick_rows(torch.tensor([1, 1]))
+    state.pick_sequences(torch.tensor([1, 1]))
     state.append(k[[1, 1]][:, :, 25:], v[[1, 1]][:, :, 25:])
     assert torch.equal(method.select(q, k[[1, 1]], state=state).index, method.select(q, k[[1, 1]]).index)
     other = (Reformer if isinstance(method, KDEformer) else KDEformer)(bins=4)

@@ -795,7 +795,7 @@ def test_the_state_of_the_method():
         assert state.rows.dtype == (torch.float64 if dtype == torch.float64
                                     else torch.float32) and state.rows.shape == (2, 2, 40)
         for rows, length in ((torch.arange(2), 40), (torch.tensor([1, 1, 0]), 33)):
-            state.pick_rows(rows); state.crop(length)
+            state.pick_sequences(rows); state.crop(length)
             a, b, c = a[rows], b[rows, :, :length], c[rows, :, :length]
             (x, first), (y, second) = (method.decode(a, b, c, seed=3, state=s, return_stats=True)
                                        for s in (None, state))
@@ -847,7 +847,7 @@ def test_an_index_of_the_cache_gives_what_a_new_one_gives(scheme, keys):
         state = method.new_state()
         for begin, end in ((0, 17), (17, 18), (18, 40)): state.append(b[:, :, begin:end], c[:, :, begin:end])
         for rows, length in ((torch.arange(2), 40), (torch.tensor([1, 1, 0]), 33)):
-            state.pick_rows(rows); state.crop(length)
+            state.pick_sequences(rows); state.crop(length)
             a, b, c = a[rows], b[rows, :, :length], c[rows, :, :length]
             (x, first), (y, second) = (method.decode(a, b, c, seed=3, causal=True, state=s, return_stats=True)
                                        for s in (None, state))

@@ -26,7 +26,7 @@ from sparse_nb.methods.adamas import Adamas
 from sparse_nb.methods.double_sparsity import DoubleSparsity
 from sparse_nb.methods.magicpig import MagicPIG
 from sparse_nb.methods.quest import Quest
-from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
+from sparse_nb.metrics import clopper_pearson, relative_error, distinct_keys
 from sparse_nb import vattention
 from sparse_nb.core.bounds import bernstein_radius, kl_bound, output_levels, spread_bound
 from sparse_nb.core.key_scorer import KeyScorer
@@ -338,7 +338,7 @@ def test_parts_do_not_overlap_and_weights_add_up(kw, share):
     assert (p.group_density >= p.density.unflatten(1, (2, 3)).amax(2) - 1e-6).all()
     if chosen is None: return
     assert_close(out, weighted_attention(q, k, v, chosen), 1e-15)
-    assert torch.equal(rows_read(chosen, 300), chosen.budget)  # no key twice
+    assert torch.equal(distinct_keys(chosen, 300), chosen.budget)  # no key twice
     dense = chosen.dense(300)
     assert_close(dense.sum(-1), visible.expand(2, 6, 3).double(), 1e-12)
     assert not dense[1, ..., :35].any() and not dense[1, ..., 281:].any()
@@ -578,7 +578,7 @@ def test_an_index_keeps_the_lengths_of_the_values_where_the_guarantee_needs_them
     assert torch.equal(state.lengths, want)
     state.crop(250)
     state.append(k[:, :, 250:], v[:, :, 250:])
-    state.pick_rows(torch.tensor([1, 1, 0]))
+    state.pick_sequences(torch.tensor([1, 1, 0]))
     assert torch.equal(state.lengths, want[[1, 1, 0]])
     state.crop(290)
     state.to_static(310)

@@ -31,7 +31,7 @@ class DeltaStats:
         return self.keys.sum(-1).double() / self.visible.sum(-1)
 
     @property
-    def keys_per_row(self) -> torch.Tensor: # [B, H], float64
+    def keys_per_query(self) -> torch.Tensor: # [B, H], float64
         "Mean over the queries that are no padding."
         return self.keys.sum(-1).double() / (self.visible > 0).sum(-1)
 

@@ -21,7 +21,7 @@ from ...core.selection import HAS_TRITON, has_kernels, weighted_attention
 from ...core.streams import head_seeds, new_seed
 from .index import FINE, INDEXES, joined_rows
 from .lists import keys_of, list_sizes, query_blocks
-from .state import Asked, Blocks
+from .state import QueryBlocks, Blocks
 from .walk import check_step, next_step
 
 # %% ../../../nbs/library/methods_sketch_walk_call.ipynb #9cc1ee9b
@@ -63,8 +63,8 @@ class BlockLists(Method):
         return Exact() if layer < self.dense_layers else self
 
     def new_state(self):
-        "`Blocks`, or for a walk `Asked`."
-        if self.walk is not None: return Asked(self.block, self.summary, joined_rows)
+        "`Blocks`, or for a walk `QueryBlocks`."
+        if self.walk is not None: return QueryBlocks(self.block, self.summary, joined_rows)
         return Blocks(self.block, self.summary, joined_rows, self.unsupported_reason() is None)
 
     def new_step(self):

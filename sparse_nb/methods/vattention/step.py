@@ -18,7 +18,7 @@ from ...core.streams import new_seed
 from .facts import BASE_LEAST, CLT_LEAST, chance_of_facts, delta_of_draws, guarantee_of
 from .order import (
     cauchy_schwarz, index_of, kept_mask, most_kept, value_lengths)
-from ...metrics import rows_read
+from ...metrics import distinct_keys
 
 # %% ../../../nbs/library/methods_vattention_step.ipynb #7d3e51b9
 def check_kernels(s, q, learns):
@@ -98,7 +98,7 @@ def _stats_of_kernels(found, q, k, s, lists, visible):
     spread, size, asked, shift = found.facts[:, :, None].double().unbind(-1)
     density, first_heads = read / visible, slice(None, None, q.shape[1] // groups)
     if s.share: group = density[:, first_heads]
-    else: group = rows_read(read_rows(found, kept[..., 0], q.shape[1]), n, groups=groups) / visible[:, first_heads]
+    else: group = distinct_keys(read_rows(found, kept[..., 0], q.shape[1]), n, groups=groups) / visible[:, first_heads]
     norm = None if found.norm is None else found.norm[..., None].double()
     certificate = guarantee_of(s, kept, base, rest, asked.long(), extra, extra == rest, shift * math.log(2),
                                spread, size, norm, density, group)
