@@ -13,7 +13,7 @@ from sparse_nb.claims import claims, rows
 ROOT = Path(__file__).parents[2]
 NUMBERED = {"SANTA": (10, 23), "vAttention": (15, 10), "Delta Attention": (15, 6), "SAAP": (11, 5),
             "Sketch&Walk": (6, 7)}  # the last Figure and the last Table that each paper's text names; none is left out
-KEYS = {"number", "what", "status", "where", "claim", "why"}
+KEYS = {"number", "what", "status", "where", "claim", "why", "picture"}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,14 @@ def dead(place):
     return not (ROOT / "nbs" / page).is_file() or bool(anchor) and anchor not in anchors(page)
 
 
+def has_figure(place):
+    "Has a cell, `page#cell`, saved a figure?"
+    page, _, id = place.partition("#")
+    if not (ROOT / "nbs" / page).is_file(): return False
+    cells = json.loads((ROOT / "nbs" / page).read_text(encoding="utf-8"))["cells"]
+    return any("image/png" in x.get("data", {}) for cell in cells if cell["id"] == id for x in cell["outputs"])
+
+
 def faults(gallery):
     "What is wrong with a gallery, a line for each fault."
     if list(gallery) != list(NUMBERED): yield f"papers: {list(gallery)}"
@@ -57,6 +65,7 @@ def faults(gallery):
             if status == "shown" and "why" in has: yield say("shown, and yet something is missing")
             if status == "not here" and "where" in has: yield say("not here, and yet a place")
             if "claim" in has and entry["claim"] not in claims(): yield say(f"no claim {entry['claim']}")
+            if "picture" in has and not has_figure(entry["picture"]): yield say(f"no figure {entry['picture']}")
             yield from (say(f"leads nowhere: {place}") for place in entry.get("where", []) if dead(place))
 
 
@@ -73,6 +82,8 @@ def test_the_page_shows_the_list(gallery):
         assert f"| {entry['number']} | {entry['what']} | **{entry['status']}** |" in shown, entry
         assert all(f"](../{place})" in shown for place in entry.get("where", [])), entry
         assert entry.get("why", "") in shown, entry
+        line = next(x for x in shown.splitlines() if x.startswith(f"| {entry['number']} | {entry['what']} |"))
+        assert ("](data:image/png" in line) == ("picture" in entry), f"execute it: {entry['number']}"
         if claim := entry.get("claim"): assert f"<br>{claim}, {rows()[claim].verdict}" in shown, f"execute it: {claim}"
 
 
@@ -89,6 +100,7 @@ def test_the_page_shows_the_list(gallery):
     (lambda g: next(x for x in g["Delta Attention"] if x["number"] == "Table 3").pop("why"),
      "Delta Attention, Table 3: not here without {'why'}"),
     (lambda g: g["SANTA"][0].update(claim="SANTA-99"), "no claim SANTA-99"),
+    (lambda g: g["SANTA"][0].update(picture="04_santa.ipynb#no-such"), "no figure 04_santa.ipynb#no-such"),
     (lambda g: g["SANTA"][0].update(what=""), "what does it show?"),
 ])
 def test_a_fault_is_seen(gallery, change, said):

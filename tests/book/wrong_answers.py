@@ -3,10 +3,10 @@ check must say then."""
 
 LAB_1 = {
     "largest_speedup": [
-        ("(weights + density * cache)", "(density * cache)", "reads the weights, too"),
+        ("(weights + share * cache)", "(share * cache)", "reads the weights, too"),
         ("cache = 15.0e9, sequences * 2", "cache = 15.0e9, 2", "cache of its own"),
         ("weights, cache = 15.0e9,", "weights, cache = sequences * 15.0e9,", "cache of its own"),
-        ("(weights + cache) / (weights + density * cache)", "(weights + density * cache) / (weights + cache)",
+        ("(weights + cache) / (weights + share * cache)", "(weights + share * cache) / (weights + cache)",
          "turn it round")],
     "piece": [("/ len(q) ** 0.5", "", "square root of D"),
               ("(scores - largest).exp()", "scores.exp()", "divide all sums"),

@@ -26,17 +26,17 @@ def true_piece(q, k, v, scale=True):
 
 @check
 def largest_speedup(answer):
-    for keys, density, sequences in ((131_072, 1.0, 1), (131_072, 0.1, 1), (32_768, 0.0, 1), (32_768, 0.1, 8)):
+    for keys, share, sequences in ((131_072, 1.0, 1), (131_072, 0.1, 1), (32_768, 0.0, 1), (32_768, 0.1, 8)):
         cache = PER_KEY * keys
-        want = (WEIGHTS + sequences * cache) / (WEIGHTS + density * sequences * cache)
+        want = (WEIGHTS + sequences * cache) / (WEIGHTS + share * sequences * cache)
         known = {"this is the time of the sparse step over that of the dense one: turn it round": 1 / want}
-        if density == 1: known["a method that reads the whole cache gains nothing: at density 1 expected is 1"] = 0.0
-        if density:
-            known["only the cache shrinks; the weights are read as before"] = 1 / density
-            known["the sparse step reads the weights, too"] = (WEIGHTS / sequences + cache) / (density * cache)
+        if share == 1: known["a method that reads the whole cache gains nothing: at a share of 1 expected is 1"] = 0.0
+        if share:
+            known["only the cache shrinks; the weights are read as before"] = 1 / share
+            known["the sparse step reads the weights, too"] = (WEIGHTS / sequences + cache) / (share * cache)
         if sequences > 1: known["every sequence has a cache of its own, and the weights are read once for all"] = (
-            (WEIGHTS + cache) / (WEIGHTS + density * cache))
-        same(result(answer, keys, density, sequences), want, f"the speedup at {keys:,} keys, density {density}, "
+            (WEIGHTS + cache) / (WEIGHTS + share * cache))
+        same(result(answer, keys, share, sequences), want, f"the speedup at {keys:,} keys, share {share}, "
              f"{sequences} sequence{'s' * (sequences > 1)}", known)
     return "32,768 keys and one sequence allow a speedup of at most 1.29, with 32 sequences of at most 10.16"
 

@@ -2,10 +2,10 @@
 import torch
 
 
-def largest_speedup(keys, density, sequences=1):
-    "The largest speedup of a decoding step that reads the share `density` of the cache."
+def largest_speedup(keys, share, sequences=1):
+    "The largest speedup of a decoding step that reads a share of the cache."
     weights, cache = 15.0e9, sequences * 2 * 32 * 8 * 128 * 2 * keys
-    return (weights + cache) / (weights + density * cache)
+    return (weights + cache) / (weights + share * cache)
 
 
 def piece(q, k, v):
