@@ -171,7 +171,7 @@ def _asked(pocket, size, part, names, methods, *, half=False, setups="A"):
     length, prompts = (size.length // 2, max(1, size.prompts // 2)) if half else (size.length, size.prompts)
     def rows(name, setup):
         given = dict(prompts=prompts, tokens=size.tokens, setup=setup, watch=True)
-        return pocket.ask(part, name, length, methods, **given)
+        return pocket.evaluate(part, name, length, methods, **given)
     return {f"{part} {name} {length} {setup}": partial(rows, name, setup) for name in names for setup in setups}
 
 def answer_steps(pocket, size):

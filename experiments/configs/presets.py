@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from sparse_nb.methods.adamas import Adamas
 from sparse_nb.grid import Grid
-from experiments.answers import ask
+from experiments.answers import evaluate
 from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
@@ -51,5 +51,5 @@ def grids(length: int = 2048, prompts: int = 20, tasks=("multikey", "kv")) -> di
 
 
 def presets(recorder):
-    "Ask the pocket model everything. Raises as `ask`."
-    return ask(recorder, grids(700, 2, ("needle",)) if recorder.quick else grids())
+    "Evaluate the pocket model. Raises as `evaluate`."
+    return evaluate(recorder, grids(700, 2, ("needle",)) if recorder.quick else grids())

@@ -84,7 +84,7 @@ def rows_of_two(files: list) -> list:
     return rows
 
 def two_models(recorder):
-    "Ask both models everything; in the quick form one task, a short prompt, the pocket model. Raises as `finish`."
+    "Evaluate both models; in the quick form one task, a short prompt, the pocket model. Raises as `finish`."
     out, quick, say = recorder.out, recorder.quick, recorder.say
     files = [] if quick else [
         finish(look_grid(length, chat), out, f"look.{'chat' if chat else 'plain'}.{length}", say)
