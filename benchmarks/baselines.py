@@ -54,6 +54,22 @@ def _flex(case):
     return {"enable_gqa": lambda: compiled(case.q, case.k, case.v, enable_gqa=True)}
 
 
+def _flash3(case):
+    "FlashAttention-3, as vLLM brings it, over keys that lie side by side and over pages."
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+    (k, v), (B, n, page) = case.by_position, (case.B, case.n, 256)
+    q, starts = case.q[:, :, 0], torch.arange(B + 1, dtype=torch.int32, device=case.device)
+    same = dict(max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=n, causal=True, fa_version=3)
+    paged = dict(seqused_k=torch.full_like(starts[1:], n), block_table=torch.arange(
+        B * n // page, dtype=torch.int32, device=case.device).view(B, -1))
+    def call(*size, **more):
+        out = flash_attn_varlen_func(q, *(x.view(*size, *x.shape[2:]) for x in (k, v)), **same, **more)
+        return out[:, :, None]
+    return {"pages of 256": lambda: call(-1, page, **paged),
+            "side by side": lambda: call(-1, cu_seqlens_k=starts * n)}
+
+
 DENSE = {name: Contender(_flashinfer(name)) for name in ("flashinfer", "flashinfer_tc")}
 DENSE |= {name: Contender(_sdpa(name)) for name in ("sdpa_flash", "sdpa_cudnn")}
 DENSE |= {"flex": Contender(_flex, compile_s=60)}
+DENSE |= {"flash3": Contender(_flash3)}

@@ -29,6 +29,7 @@ _SPEED = {  # name -> module of benchmarks, what it holds
     "blocks": ("tiles", "attention over chosen blocks"),
     "choose": ("attention", "steps that choose keys, launch by launch"),
     "paged": ("paged", "decode steps over a cache in pages, beside keys that lie side by side"),
+    "batch": ("batch", "one layer that decodes for 64 sequences at once: dense kernels, and a tenth of the keys"),
     "audit": ("attention", "an audit of a step, by the reference"),
     "cache_lines": ("launches", "a step after a cache full of written lines, and of lines that were read"),
     "santa_steps": ("attention", "SANTA's kernels, step by step"),

@@ -447,6 +447,7 @@ def compiled_usage(
     from triton.compiler import ASTSource
     last = {f"{x}_d": 1 for x in ("q", "k", "v", "out")}
     if not constants.get("PAGE"): last |= dict(table_ptr=None, t_b=None, PAGE=0)  # keys and values are no pages
+    if "slot_ptr" not in types: last["slot_ptr"] = None
     constants = {name: x for name, x in (constants | last).items() if name in kernel.arg_names}
     usual = {"scale": "fp32", "seed": "i64"}
     def kind(name):

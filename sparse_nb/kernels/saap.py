@@ -30,12 +30,17 @@ def _rows_of(x_ptr, i, n, x_n, x_d, D: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def _route_kernel(q_ptr, ask_ptr, mean_ptr, fit_ptr, given_ptr, log_ptr, variance_ptr, score_ptr, guess_ptr, m_ptr,
                   l_ptr, scale, q_b, q_h, q_d, a_b, a_h, a_d, f_b, f_g, G, C, LR: tl.constexpr, D: tl.constexpr,
-                  BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
+                  BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr, slot_ptr=None):
     "Scores of mean keys; guesses of what clusters get, and of each tile of them their maximum and sum"
     if PDL: gdc_launch_dependents()
     bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
     i_b, i_h, m_c = bg // G, bg % G * LR, o_c < C
     at, m_s = (bg * LR + o_r)[:, None] * C + o_c[None, :], (o_r < LR)[:, None] & m_c[None, :]
+    if slot_ptr is not None:
+        away = (tl.load(slot_ptr + i_b).to(tl.int64) - i_b) * G * C
+        log_ptr += away
+        if mean_ptr is not None: mean_ptr += away * D
+        if variance_ptr is not None: variance_ptr += away
     if mean_ptr is not None:
         b_m = _rows_of(mean_ptr + bg * C * D, o_c, C, D, 1, D, BD)
         b_q = _rows_of(q_ptr + i_b * q_b + i_h * q_h, o_r, LR, q_h, q_d, D, BD)
@@ -147,11 +152,15 @@ def _select_kernel(guess_ptr, m_ptr, l_ptr, log_ptr, list_ptr, end_ptr, base_ptr
                    start_ptr, len_ptr, N, G, C, S, probes, budget, share,
                    DENSITY: tl.constexpr, PROBES: tl.constexpr, LR: tl.constexpr,
                    LP: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-                   BS: tl.constexpr, PDL: tl.constexpr):
+                   BS: tl.constexpr, PDL: tl.constexpr, slot_ptr=None):
     "How many of the newest keys of each of BM clusters are read, and where their lists lie"
     if PDL: gdc_launch_dependents()
     bg, o_c, o_r = tl.program_id(1).to(tl.int64), tl.arange(0, BC), tl.arange(0, LP)
-    i_b, m_c, at, p_list = bg // G, o_c < C, tl.program_id(0) * BM, list_ptr + bg * (C + 1)
+    i_b, m_c, at = bg // G, o_c < C, tl.program_id(0) * BM
+    if slot_ptr is not None:
+        away = (tl.load(slot_ptr + i_b).to(tl.int64) - i_b) * G
+        list_ptr, log_ptr = list_ptr + away * (C + 1), log_ptr + away * C
+    p_list = list_ptr + bg * (C + 1)
     _, seen = visible(start_ptr, len_ptr, i_b, N)
     there = tl.load(p_list + 1 + o_c, mask=m_c, other=0) > tl.load(p_list + o_c, mask=m_c, other=0)
     log_n = tl.load(log_ptr + bg * C + o_c, mask=m_c, other=0.)
@@ -329,12 +338,18 @@ def _read_kernel(q_ptr, k_ptr, v_ptr, order_ptr, score_ptr, rest_ptr, variance_p
                  CUT: tl.constexpr, SECOND: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
                  BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
                  TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, table_ptr=None, t_b=None,
-                 PAGE: tl.constexpr = 0):
+                 PAGE: tl.constexpr = 0, slot_ptr=None):
     "Attention over a part of the rows, or over the means of some clusters"
     if PDL: gdc_launch_dependents()
     bg, p, A = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     o_r, o_d, i_b, i_g = tl.arange(0, BR), tl.arange(0, BD), bg // G, bg % G
     m_d = o_d < D
+    if slot_ptr is not None:
+        away = tl.load(slot_ptr + i_b).to(tl.int64) - i_b
+        since_ptr, built_ptr, order_ptr = since_ptr + away, built_ptr + away, order_ptr + away * G * S
+        away *= G * C
+        value_ptr, sum_ptr = value_ptr + away * D, sum_ptr + away * (2 + 2 * D)
+        if variance_ptr is not None: variance_ptr += away
     p_q = q_ptr + i_b * q_b + (i_g * LR + o_r)[:, None] * q_h + o_d[None, :] * q_d
     b_q = tl.load(p_q, mask=(o_r < LR)[:, None] & m_d[None, :], other=0.)
     m, l, acc = tl.full([BR], -float("inf"), tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
@@ -464,7 +479,7 @@ def launch(
     index: Index,
     s: Settings,
     centroids=None, router_q=None, guess=None, factor=None, # as for `decode`
-    scale=None, kv_start=None, kv_end=None, table=None, # likewise
+    scale=None, kv_start=None, kv_end=None, table=None, slots=None, # likewise
     tiles: Tiles = _TILES,
 ) -> Found:
     "Launch the kernels of a step."
@@ -491,23 +506,22 @@ def launch(
     factor = torch.ones(H, device=q.device) if second and factor is None else factor
     router_q, scale = q if router_q is None else router_q, (D**-0.5 if scale is None else scale) * LOG2E
     of_q, of_a, of_out = ((x.stride(0), x.stride(1), x.stride(3)) for x in (q, router_q, out))
-    more, same = dict(launch_pdl=True) if PDL else {}, dict(LR=LR, PDL=PDL)
-    sized = dict(D=D, BD=BD) | same
+    more, same, sized = dict(launch_pdl=True) if PDL else {}, dict(LR=LR, PDL=PDL), dict(D=D, BD=BD, LR=LR, PDL=PDL)
     _route_kernel[S, B * G](
         q, router_q, index.mean if tail or moments else None, centroids, None if guess is None else guess.contiguous(),
         index.log, index.variance if moments else None, scores, guesses, *routed, scale, *of_q, *of_a,
         *(0, 0) if centroids is None else centroids.stride()[:2], G, C, BR=BR, BN=tiles.route[0],
-        num_warps=tiles.route[1], **sized)
+        slot_ptr=slots, num_warps=tiles.route[1], **sized)
     _select_kernel[triton.cdiv(C, BM), B * G](
         guesses, *routed, index.log, index.start, end, base, rest, facts, kv_start, kv_end, N, G, C, S,
         s.probes or 0, *share_in_units(s.budget or 0), DENSITY=s.density, PROBES=s.probes is not None,
         LP=triton.next_power_of_2(LR), BC=BC, BM=BM, BK=min(BC, tiles.select[1]), BS=triton.next_power_of_2(S),
-        **launch_limits(*tiles.select[2:]), **same, **more)
+        slot_ptr=slots, **launch_limits(*tiles.select[2:]), **same, **more)
     _read_kernel[A, B * G](
         q, k, v, index.order, scores, rest, index.variance if second else None, factor, index.value, index.sums,
         end, base, facts, index.since, index.built, kv_start, kv_end, m, l, o, sum_s, sum_x, rest_s, rest_x, scale,
         *of_q, *k.stride(), *v.stride(), N, index.order.shape[2], G, C, P, CUT=CUT, SECOND=second, BR=BR, BN=BN,
-        BC=BC, BT=BT, TILES=TILES, STAGES=tiles.read[2] + (table is not None),
+        BC=BC, BT=BT, TILES=TILES, STAGES=tiles.read[2] + (table is not None), slot_ptr=slots,
         **dict(zip(("table_ptr", "t_b", "PAGE"), pages)),
         **launch_limits(tiles.read[1], tiles.read[4] if table is None else 168), **sized, **more)  # of three programs
     BW = min(BD, tiles.merge[0])
@@ -549,6 +563,7 @@ def decode(
     kv_start: torch.Tensor | None = None,   # first valid key of each sequence [B]
     kv_end: torch.Tensor | None = None,     # end of the valid keys of each sequence [B]
     table: PageTable | None = None,         # of a cache in pages: k and v are [P, G, page, D]; the index has none
+    slots: torch.Tensor | None = None,      # sequence of the index that each one is [B], int32; None: the same number
 ) -> Found:                                 # under torch.compile with nothing but `out`
     """The kernels behind `sparse_nb.saap.saap_decode`, which checks the tensors.
 
@@ -559,10 +574,12 @@ def decode(
     if table is not None: table.check(q, k, v, kv_end)
     if (N := cache_of(k, table)[0]) > 2**24: raise ValueError(f"k must have at most {2**24} keys, got {N}")
     if (C := index.clusters) > 4096: raise ValueError(f"index must have at most 4096 clusters, got {C}")
-    if index.order.shape[:2] != (len(q), k.shape[1]):
-        raise ValueError(f"index must be of [B, G] = {[len(q), k.shape[1]]}, got {list(index.order.shape[:2])}")
+    own = len(q) if slots is None else len(index.order)
+    if index.order.shape[:2] != (own, k.shape[1]):
+        raise ValueError(f"index must be of [B, G] = {[own, k.shape[1]]}, got {list(index.order.shape[:2])}")
+    if slots is not None and torch.compiler.is_compiling(): raise ValueError("slots must be None under torch.compile")
     if centroids is not None and centroids.stride()[2:] != (k.shape[3], 1): centroids = centroids.contiguous()
     given, s, budget = (centroids, router_q, guess, factor, scale, kv_start, kv_end), settings, settings.budget or 0
-    if not torch.compiler.is_compiling(): return _launched(q, k, v, index, s, *given, table)
+    if not torch.compiler.is_compiling(): return _launched(q, k, v, index, s, *given, table, slots)
     out = _op(q, k, v, list(index), float(budget), isinstance(budget, int), s.probes, s.density, s.tail, *given)
     return Found(out, *[None] * 3)

@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from .kept import Kept
 from .layer import Layer, asked
 from .paged import Sums, parts_of, rows_of, streams_at
+from .prompt import Read, read_whole, whole_prompts
 
 # %% ../../nbs/library/vllm_cpu.ipynb #12c0da49
 @functools.cache
@@ -54,9 +55,10 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
         if not self.asked: return super().build(common_prefix_len, step, fast_build)
         if step.rswa_prefix_lens is None:
             raise RuntimeError("sparse_nb must know where prompts end, got a step that does not say")
-        parts = parts_of(step.query_start_loc_cpu, step.seq_lens.cpu(), step.rswa_prefix_lens.cpu())
+        seen = step.query_start_loc_cpu, step.seq_lens.cpu(), step.rswa_prefix_lens.cpu()
+        parts = parts_of(*seen)
         own = super().build(common_prefix_len, step, fast_build)
-        own.parts, own.dense = parts, own
+        own.parts, own.dense, own.whole = parts, own, whole_prompts(*seen)
         if not parts.row: return own
         own.dense = None
         if not len(parts.rows): return own
@@ -84,7 +86,7 @@ class SparseImpl(Layer, CPUAttentionBackendImpl):
 
     def ready(self):
         "As `Layer.ready`: statistics begin."
-        self.sums, self.kept = Sums(self.number, self.first), None
+        self.sums, self.kept, self.read = Sums(self.number, self.first), None, Read()
         self.heads = torch.arange(self.first, self.first + self.num_heads)
 
     def held(self, kv_cache):
@@ -111,8 +113,19 @@ class SparseImpl(Layer, CPUAttentionBackendImpl):
                 output_block_scale=None):
         "Attention of a step [queries, H * D]."
         step, scales = attn_metadata, (output_scale, output_block_scale)
+        reader = None if step is None else self.reader(layer)
         if step is None or self.chosen(layer) is None or step.dense is step:
-            return super().forward(layer, query, key, value, kv_cache, step, output, *scales)
+            super().forward(layer, query, key, value, kv_cache, step, output, *scales)
+        else: self.take_apart(layer, query, key, value, kv_cache, step, output, *scales)
+        if reader is None: return output
+        self.read.add(step.whole)
+        for begin, end in step.whole.spans:
+            q, k, v = (x[begin:end].view(end - begin, -1, self.head_size) for x in (query, key, value))
+            output[begin:end] = read_whole(reader, q, k, v, self.scale).reshape_as(output[begin:end])
+        return output
+
+    def take_apart(self, layer, query, key, value, kv_cache, step, output, *scales):
+        "Prompts by vLLM's own attention, and the queries behind them by the method."
         if step.dense is not None:
             at = step.parts.tokens
             read = torch.empty_like(output[at])
@@ -121,7 +134,6 @@ class SparseImpl(Layer, CPUAttentionBackendImpl):
         for row, token, n in zip(step.parts.row, step.parts.token, step.parts.keys):
             out = self.decoded(layer, query[token], kv_cache, step.block_table[row], n)
             output[token] = out.view_as(output[token])
-        return output
 
     def decoded(self, layer, query, kv_cache, table, n):
         "The method's output [1, H, 1, D] for a query that sees n keys, in the blocks of a table."

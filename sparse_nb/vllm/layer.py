@@ -46,5 +46,10 @@ class Layer:
             self.ready()
         return self.method
 
+    def reader(self, layer):
+        "The method that reads the layer's prompts, or None."
+        self.chosen(layer)
+        return self.serving.prefills.get(self.number)
+
     def ready(self):
-        "Called once, when the layer knows its method."
+        "Called once, when the layer knows its methods."

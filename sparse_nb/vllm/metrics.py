@@ -18,7 +18,9 @@ COUNTED = dict(  # name -> what it counts, of a layer
     decoded_tokens="tokens whose attention was decoded by a method",
     visible_keys="keys that these tokens could see, summed over heads",
     keys_read="keys read to choose and to score, summed over heads",
-    values_read="values read, summed over heads")
+    values_read="values read, summed over heads",
+    prompt_tokens="tokens of prompts that a method read",
+    dense_tokens="tokens of prompts whose beginning was in the cache, read by vLLM's own attention")
 _logger = logging.getLogger("vllm.sparse_nb")
 
 @functools.cache
@@ -32,10 +34,12 @@ def counters(
 def _total(rows):
     "What the heads of a layer have read so far; a worker that cannot know a number says NaN, and it is left out."
     means = dict(visible_keys="visible", keys_read="keys_scored", values_read="values_read")
+    of_prompts = {name: max(row.get(name, 0) for row in rows) for name in ("prompt_tokens", "dense_tokens")}
     summed = {name: sum(row["queries"] * row[mean] for row in rows) for name, mean in means.items()}
-    return dict(decoded_tokens=max(row["queries"] for row in rows)) | {
+    return dict(decoded_tokens=max(row["queries"] for row in rows)) | of_prompts | {
         name: round(x) for name, x in summed.items() if math.isfinite(x)}
 
+# %% ../../nbs/library/vllm_metrics.ipynb #5a0f4a0d
 class Meter:
     "The counters of a model, and what they have counted."
     def __init__(
@@ -47,25 +51,30 @@ class Meter:
     def add(
         self,
         rows: list, # of dicts, as `Sums.rows` of all workers
-    ) -> str:       # a line for the log; "" where nothing was decoded since the last time
+    ) -> str:       # a line for the log; "" where nothing came since the last time
         "Count what came since the last time. Workers that are new begin at zero again."
         layers, came = defaultdict(list), {}
         for row in rows: layers[row["layer"]].append(row)
         for layer, found in layers.items():
             total, old = _total(found), self.known.get(layer, {})
-            if any(total[name] < x for name, x in old.items()): old = {}
+            if any(total.get(name, 0) < x for name, x in old.items()): old = {}
             self.known[layer], came[layer] = total, {name: x - old.get(name, 0) for name, x in total.items()}
             for name, x in came[layer].items(): self.counters[name].labels(self.model, layer).inc(x)
-        return _line({layer: x for layer, x in came.items() if x["decoded_tokens"]})
+        said = [_decoded({layer: x for layer, x in came.items() if x["decoded_tokens"]}), _prompts(came.values())]
+        return f"sparse_nb: {'; '.join(filter(None, said))}" if any(said) else ""
 
-def _line(came):
+def _prompts(came):
+    most = [max((x[name] for x in came), default=0) for name in ("prompt_tokens", "dense_tokens")]
+    return f"{most[0]} tokens of prompts read by a method and {most[1]} densely" if any(most) else ""
+
+def _decoded(came):
     if not came: return ""
     visible = sum(x["visible_keys"] for x in came.values())
     share = lambda name: sum(x.get(name, math.nan) for x in came.values()) / visible
     of_layer = {layer: x["keys_read"] / x["visible_keys"] for layer, x in came.items()}
     least, most = min(of_layer, key=of_layer.get), max(of_layer, key=of_layer.get)
     tokens = max(x["decoded_tokens"] for x in came.values())
-    return (f"sparse_nb: {tokens} decoded tokens, read {share('keys_read'):.1%} of the keys and "
+    return (f"{tokens} decoded tokens, read {share('keys_read'):.1%} of the keys and "
             f"{share('values_read'):.1%} of the values they see; keys by layer: {of_layer[least]:.1%} (layer {least}) "
             f"to {of_layer[most]:.1%} (layer {most})")
 

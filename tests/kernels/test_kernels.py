@@ -790,6 +790,7 @@ if INTERPRETED:
     # the others, which their notebooks run, are counted and held against the reference there
     @pytest.mark.parametrize("name, rows, most", [
         ("choose", dict(Quest=7, DoubleSparsity=7, Adamas=7, HashAttention=5), 0.01),
+        ("batch", dict(exact=1, attend=2, Saap=1, SketchWalk=1, HashAttention=1), 0.01),
         ("saap_launches", {"saap": 5, "index": 4, "prefill": 1, "copy": 1}, 0.01), ("host", {"copy": 1, "rows": 6}, 0)])
     def test_records_run_in_their_quick_form(name, rows, most, tmp_path):
         said = []

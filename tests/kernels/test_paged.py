@@ -310,6 +310,12 @@ def test_saap(page, layout, dtype, tail, probes):
     want = step(x.q, x.k, x.v, kv_end=x.lengths)
     got = poisoned(lambda: step(x.q, x.pages_k, x.pages_v, table=x.table))
     same([got.out, got.end, got.facts[..., :5]], [want.out, want.end, want.facts[..., :5]])
+    slots, order = torch.tensor([4, 0, 2], device=DEVICE), torch.tensor([2, 0, 1], device=DEVICE)  # in any order
+    spread = lambda part: part.new_full((6, *part.shape[1:]), 3).index_copy(0, slots, part)
+    index = saap_index.Index(*map(spread, index))
+    mixed = PageTable(*(part[order] for part in (x.table.numbers, x.table.lengths)), x.table.keys)
+    got = poisoned(lambda: step(x.q[order], x.pages_k, x.pages_v, table=mixed, slots=slots[order].int()))
+    same([got.out, got.end, got.facts[..., :5]], [y[order] for y in (want.out, want.end, want.facts[..., :5])])
 
 
 # what is refused

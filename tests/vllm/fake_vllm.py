@@ -119,9 +119,13 @@ class FlashAttentionBackend:
 
 
 class Worker:
-    def __init__(self, vllm_config, specs): self.vllm_config, self.specs = vllm_config, specs
+    def __init__(self, vllm_config, specs): self.vllm_config, self.specs, self.free = vllm_config, specs, 0
 
     def get_kv_cache_spec(self): return dict(self.specs)
+
+    def determine_available_memory(self): return self.free
+
+    def initialize_from_config(self, kv_cache_config): self.model_runner = kv_cache_config
 
     def compile_or_warm_up_model(self): return "times"
 
@@ -131,7 +135,8 @@ def put_in_place(monkeypatch, config, release):
     backends = "vllm.v1.attention.backends"
     parts = {
         "vllm": dict(__version__=release), "vllm.config": dict(get_current_vllm_config=lambda: config),
-        "vllm.distributed": dict(get_tensor_model_parallel_rank=lambda: 0), "vllm.model_executor": {},
+        "vllm.distributed": dict(get_tensor_model_parallel_rank=lambda: 0,
+                                 get_tensor_model_parallel_world_size=lambda: 1), "vllm.model_executor": {},
         "vllm.model_executor.models": {},
         "vllm.model_executor.models.utils": dict(extract_layer_index=lambda name: int(name.split(".")[2])),
         "vllm.v1": {}, "vllm.v1.attention": {}, backends: {}, "vllm.v1.worker": {},

@@ -4,10 +4,13 @@ only fill a graph up. On the CPU in Triton's interpreter, in a process of its ow
 import importlib
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from inputs import DEVICE, INTERPRETED, fast, kernel
 
@@ -16,32 +19,36 @@ import fake_vllm
 from sparse_nb.core.exact import attention
 from sparse_nb.core.settings import read_method
 from sparse_nb.core.streams import fold_in
-from sparse_nb.kernels import engine
+from sparse_nb.kernels import engine, saap_index
 from sparse_nb.methods.quest import page_box
+from sparse_nb.saap import Saap
+from sparse_nb.vllm import lists
 from sparse_nb.vllm.paged import box_view, streams_at
 from sparse_nb.vllm.serving import RELEASES, SIZES
 
 BF16, H, G, D, LAYERS = torch.bfloat16, 4, 2, 16, 2
 
 
-def config(decode, block, **other):
+def config(decode, block, prefill=None, **other):
     "A configuration of vLLM's for a model of two layers, the first of which keeps vLLM's own attention."
     model = dict(runner_type="generate", use_mla=False, is_encoder_decoder=False, is_hybrid=False, rswa_window=None,
                  is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, get_total_num_hidden_layers=lambda: LAYERS)
     parallel = dict.fromkeys(SIZES, 1) | dict(worker_cls="auto")
     parts = dict(model=model, parallel=parallel, cache=dict(cache_dtype="auto", block_size=block),
-                 device=dict(device_type="cuda"), attention=dict(backend=None), scheduler=dict(max_num_seqs=6),
+                 device=dict(device_type="cuda"), attention=dict(backend=None),
+                 scheduler=dict(max_num_seqs=6, enable_chunked_prefill=False, long_prefill_token_threshold=0),
                  compilation=dict(static_forward_context={}))
-    given = {} if decode is None else dict(sparse_nb=dict(decode=decode, dense_layers=[0], seed=5))
+    methods = {x: y for x, y in dict(decode=decode, prefill=prefill).items() if y is not None}
+    given = dict(sparse_nb=dict(methods, dense_layers=[0], seed=5)) if methods else {}
     return SimpleNamespace(**{f"{x}_config": SimpleNamespace(**y) for x, y in parts.items()}, additional_config=given,
                            speculative_config=None, kv_transfer_config=None, use_v2_model_runner=True, heads=H, **other)
 
 
 @pytest.fixture
 def served(monkeypatch):
-    "`served(decode, block)`: the module, and a configuration with two layers in its context."
-    def make(decode, block=16, **layer):
-        own = config(decode, block)
+    "`served(decode, block, prefill)`: the module, and a configuration with two layers in its context."
+    def make(decode, block=16, prefill=None, **layer):
+        own = config(decode, block, prefill)
         fake_vllm.put_in_place(monkeypatch, own, RELEASES["cuda"])
         cuda = importlib.import_module("sparse_nb.vllm.cuda")
         kind = cuda.SparseBackend.get_impl_cls()
@@ -54,6 +61,11 @@ def served(monkeypatch):
     for name in ("layer", "cuda"): sys.modules.pop(f"sparse_nb.vllm.{name}", None)
 
 
+class Hashed(SimpleNamespace):
+    "An attention layer, as a module that is its own key."
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+
 class Requests:
     "Queries, keys and values of each request and layer, and where its blocks are; the last two begin alike."
     def __init__(self, prompts, new, block):
@@ -62,6 +74,7 @@ class Requests:
         of = lambda heads: [[torch.randn(n, heads, D, generator=generator).to(BF16) for n in total]
                             for _ in range(LAYERS)]
         self.q, self.k, self.v, self.done = of(H), of(G), of(G), [0] * len(prompts)
+        self.whole = ()  # requests whose prompt comes in one step
         self.shared = 32 // block
         for x in (self.k, self.v):
             for layer in x: layer[-1][:32] = layer[-2][:32]
@@ -91,13 +104,24 @@ class Requests:
         found = torch.stack([x[layer][i][p] for i, p in places])
         return torch.cat([found, found[:1].expand(fill, -1, -1) * 0 + 7]).to(DEVICE)
 
-    def wanted(self, layer, i, place, method):
-        "The output of the reference, with a method for what is decoded."
+    def wanted(self, layer, i, place, method, reads=None):
+        "The output of the reference, with a method for what is decoded and one for whole prompts."
         x = [y[layer][i] for y in (self.q, self.k, self.v)]
+        if layer and reads is not None and place < self.prompts[i] and i in self.whole:
+            prompt = (y[:self.prompts[i]].transpose(0, 1)[None].float() for y in x)
+            return reads.prefill(*prompt)[0, :, place]
         q, (k, v) = x[0][place][None, :, None].float(), [y[:place + 1].transpose(0, 1)[None].float() for y in x[1:]]
-        if layer == 0 or place < self.prompts[i]: return attention(q, k, v)[0, :, 0]
-        seed = dict(seed=streams_at(5, layer, torch.arange(H), place)) if method.random else {}
-        return method.decode(q, k, v, **seed)[0, :, 0]
+        if layer == 0 or method is None or place < self.prompts[i]: return attention(q, k, v)[0, :, 0]
+        given, prompt = {}, self.prompts[i]
+        if method.random: given["seed"] = streams_at(5, layer, torch.arange(H), place)
+        if type(method).__name__ == "VAttention": given["backend"] = "triton"  # rounding decides how many keys it draws
+        if isinstance(method, Saap):  # clusters of the prompt, and lists that were made some tokens ago
+            given["state"] = state = method.new_state()
+            state.append(k[:, :, :prompt + 1], v[:, :, :prompt + 1], k_pre_rope=None, shown=None)
+            method.decode(q, k[:, :, :prompt + 1], v[:, :, :prompt + 1], **given)
+            if place > prompt: state.append(k[:, :, prompt + 1:], v[:, :, prompt + 1:], k_pre_rope=None)
+            method = replace(method, window=method.window + (place - prompt) % lists.EVERY)
+        return method.decode(q, k, v, **given)[0, :, 0]
 
 
 # tokens of a step for each request: pieces of prompts, a last token of one beside others that decode, a hit of the
@@ -105,39 +129,102 @@ class Requests:
 PLAN = (({0: 20, 1: 16}, 0), ({0: 17, 1: 1, 2: 30}, 0), ({0: 1, 1: 1, 2: 20}, 0), ({0: 1, 1: 1, 2: 1, 3: 1}, 2),
         ({0: 1, 2: 1, 3: 1}, 2), ({1: 1, 3: 1}, 0))
 CASES = [("Exact", "NHD", 16), ("Streaming(sinks=4, window=16)", "HND", 16), ("Santa(samples=16)", "NHD", 32),
-         ("Quest(budget=0.3)", "NHD", 16), ("Quest(budget=0.3)", "HND", 32), ("TopK(budget=0.3)", "NHD", 16)]
+         ("Quest(budget=0.3)", "NHD", 16), ("Quest(budget=0.3)", "HND", 32), ("TopK(budget=0.3)", "NHD", 16),
+         ("Saap(budget=0.2, clusters=4, sinks=2, window=8)", "NHD", 16),
+         ("Saap(probes=2, clusters=4, window=20, tail='drop')", "HND", 32),
+         ("OneList(guess=Quest(budget=0.3))", "NHD", 16),
+         ("HashAttention(budget=0.3, maps='MAPS')", "HND", 16),
+         ("OneList(guess=HashAttention(budget=0.3, maps='MAPS'))", "NHD", 32),
+         ("VAttention(sinks=2, window=4, topk=0.1, base=4, eps=0.3, predictor=HashAttention(maps='MAPS'))", "NHD", 16)]
+
+
+def caches_of(cuda, own, layout, block):
+    "What vLLM knows of a block, and caches of the layers."
+    layers = own.compilation_config.static_forward_context
+    specs = cuda.SparseWorker(own, {x: fake_vllm.Spec(block, G, D, BF16) for x in layers}).get_kv_cache_spec()
+    spec = specs["model.layers.1.self_attn.attn"]
+    caches = [spec.cache(41, layout, DEVICE, 3.0) for _ in layers]
+    for layer, x in zip(layers.values(), caches): layer.kv_cache = x
+    return spec, caches
+
+
+def run_step(own, builder, caches, requests, lengths, fill, *methods):
+    "A step whose outputs are compared with the reference's; gives where its queries are."
+    places, common = requests.step(lengths, fill)
+    slots = np.array([(4, 0, 5, 2, 1)[i] for i in dict.fromkeys(i for i, _ in places)], np.int32)
+    builder.batch = slots, torch.from_numpy(slots).to(DEVICE)
+    step = (builder.build_for_cudagraph_capture if fill else lambda x: builder.build(0, x))(common)
+    assert step.scheduled and (step.step.rest is None or not step.step.rest.scheduled)
+    for i, layer in enumerate(own.compilation_config.static_forward_context.values()):
+        q, k, v = (requests.rows(x, i, places, fill) for x in (requests.q, requests.k, requests.v))
+        layer.impl.do_kv_cache_update(layer, k, v, caches[i], common.slot_mapping)
+        output = torch.full_like(q, torch.nan)
+        layer.impl.forward(layer, q, k, v, caches[i], step, output)
+        for got, (request, place) in zip(output, places):
+            want = requests.wanted(i, request, place, *methods)
+            assert (got.cpu().float() - want).norm() < 0.02 * want.norm(), (i, request, place)
+    for request, n in lengths.items(): requests.done[request] += n
+    return places
 
 
 @kernel
-@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5), ids=str)
-def test_steps(served, decode, layout, block):
+@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5, 6, 8, 9, 11), ids=str)
+def test_steps(served, monkeypatch, tmp_path, decode, layout, block):
+    generator, maps = torch.Generator().manual_seed(1), tmp_path / "maps.safetensors"
+    new = lambda *size: torch.randn(*size, generator=generator)
+    save_file({f"1.{side}_{name}": new(heads, *size) for side, heads in (("k", G), ("q", H))
+               for name, size in (("w1", (D, 8)), ("b1", (8,)), ("w2", (8, 32)), ("b2", (32,)))}, maps)
+    decode = decode.replace("MAPS", str(maps))
     cuda, own = served(decode, block)
-    layers, method = own.compilation_config.static_forward_context, read_method(decode)
-    specs = cuda.SparseWorker(own, {x: fake_vllm.Spec(block, G, D, BF16) for x in layers}).get_kv_cache_spec()
-    spec = specs["model.layers.1.self_attn.attn"]
-    assert spec.page_size_bytes == spec.unpadded_page_size_bytes * (17 if "Quest" in decode else 16) // 16
-    caches = [spec.cache(41, layout, DEVICE, 3.0) for _ in layers]
-    builder = cuda.SparseBuilder(spec, [*layers], own, torch.device(DEVICE))
-    requests, decoded = Requests([37, 16, 50, 33], 4, block), 0
+    if "drop" in decode: monkeypatch.setattr(lists, "EVERY", 2)  # lists are made anew after two tokens
+    spec, caches = caches_of(cuda, own, layout, block)
+    more = 4 * G * block if "Hash" in decode else spec.unpadded_page_size_bytes // 16 if "Quest" in decode else 0
+    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + more
+    builder = cuda.SparseBuilder(spec, [*own.compilation_config.static_forward_context], own, torch.device(DEVICE))
+    requests, decoded, method = Requests([37, 16, 50, 33], 4, block), 0, read_method(decode)
+    if "Hash" in decode: method = method.at_layer(1)
     for lengths, fill in PLAN:
         if 3 in lengths and not requests.done[3]: requests.done[3] = 32
-        places, common = requests.step(lengths, fill)
-        step = (builder.build_for_cudagraph_capture if fill else lambda x: builder.build(0, x))(common)
-        assert step.scheduled and (step.step.rest is None or not step.step.rest.scheduled)
-        for i, layer in enumerate(layers.values()):
-            q, k, v = (requests.rows(x, i, places, fill) for x in (requests.q, requests.k, requests.v))
-            layer.impl.do_kv_cache_update(layer, k, v, caches[i], common.slot_mapping)
-            output = torch.full_like(q, torch.nan)
-            layer.impl.forward(layer, q, k, v, caches[i], step, output)
-            for got, (request, place) in zip(output, places):
-                want = requests.wanted(i, request, place, method)
-                assert (got.cpu().float() - want).norm() < 0.02 * want.norm(), (decode, i, request, place)
+        places = run_step(own, builder, caches, requests, lengths, fill, method)
         decoded += sum(place >= requests.prompts[request] for request, place in places)
-        for request, n in lengths.items(): requests.done[request] += n
     rows = cuda.SparseWorker(own, {}).sparse_nb_stats()
     assert [(x["layer"], x["head"], x["queries"]) for x in rows] == [(1, h, decoded) for h in range(H)]
+    assert {(x["prompt_tokens"], x["dense_tokens"]) for x in rows} == {(0, 0)}
     assert cuda.SparseWorker(own, {}).compile_or_warm_up_model() == "times"
     assert cuda.SparseWorker(own, {}).sparse_nb_stats() == []  # what warming up has counted is forgotten
+
+
+# the second step has a decoded query, a whole prompt, the rest of one whose beginning is shared, and a whole prompt
+PROMPTS = ({1: 16}, 0), ({1: 1, 0: 12, 4: 13, 3: 50}, 0), ({0: 1, 1: 1, 3: 1, 4: 1}, 2), ({0: 1, 3: 1, 2: 40}, 0)
+READ = [("Quest(budget=0.3)", "Delta(window=8, gamma=8, tail=8)"),
+        (None, "SketchWalk(block=32, tail=8, dense_layers=0)")]
+
+
+@kernel
+@pytest.mark.parametrize("decode, prefill", READ, ids=str)
+def test_whole_prompts(served, decode, prefill):
+    cuda, own = served(decode, prefill=prefill)
+    spec, caches = caches_of(cuda, own, "NHD", 16)
+    builder = cuda.SparseBuilder(spec, [*own.compilation_config.static_forward_context], own, torch.device(DEVICE))
+    requests, method = Requests([12, 16, 40, 50, 45], 4, 16), decode and read_method(decode)
+    requests.whole = 0, 1, 2, 3
+    for lengths, fill in PROMPTS:
+        if 4 in lengths and not requests.done[4]: requests.done[4] = 32
+        run_step(own, builder, caches, requests, lengths, fill, method, read_method(prefill))
+    rows, decoded = cuda.SparseWorker(own, {}).sparse_nb_stats(), 7 if decode else 0
+    assert [(x["layer"], x["head"], x["queries"]) for x in rows] == [(1, h, decoded) for h in range(H)]
+    assert {(x["prompt_tokens"], x["dense_tokens"]) for x in rows} == {(12 + 16 + 50 + 40, 13)}
+    cuda.SparseWorker(own, {}).compile_or_warm_up_model()
+    assert cuda.SparseWorker(own, {}).sparse_nb_stats() == []
+
+
+def test_the_longest_step_is_read_as_one_prompt_where_vllm_looks_how_much_memory_it_needs(served):
+    _, own = served(None, prefill="Delta(window=8, gamma=8, tail=8)")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(60, heads, D, generator=generator).to(BF16).to(DEVICE) for heads in (H, G, G))
+    whole = read_method("Delta(window=8, gamma=8, tail=8)").prefill(*(x.transpose(0, 1)[None] for x in (q, k, v)))
+    for layer, want in zip(own.compilation_config.static_forward_context.values(), (q * 0, whole[0].transpose(0, 1))):
+        assert torch.equal(layer.impl.forward(layer, q, k, v, None, None, torch.empty_like(q)), want)
 
 
 def test_without_settings_the_classes_are_vllms_own(served):
@@ -169,6 +256,105 @@ def test_a_decoding_request_behind_a_prompt_is_no_order_of_vllms(served):
     common.is_prefilling[:] = False
     common.query_start_loc_cpu = torch.tensor([0, 5, 6], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="must get requests that decode first"): builder.build(0, common)
+
+
+# lists of requests
+
+@kernel
+@pytest.mark.parametrize("halves, prompt", [(True, 20), (False, 45)])
+def test_lists_of_a_request(halves, prompt):
+    "Of keys before their rotary embedding, for three layers at once or one after the other, in a slot of its own."
+    method, generator = Saap(budget=0.2, clusters=5, sinks=2, window=8), torch.Generator().manual_seed(prompt)
+    found = lists.Lists(method, 3, lists.Sizes(4, 64, G, D, torch.float32), DEVICE, part=1)
+    angles = torch.arange(64)[:, None] / torch.tensor([1.0, 3.0, 10.0, 40.0])
+    cos, sin = angles.cos()[:prompt], angles.sin()[:prompt]
+    rotary = SimpleNamespace(cos_sin_cache=torch.cat([angles.cos(), angles.sin()], 1), rotary_dim=8,
+                             is_neox_style=halves)
+    k, v = torch.randn(2, 3, G, prompt, D, generator=generator)
+    split, at = ((2, 4), 3) if halves else ((4, 2), 4)
+    x, y = k[..., :8].unflatten(3, split).unbind(at)
+    turned = torch.cat([torch.stack([x * cos - y * sin, y * cos + x * sin], at).flatten(3), k[..., 8:]], 3)
+    blocks, caches = torch.tensor([[6, 1, 4, 0]], dtype=torch.int32, device=DEVICE), []
+    for layer in range(3):
+        cache = torch.full((7, G, 16, 2 * D), torch.nan, device=DEVICE)
+        for i in range(prompt):
+            cache[blocks[0, i // 16], :, i % 16] = torch.cat([turned, v], 3)[layer, :, i].to(DEVICE)
+        caches.append(cache)
+    slot = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    step = lambda n, reads: found.follow([2], slot, [n], [reads], blocks, caches, [rotary] * 3)
+    step(prompt, True)
+    assert not found.index.start.any()
+    step(prompt + 1, False)
+    state = method.new_state()
+    state.part = 1, 2
+    state.append(turned, v, k_pre_rope=k, shown=None)
+    state.append(turned[:, :, :1], v[:, :, :1], k_pre_rope=k[:, :, :1])  # the query's own key, whatever it is
+    bounds = [torch.tensor([x]).expand(3) for x in (2, prompt - 7, prompt + 1)]
+    state.place(*bounds)
+    want = saap_index.build_index(turned.to(DEVICE), v.to(DEVICE), state.rows[:, :, :prompt, 0].to(DEVICE),
+                                  bounds[0].to(DEVICE), bounds[1].to(DEVICE), 5)
+    for layer in range(3):
+        index, slots = found.of(layer)
+        assert slots[0] == 2 and (index.since[2], index.built[2]) == (2, prompt - 7)
+        assert torch.equal(index.start[2], want.start[layer]) and not index.start[[0, 1, 3]].any()
+        far = prompt - 9
+        assert torch.equal(index.order[2, :, :far], want.order[layer, :, :far])
+        for name in ("sums", "mean", "value", "log", "variance"):
+            assert torch.allclose(getattr(index, name)[2], getattr(want, name)[layer], atol=1e-5), name
+    assert found.far[2] == prompt - 9
+    step(prompt, True)  # another request in this slot
+    assert not found.index.start.any() and not found.index.built.any() and found.far[2] == 0
+
+
+def test_lists_leave_the_cache_less_memory(served):
+    cuda, own = served("Saap(budget=0.2, clusters=4)")
+    layers = own.compilation_config.static_forward_context
+    worker = cuda.SparseWorker(own, {x: fake_vllm.Spec(16, G, D, BF16) for x in layers})
+    worker.free = 10**9
+    need = lists.bytes_of(Saap(clusters=4), 1, lists.Sizes(6, 96, G, D, BF16))  # the first layer has no method
+    assert worker.determine_available_memory() == 10**9 - need
+    worker.free = need
+    with pytest.raises(ValueError, match="sparse_nb: max_num_seqs or max_model_len must be lower, .*lists of 0.0 GiB"):
+        worker.determine_available_memory()
+    cuda, own = served("topk")
+    worker = cuda.SparseWorker(own, {})
+    assert worker.determine_available_memory() == 0
+
+
+class Runner:
+    "What a worker looks at of vLLM's runner: a model with a rotary embedding, groups of layers, a state."
+    def __init__(self, builder, layers, rotary):
+        around = SimpleNamespace(children=lambda: layers, rotary_emb=rotary)
+        self.model = SimpleNamespace(modules=lambda: [around])
+        self.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda ubatch: builder)]]
+        self.model_state = SimpleNamespace(prepare_attn=lambda batch, more: (batch, more))
+
+
+def test_builders_learn_slots_and_rotary_embeddings(served):
+    cuda, own = served("Saap(clusters=4)")
+    context = own.compilation_config.static_forward_context
+    for name, x in context.items(): context[name] = Hashed(**vars(x), kv_cache=torch.zeros(3, G, 16, 2 * D))
+    builder = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*context], own, "cpu")
+    step = lambda *lengths: builder.build(0, Requests([9, 9], 1, 16).step(dict(enumerate(lengths)), 0)[1])
+    with pytest.raises(RuntimeError, match="must know the slots"): step(5)
+    rotary = SimpleNamespace(cos_sin_cache=torch.ones(96, 8), rotary_dim=8, is_neox_style=True)
+    runner, worker = Runner(builder, [*context.values()], rotary), cuda.SparseWorker(own, {})
+    worker.initialize_from_config(runner)
+    assert [*builder.rotaries.values()] == [rotary] * LAYERS
+    batch = SimpleNamespace(idx_mapping_np=np.array([3]), idx_mapping=torch.tensor([3], dtype=torch.int32))
+    assert runner.model_state.prepare_attn(batch, 5) == (batch, 5) and builder.batch[0] == [3]
+    step(5)
+    assert builder.lists[0][1].keys == [0, 0, 0, -1, 0, 0]
+    with pytest.raises(RuntimeError, match="must know the slots of 2 requests, got 1"): step(5, 5)
+
+
+def test_keys_before_a_rotary_embedding_that_is_not_known(served):
+    cuda, own = served("Saap(clusters=4, before_rope=True)")
+    context = own.compilation_config.static_forward_context
+    for name, x in context.items(): context[name] = Hashed(**vars(x), kv_cache=torch.zeros(3, G, 16, 2 * D))
+    builder = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*context], own, "cpu")
+    with pytest.raises(ValueError, match="sparse_nb: before_rope must be None or False for a model without a table"):
+        cuda.SparseWorker(own, {}).initialize_from_config(Runner(builder, [*context.values()], None))
 
 
 # the kernels of a step

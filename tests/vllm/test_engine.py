@@ -39,10 +39,11 @@ LENGTHS = ("needle", 500), ("multikey", 700), ("kv", 380), ("needle", 900), ("mu
 PROMPTS = [tasks.prompt_tokens(tasks.make(task, n, seed=i))[1] for i, (task, n) in enumerate(LENGTHS)]
 
 
-def settings(decode): return dict(decode=decode, dense_layers=[0])
+def settings(decode, prefill=None):
+    return dict(decode=decode, dense_layers=[0]) | (dict(prefill=prefill) if prefill else {})
 
 
-def own(decode): return dict(additional_config=dict(sparse_nb=settings(decode)))
+def own(*methods): return dict(additional_config=dict(sparse_nb=settings(*methods)))
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +77,13 @@ def written(model, prompt, new=NEW):
 def sparsified():
     "Tokens of `sparsify` after a prompt alone, by a method in a line, or of the model's own attention for None."
     model, known = pocket.load()[0], {}
-    def tokens(decode, prompts=PROMPTS, new=NEW):
-        key = str(decode), str(prompts), new
+    def tokens(decode, prompts=PROMPTS, new=NEW, prefill=None):
+        key = str(decode), str(prompts), new, prefill
         if key not in known:
             layers = isinstance(decode, dict) and {int(i): read_method(x) for i, x in decode.items()}
             method = layers or decode and read_method(decode)
-            with sparsify(model, decode=method, dense_layers=[] if layers else [0]):
+            reads = prefill and read_method(prefill)
+            with sparsify(model, prefill=reads, decode=method, dense_layers=[] if layers else [0]):
                 known[key] = [written(model, x, new) for x in prompts]
         return known[key]
     return tokens
@@ -158,6 +160,32 @@ def test_shared_prefixes_and_eviction(start, sparsified):
     assert found[3]["cached"][0] < found[1]["cached"][0]  # evicted in between
 
 
+# which decode and which read prompts: both, and prompts alone
+READ = {"Delta(window=16, gamma=32, tail=8)": SOME[0], "SketchWalk(block=32, density=0.1, tail=4)": SOME[2],
+        "Delta(window=32, gamma=64, correction='delta', tail=8)": "Exact()"}
+WHOLE = ENGINE | dict(enable_chunked_prefill=False, max_num_batched_tokens=1024)
+
+
+def test_whole_prompts_are_read_by_a_method(start, sparsified):
+    "Beside others that decode; and the rest of a prompt whose beginning is in the cache, densely, which is counted."
+    first, *others = READ.items()
+    rounds = [dict(prompts=PROMPTS, new=NEW, settings=settings(decode, x)) for x, decode in READ.items()]
+    answer = start(engine=WHOLE | own(SOME[0], "SketchWalk"), rounds=rounds)
+    cached = start(engine=WHOLE | own(SOME[0], first[0]) | dict(enable_prefix_caching=True),
+                   rounds=[dict(prompts=[PROMPTS[1]], new=2)] * 2)
+    wanted = {x: sparsified(decode, prefill=x) for x, decode in READ.items()}
+    found = answer()["rounds"]
+    assert [x["tokens"] for x in found] == [*wanted.values()]
+    dense = [sparsified(decode) for decode in READ.values()]
+    assert all(x != y for x, y in zip(wanted.values(), dense))  # each does something
+    for method, x in zip(READ, found):
+        layers, tokens = range(2 if "Sketch" in method else 1, 6), sum(map(len, PROMPTS))
+        told = dict(zip(x["stats"]["layer"], zip(x["stats"]["prompt_tokens"], x["stats"]["dense_tokens"])))
+        assert {i: n for i, n in told.items() if any(n)} == {i: (tokens, 0) for i in layers}
+    old, new = (set(zip(x["stats"]["prompt_tokens"], x["stats"]["dense_tokens"])) for x in cached()["rounds"])
+    assert old == {(len(PROMPTS[1]), 0)} and new == {(len(PROMPTS[1]), len(PROMPTS[1]) % 64 or 64)}
+
+
 FULL = "Quest(budget=0.1)", "Santa(samples=32)", "SketchWalk(block=16)"
 
 
@@ -173,6 +201,15 @@ def test_a_full_cache_and_a_dropped_request_change_nothing(start, sparsified):
     found = answer()
     assert found["preemptions"] > len(FULL) and [x["tokens"] for x in found["rounds"][:-1]] == wanted
     assert found["rounds"][-1]["tokens"] == [wanted[0][0], None, *others]
+
+
+def test_a_preempted_request_is_read_again_by_the_method_for_prompts(start, sparsified):
+    prompts, new, reads = PROMPTS[1:3], 72, next(iter(READ))
+    blocks = sum(-(-(len(x) + new) // 32) for x in prompts) - 1  # one too few, beside the empty one
+    engine = WHOLE | own(SOME[0], reads) | dict(num_gpu_blocks_override=blocks, block_size=32, max_model_len=800)
+    answer = start(engine=engine, rounds=[dict(prompts=prompts, new=new)])
+    wanted, found = sparsified(SOME[0], prompts, new, reads), answer()
+    assert found["preemptions"] and found["rounds"][0]["tokens"] == wanted
 
 
 def test_a_compiled_model_writes_the_same(start, sparsified):
@@ -212,8 +249,10 @@ def test_what_was_not_tried_is_refused_before_a_model_is_loaded(start, tmp_path)
             dict(additional_config=dict(sparse_nb=dict(decode="topk", dense_layers=[6]))),
         "decode must be a method that keeps nothing of a request, got H2O, which drops keys, and requests share them":
             own("h2o"),
-        "sparse_nb has no setting 'prefill', it has decode, dense_layers, seed":
-            dict(additional_config=dict(sparse_nb=dict(decode="topk", prefill="delta"))),
+        "sparse_nb has no setting 'prompts', it has decode, prefill, dense_layers, seed":
+            dict(additional_config=dict(sparse_nb=dict(decode="topk", prompts="delta"))),
+        "enable_chunked_prefill must be False with prefill, whose method reads whole prompts, got True":
+            own("topk", "delta"),
     }
     found = start(configs=[known, ENGINE | dict(kv_cache_dtype="fp8"), *(known | x for x in said.values())])()
     assert found == [None, None, *(f"sparse_nb: {x}" for x in said)]

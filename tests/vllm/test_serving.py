@@ -17,10 +17,14 @@ from sparse_nb.models.rng import Streams
 from sparse_nb.vllm.kept import Kept, row_keys
 from sparse_nb.vllm.metrics import Meter, follow
 from sparse_nb.vllm.paged import parts_of, streams_at
+from sparse_nb.vllm.prompt import whole_prompts
 from sparse_nb.vllm.serving import (
     GPU_WORKER, NO_WINDOW, RELEASES, SIZES, WORKER, check_engine, prepare, read_serving, register, why_not)
 
 LAYERS = 4
+WHOLE = dict(enable_chunked_prefill=False, long_prefill_token_threshold=0)
+KERNELS = "decode must be a method that has kernels here, Exact, Streaming, TopK, Santa, Quest, HashAttention, " \
+    "OneList, VAttention, Saap, got"
 PLAIN = "model must be one with plain causal attention, got "
 
 
@@ -34,7 +38,7 @@ def config(given=None, block=128, **other):
         cache=dict(cache_dtype="auto", block_size=block), device=dict(device_type="cpu"),
         parallel=dict.fromkeys(SIZES, 1) | dict(
             worker_extension_cls="", worker_cls="vllm.v1.worker.gpu_worker.Worker"),
-        attention=dict(backend=None))
+        attention=dict(backend=None), scheduler={})
     for name, x in other.items():
         part, _, key = name.partition("__")
         if key: parts[part][key] = x
@@ -55,6 +59,35 @@ def test_settings_say_what_sparsify_says(given, methods):
     assert found.page == (16 if "Quest" in str(given) else 0) and found.seed == 0
 
 
+def test_prompts_are_read_by_a_method_of_their_own():
+    found = read_serving(dict(prefill="sketchwalk", dense_layers=[3]), LAYERS)
+    assert [*found.methods.values()] == [None] * LAYERS and found.page == 0
+    assert [m and type(m).__name__ for m in found.prefills.values()] == [None, None, "SketchWalk", None]
+    asked = dict(decode="quest", prefill={"1": "Delta(window=64)", "2": "exact"})
+    found = read_serving(json.loads(json.dumps(asked)), LAYERS, "cuda")
+    assert [m and m.window for m in found.prefills.values()] == [None, 64, None, None] and found.page == 16
+    assert read_serving(dict(decode="quest"), LAYERS).prefills == dict.fromkeys(range(LAYERS))
+    for other in ("Delta(base=HiP())", "xattention"):
+        assert type(read_serving(dict(prefill=other), LAYERS).prefills[3]).__name__.lower() in other.lower()
+        with pytest.raises(ValueError, match="prefill must be a method that has kernels here, Delta, SketchWalk, got "):
+            read_serving(dict(prefill=other), LAYERS, "cuda")
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(enable_chunked_prefill=True), "enable_chunked_prefill must be False with prefill, whose method reads whole "
+                                        "prompts, got True"),
+    (dict(long_prefill_token_threshold=64), "long_prefill_token_threshold must be 0 with prefill, whose method reads "
+                                            "whole prompts, got 64")])
+def test_prompts_in_parts_are_refused(change, said):
+    asked = dict(decode="quest", prefill="sketchwalk(dense_layers=0)")
+    plain = {f"scheduler__{x}": y for x, y in dict(WHOLE, **change).items()}
+    with pytest.raises(ValueError) as found: check_engine(config(asked, **plain), RELEASES["cpu"])
+    assert str(found.value) == f"sparse_nb: {said}"
+    for fine in (dict(decode="quest"), dict(prefill="exact", decode="quest"), dict(asked, dense_layers=[0, 1, 2, 3])):
+        assert check_engine(config(fine, **plain), RELEASES["cpu"]) is not None
+    assert check_engine(config(asked, **{f"scheduler__{x}": y for x, y in WHOLE.items()}), RELEASES["cpu"]) is not None
+
+
 def test_layers_may_keep_rows_of_other_numbers_of_keys():
     asked = {"0": "Quest(page=24)", "1": "SketchWalk(block=16)", "2": "santa(keys='int8')"}
     assert read_serving(dict(decode=asked), LAYERS).page == 48
@@ -63,8 +96,16 @@ def test_layers_may_keep_rows_of_other_numbers_of_keys():
 
 @pytest.mark.parametrize("given, error, said", [
     ([], TypeError, "sparse_nb must be an object of settings, got []"),
-    ({}, ValueError, "sparse_nb must have the setting decode, got none"),
-    (dict(decode="topk", layers=2), ValueError, "sparse_nb has no setting 'layers', it has decode, dense_layers, seed"),
+    ({}, ValueError, "sparse_nb must have the setting decode or prefill, got none"),
+    (dict(decode="topk", layers=2), ValueError,
+     "sparse_nb has no setting 'layers', it has decode, prefill, dense_layers, seed"),
+    (dict(prefill=3), TypeError, "prefill must be a method in a line, got 3"),
+    (dict(prefill="quest"), ValueError, "prefill must be a method that can prefill, got Quest, which cannot"),
+    (dict(prefill={"4": "delta"}), ValueError, "prefill must be for layers 0 to 3, got 4"),
+    (dict(prefill="sketchwalk(walk='softmax')"), ValueError, "prefill must be a method that reads each layer by "
+                                                             "itself, got SketchWalk, which hands scores from layer"),
+    (dict(prefill="sketchwalk(index='random')"), ValueError, "by itself, got SketchWalk, which draws"),
+    (dict(prefill="sketchwalk(block=16)"), ValueError, "block must be 32, 64 or 128"),
     (dict(decode=3), TypeError, "decode must be a method in a line, got 3"),
     (dict(decode="quest(pages=3)"), ValueError, "Quest has no setting 'pages'"),
     (dict(decode="delta"), ValueError, "decode must be a method that can decode, got Delta, which cannot"),
@@ -131,10 +172,14 @@ def test_an_engine_that_was_not_tried_is_refused(change, said):
      "attention_backend must be auto, FLASH_ATTN or CUSTOM, got FLASHINFER"),
     (dict(parallel__worker_cls="my.Worker"), "worker_cls must be auto, got my.Worker"),
     (dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER must be 1, or unset for a model that it is for, got 0"),
-    (dict(decode="vattention"), "decode must be a method that has kernels here, Exact, Streaming, TopK, Santa, Quest, "
-                                "got VAttention"),
-    (dict(decode="Santa(eps=0.1, delta=0.1)"), "decode must be a method that has kernels here, Exact, Streaming, TopK, "
-                                               "Santa, Quest, got Santa, whose index they do not read"),
+    (dict(decode="vattention"), f"{KERNELS} VAttention, whose index they do not read"),
+    (dict(decode="Santa(eps=0.1, delta=0.1)"), f"{KERNELS} Santa, whose index they do not read"),
+    (dict(decode="Saap(router='centroid')"), f"{KERNELS} Saap, whose index they do not read"),
+    (dict(decode="OneList(guess=DoubleSparsity())"),
+     "decode must be a method that keeps nothing of a request, got OneList with DoubleSparsity, which codes keys less "
+     "the mean of all keys of a request"),
+    (dict(decode="OneList(guess=Saap())"), "decode must be a method that keeps nothing of a request, got OneList with "
+                                           "Saap, which keeps clusters of all keys of a request"),
     (dict(decode="Quest(page=32)", block=16),
      "block_size must be a multiple of 32, the keys in a page of the method, got 16"),
 ])
@@ -150,6 +195,12 @@ def test_exact_attention_is_the_engines_own_on_a_cpu_and_a_kernel_on_a_gpu():
     given = dict(decode="exact", dense_layers=[1])
     assert set(read_serving(given, 2).methods.values()) == {None}
     assert [m and repr(m) for m in read_serving(given, 2, "cuda").methods.values()] == ["Exact()", None]
+
+
+def test_clusters_of_a_request_are_served_on_a_gpu_alone():
+    given = dict(decode="Saap(budget=0.1)")
+    assert read_serving(given, 2, "cuda").page == 0  # they are no rows of a block
+    with pytest.raises(ValueError, match="got Saap, which keeps clusters"): read_serving(given, 2)
 
 
 def test_another_release_is_refused_and_the_tried_one_is_named():
@@ -253,6 +304,22 @@ def test_queries_behind_the_prompt_are_decoded():
         assert found.tokens.tolist() == [t for i, t, p in every if p < prompts[i]]
         for i, a, b, end in zip(found.rows, found.starts, found.starts[1:], found.ends):
             assert end == known[i] + b - a <= prompts[i] and 0 < b - a
+
+
+def test_prompts_that_a_step_reads_from_end_to_end_are_whole():
+    torch.manual_seed(0)
+    for _ in range(50):
+        lengths, known, prompts = (torch.randint(a, b, (4,)) for a, b in ((0, 6), (0, 3), (0, 6)))
+        starts, ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), known + lengths
+        found, other = whole_prompts(starts, ends, prompts), 0
+        for i in range(4):
+            at = [p for p in range(known[i], ends[i]) if p < prompts[i]]  # places of its prompt in the step
+            if at and len(at) == prompts[i]:
+                assert found.spans[found.rows.index(i)] == (starts[i], starts[i] + prompts[i])
+            else:
+                assert i not in found.rows
+                other += len(at)
+        assert found.dense == other
 
 
 def test_streams_are_those_of_a_sequence_alone():
