@@ -293,7 +293,7 @@ def test_a_record_is_read_back_and_checked(tmp_path):
 
 @pytest.mark.parametrize("wrong, why", [
     (dict(shapes=["gpt"]), "shapes must be of llama3, pocket, got 'gpt'"),
-    (dict(methods=["flash3"]), "methods must be of flashinfer"), (dict(lengths=[8, 0]),
+    (dict(methods=["flash9"]), "methods must be of flashinfer"), (dict(lengths=[8, 0]),
         "lengths must be at least 1, got 0"),
     (dict(batches=[-1]), "batches must be at least 1, got -1"), (dict(samples=0), "samples must be at least 1"),
     (dict(lengths=[]), "lengths must name at least one"), (dict(methods=[]), "methods must name"),
