@@ -1,4 +1,4 @@
-"""Ours and its rivals in one run: time, speed over the fastest dense kernel, and how near the memory's bandwidth"""
+"""Ours and its baselines in one run: time, speed over the fastest dense kernel, and how near the memory's bandwidth"""
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from sparse_nb.santa import Santa, santa_decode
 
 
 def contenders(samples: int = 128) -> dict:
-    "What `decode` measures, rivals first."
+    "What `decode` measures, baselines first."
     def santa(samples, moved=santa_bytes, **settings):
         def decode(case, backend, state=None):
             return santa_decode(case.q, case.k, case.v, samples=samples, backend=backend, seed=case.seed, state=state,

@@ -58,7 +58,7 @@ def ranks_of(shape: Mapping, device: str) -> Ranks:
 PAIR = "the model alone", "a session that does nothing"
 EXACT, NO_KEYS, HOST = "exact kernel", "no keys", ", host"
 OFFLOADED = "the model alone, offloaded by transformers"
-DENSE_WAYS = PAIR[0], EXACT  # rivals of a loop
+DENSE_WAYS = PAIR[0], EXACT  # baselines of a loop
 TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True, # of Inductor
          "realize_opcount_threshold": 4, # what the rows of a product share is computed once, not for each of them
          "triton.enable_pdl": True}      # a kernel starts while the one before it ends
@@ -71,8 +71,8 @@ class Way(NamedTuple):
 def generate_methods() -> dict: # name -> method
     """The methods that `bench_generate` takes without a word.
 
-    Networks of HashAttention are "random": `bench_generate` draws them for the model. vAttention reads what its promise
-    takes; "10 %" is what it takes of 131,072 keys of the model with random weights.
+    Networks of HashAttention are "random": `bench_generate` draws them for the model. vAttention reads what its
+    guarantee takes; "10 %" is what it takes of 131,072 keys of the model with random weights.
     """
     signs = partial(HashAttention, maps="random")
     return {"SANTA, 128 samples": Santa(samples=128),
@@ -244,11 +244,11 @@ def measure_way(model, filled: Filled, way: Way, tokens: int, tuned: bool = Fals
 def _place(row):
     return tuple(row.get(x, y) for x, y in (("way", ""), ("n", 0), ("batch", 1), ("static", False), ("gpus", 1)))
 
-def add_rivals(rows: list) -> list:
-    """Say of each row its fastest dense rival, and how many times as fast as that it is.
+def add_baselines(rows: list) -> list:
+    """Say of each row its fastest dense baseline, and its speedup over that.
 
-    The rival of a way with its cache in host memory is the cache that transformers offloads; others have one whose step
-    was compiled alike, on as many GPUs. A row that has a rival keeps it: it is one of its own record.
+    The baseline of a way with its cache in host memory is the cache that transformers offloads; others have one whose
+    step was compiled alike, on as many GPUs. A row that has a baseline keeps it: it is one of its own record.
     """
     alike = lambda row: (*_place(row)[1:], row.get("tuned", False), row.get("compiler"))
     for row in rows:
@@ -301,10 +301,10 @@ def join_records(records: list) -> dict:
                 rows=list(rows.values()))
 
 
-def _taken(methods, maps, static, offload, rivals, device, alone):
+def _taken(methods, maps, static, offload, baselines, device, alone):
     "What of `generate_ways` is asked for and can be done here; `alone`: the model without a session, too?"
     methods = {name: with_networks(m, maps) for name, m in (generate_methods() if methods is None else methods).items()}
-    left_out = set() if rivals else {*PAIR, OFFLOADED, EXACT}
+    left_out = set() if baselines else {*PAIR, OFFLOADED, EXACT}
     if device != "cuda": left_out.add(OFFLOADED)
     if not alone: left_out.add(PAIR[0])
     return {name: way for name, way in generate_ways(methods, static, offload).items() if name not in left_out}
@@ -338,7 +338,7 @@ def _row(model, filled, name, way, runs, tokens, found, kernels, tuned):
 def _write(recorder, old, meta, rows):
     "Write the record so far: these rows and those of old records."
     every = join_records([*old, dict(meta=meta, rows=rows)])
-    recorder.rows = add_rivals(add_parts(every["rows"], meta))
+    recorder.rows = add_baselines(add_parts(every["rows"], meta))
     recorder.write(**every["meta"])
 
 def _said(row):
@@ -347,7 +347,7 @@ def _said(row):
     if row["gpus"] > 1: parts.append(f"{row['gpus']} GPUs")
     if row["attention_us"] is not None:
         parts.append(" + ".join(f"{row[x + '_us'] / 1000:.2f} {x}" for x in ("weights", "attention", "rest")))
-    if row["ratio"] is not None: parts.append(f"{row['ratio']:.2f} times as fast as {row['rival']}")
+    if row["ratio"] is not None: parts.append(f"a speedup of {row['ratio']:.2f} over {row['rival']}")
     if row["same_tokens"] is not None: parts.append(f"{row['same_tokens']:.0%} of the tokens as on the device")
     return ", ".join(parts)
 
@@ -361,7 +361,7 @@ def bench_generate(
     tuned: bool = False,            # compile that step with `TUNED`?
     offload: bool = False,          # with the cache in host memory, too? Not with a static one
     read: int = 131072,             # longest prompt that is read; keys and values of longer ones are drawn
-    rivals: bool = True,            # time the dense rivals, and a token without keys that the file lacks? Else the
+    baselines: bool = True,         # time the dense baselines, and a token without keys that the file lacks? Else the
                                     # file's count
     kernels: bool = True,           # time the attention alone, too?
     tokens: int = 24,               # to time in each run
@@ -390,7 +390,7 @@ def bench_generate(
     model = random_model(shape, device, ranks)
     maps = random_networks(shape, Path(tempfile.mkdtemp()) / "networks.safetensors")
     alone = not (static and ranks.count > 1 or tuned)  # its tuned step takes 214 ms at 131,072 keys
-    ways = _taken(methods, maps, static, offload, rivals, device, alone)
+    ways = _taken(methods, maps, static, offload, baselines, device, alone)
     about = dict(shape=dict(shape), dtype="bfloat16", tokens=tokens, seed=0, command=command, gpus=ranks.count,
                  weights_bytes=bytes_here(*model.parameters()), weights_read_bytes=weight_bytes(model), failed=[])
     meta, rows = machine(device) | about | bandwidth(device, gigabytes=4 if device == "cuda" else 0.01), []
@@ -399,7 +399,7 @@ def bench_generate(
     place = NO_KEYS, 16, batch, static, ranks.count
     known = any(row.get("tuned", False) == tuned and _place(row) == place for x in old for row in x["rows"])
     few = {NO_KEYS: Way(dict(replay=True), "static") if static else Way(None, "growing")}
-    for n, runs, asked in [*((n, runs, ways) for n, runs in lengths), (16, 1, few if rivals and not known else {})]:
+    for n, runs, asked in [*((n, runs, ways) for n, runs in lengths), (16, 1, few if baselines and not known else {})]:
         ids = torch.randint(1, shape["vocab_size"], (batch, n + 1), generator=torch.Generator().manual_seed(0))
         filled, found = None, {}
         for name, way in asked.items():

@@ -36,7 +36,7 @@ def decode(
     batches: Annotated[str, typer.Option(help="Numbers of sequences; 1,8,32 if not given.", show_default=False)] = None,
     shapes: Annotated[str, typer.Option(help="Shapes of the heads; llama3,pocket if not given.",
                                         show_default=False)] = None,
-    methods: Annotated[str, typer.Option(help="Methods and rivals; all if not given.", show_default=False)] = None,
+    methods: Annotated[str, typer.Option(help="Methods and baselines; all if not given.", show_default=False)] = None,
     samples: Annotated[int,
                        typer.Option(help="Values that SANTA draws for each head; flash draws 16 times as many.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of the cache: bfloat16, float16 or float32.")] = "bfloat16",
@@ -47,7 +47,7 @@ def decode(
     budget: Annotated[float, typer.Option(help="Largest cache to measure, in GB.")] = 20,
     seconds: Annotated[float, typer.Option(help="Start no case later than this.")] = 330,
 ):
-    "Time one decode step of attention: ours and its rivals, checked first, with a cold cache."
+    "Time one decode step of attention: ours and its baselines, checked first, with a cold cache."
     _check_bench(out, budget=budget, seconds=seconds)
     import torch
     from sparse_nb.bench import SHAPES
@@ -70,7 +70,7 @@ def _prefill(
                                          show_default=False)] = None,
     out: OUT = None,
 ):
-    "Time the attention of whole prompts: ours and its rivals, checked first, with a cold cache."
+    "Time the attention of whole prompts: ours and its baselines, checked first, with a cold cache."
     _check_bench(out)
     from benchmarks import prefill as room
     chosen = room.LENGTHS if lengths is None else items_of("lengths", lengths, number=True)
@@ -88,8 +88,8 @@ def _generate(
                                                         "searches for.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Also with the cache in host memory.")] = False,
     filled: Annotated[bool, typer.Option("--filled", help="Draw keys and values instead of reading a prompt.")] = False,
-    rivals: Annotated[bool, typer.Option(help="Time dense attention and a token without keys, too; those of the file "
-                                              "count if not.")] = True,
+    baselines: Annotated[bool, typer.Option(help="Time dense attention and a token without keys, too; those of the "
+                                                 "file count if not.")] = True,
     kernels: Annotated[bool, typer.Option(help="Time the attention alone, too.")] = True,
     tokens: Annotated[int, typer.Option(help="To time in each run.")] = 24,
     layers: Annotated[int, typer.Option(help="Layers of the model; 32 if not given.", show_default=False)] = None,
@@ -114,8 +114,9 @@ def _generate(
     chosen = [400] if quick and lengths is None else None if lengths is None else items_of("lengths", lengths, True)
     chosen = {} if chosen is None else dict(lengths=[(n, 1) for n in chosen])
     path = room.bench_generate(**chosen, **dict(read=0) if filled else {}, methods=methods, batch=batch, static=static,
-                               tuned=tuned, offload=offload, rivals=rivals, kernels=kernels, tokens=tokens, shape=shape,
-                               device=device, out=out, append=append, limit_s=seconds, command=_command(), say=say)
+                               tuned=tuned, offload=offload, baselines=baselines, kernels=kernels, tokens=tokens,
+                               shape=shape, device=device, out=out, append=append, limit_s=seconds,
+                               command=_command(), say=say)
     print(f"saved {path}", file=sys.stderr)
 
 

@@ -172,7 +172,7 @@ def pairs_of_blocks(pattern: BlockPattern) -> Work:
     return Work(round(int((seen * mask).sum()) / len(mask)), 0, 0, False)
 
 def measure_lists(recorder: Recorder, p: Prompt, truth: Truth, *, without=()):
-    "Rows of a choice, of attention to what it chose, and of the rival."
+    "Rows of a choice, of attention to what it chose, and of the baseline."
     for name, method in LISTS.items():
         pattern = method.pattern(p.q, p.k, seed=0)
         check, work = truth.check(pattern), pairs_of_blocks(pattern)
@@ -329,7 +329,7 @@ def bench_prefill(
     tiles: bool = False,    # other tiles, too?
     quick: bool = False,    # few runs?
     out=None,               # file ending in .json, or a folder; None: benchmarks/results of the clone
-    limit_s: float = 200,   # no rival is begun later
+    limit_s: float = 200,   # no baseline is begun later
     command: str = "",      # for the record
     say: Callable = print,  # told what happens, line by line
 ) -> Path:                  # the file

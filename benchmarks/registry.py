@@ -46,7 +46,7 @@ _SPEED = {  # name -> module of benchmarks, what it holds
 }
 _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "santa_pocket": ("santa_pocket", "the pocket model's answers with SANTA", True),
-    "vattention_pocket": ("vattention_pocket", "the pocket model's answers with vAttention, and its promise", True),
+    "vattention_pocket": ("vattention_pocket", "the pocket model's answers with vAttention, and its guarantee", True),
     "vattention_smollm2": ("configs.vattention_smollm2",
                            "vAttention's answers on SmolLM2, and texts that it writes", True),
     "two_models": ("configs.two_models", "every method on the pocket model and on SmolLM2", True),
@@ -69,8 +69,8 @@ _ANSWERS = {  # name -> module of experiments, what it holds, is a GPU needed?
     "saap_heads": ("archive.saap_heads", "what clusters catch of the attention of the pocket model's heads", False),
     "saap_heads_smollm2": ("archive.saap_heads", "the same for SmolLM2 beside the pocket model, without networks",
                            False),
-    "saap_promise": ("archive.saap_promise",
-                     "how often a promise on top of SAAP is broken, head by head, on both models", False),
+    "saap_guarantee": ("archive.saap_guarantee",
+                     "how often a guarantee on top of SAAP is broken, head by head, on both models", False),
     "saap_variants": ("archive.saap_variants", "variants of SAAP's query network, heads of the pocket model", False),
     "santa_schedule": ("archive.santa_schedule", "samples for each layer of the pocket model: learned, or not", False),
     "santa_schedule_jobs": ("archive.santa_schedule",

@@ -8,7 +8,7 @@ import numpy as np
 
 from sparse_nb.bench import SHAPES, Shape
 from benchmarks.end_to_end import LLAMA, random_model, weight_bytes
-from benchmarks.generate import add_rivals, generate_methods
+from benchmarks.generate import add_baselines, generate_methods
 from benchmarks.recorder import recorded
 from benchmarks.baselines import DENSE
 
@@ -60,10 +60,10 @@ def _at(rows, n, what):
     return float(np.interp(n, [row["n"] for row in rows], [row[what] for row in rows]))
 
 def _in_model(records, method, n, batch, shape):
-    "What a whole model took on one GPU with a method and its rival, ms, with which cache (static if both) and steps."
+    "What a whole model took on one GPU with a method and its baseline, ms, which cache (static if both) and steps."
     record, known = records.get("generate"), dict.fromkeys(("model_ms", "model_dense_ms", "cache", "replay"))
     if record is None or dict(record["meta"]["shape"]) != dict(shape): return known
-    rows = add_rivals([dict(batch=1, static=False, gpus=1) | row for row in record["rows"]])
+    rows = add_baselines([dict(batch=1, static=False, gpus=1) | row for row in record["rows"]])
     place = lambda row: tuple(row[x] for x in ("way", "n", "batch", "gpus"))
     own = [row for row in rows if place(row) == (method, n, batch, 1) and row["rival"]]
     if not own: return known

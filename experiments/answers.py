@@ -55,7 +55,7 @@ class PocketModel:
         ids = torch.tensor([self.tokenizer(example.prompt)["input_ids"]], device=self.model.device)
         return stacked(hf.capture(self.model, ids, positions=[-1]))
 
-    def ask(self,
+    def evaluate(self,
         part: str,          # of the record
         label: str,         # of the task
         length: int,        # tokens of a prompt
@@ -192,7 +192,7 @@ def finish(
     name: str, # of the grid
     say=print, # is told what was done
 ) -> Path: # of the grid's results
-    "Do what the grid asks and its file lacks. Raises as `grid.run`; RuntimeError for jobs that failed."
+    "Do what the grid lists and its file lacks. Raises as `grid.run`; RuntimeError for jobs that failed."
     file = Path(out).with_suffix(f".{name}.jsonl")
     done, failed = run(grid, file)
     say(f"{file.name}: {done} jobs done, {failed} failed")
@@ -225,9 +225,9 @@ def answered(
     return dict(gpu=about.pop("device")) | about | dict(date=time.strftime("%Y-%m-%d %H:%M UTC", newest),
                                                         weights=weights, methods=methods)
 
-def ask(
+def evaluate(
     recorder,
     grids: Mapping, # name -> `Grid`
 ) -> dict:          # what meta says
-    "Do what every grid asks, one file each beside the result, and take over the rows."
+    "Do what every grid lists, one file each beside the result, and take over the rows."
     return answered(recorder, [finish(grid, recorder.out, name, recorder.say) for name, grid in grids.items()])

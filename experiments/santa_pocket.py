@@ -154,7 +154,7 @@ def santa_pocket(recorder):
         steps[f"values and features {length}"] = lambda length=length: _captured_rows(pocket, length, size.captures)
     for part, label, length, methods, setup in _questions(size, len(pocket.layers)):
         def answered(given=(part, label, length, methods), setup=setup):
-            return pocket.ask(*given, prompts=size.prompts, tokens=size.tokens, setup=setup)
+            return pocket.evaluate(*given, prompts=size.prompts, tokens=size.tokens, setup=setup)
         steps[f"{part} {label} {length} {setup}"] = answered
     settings = {name: x for name, x in asdict(size).items() if name != "tokens"}
     tasks = {label: dict(task=task, **own) for label, (task, own) in SANTA_TASKS.items()}

@@ -1,4 +1,4 @@
-"""Promises, answers, errors and long texts, measured on a GPU with hundreds of long prompts"""
+"""Guarantees, answers, errors and long texts, measured on a GPU with hundreds of long prompts"""
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,12 +40,12 @@ def denominator_errors(
     return (weights.gather(-1, chosen.index) * chosen.weight.double()).sum(-1) - 1, chosen
 
 
-PROMISE_KINDS = {"plain": dict(plugin="plain"), "clt": {}, "bernstein": dict(bound="bernstein"),
+GUARANTEE_KINDS = {"plain": dict(plugin="plain"), "clt": {}, "bernstein": dict(bound="bernstein"),
                  "hoeffding": dict(bound="hoeffding")} # settings of `VAttention`
 
 def _digits(x): return [float(f"{y:.4g}") for y in x.double().mean(-1).flatten().tolist()]
 
-def promise_counts(
+def guarantee_counts(
     q: torch.Tensor,  # one query for each layer [L, H, 1, D]
     k: torch.Tensor,  # keys [L, G, N, D]
     *,
@@ -59,7 +59,7 @@ def promise_counts(
     `failures` is a count, density and (relative) error are means. Raises as `denominator_errors`.
     """
     rows = []
-    for kind, settings in PROMISE_KINDS.items():
+    for kind, settings in GUARANTEE_KINDS.items():
         for eps, delta in ((eps, delta) for eps in levels for delta in levels):
             method = VAttention(eps=eps, delta=delta, share=False, **settings, **kept)
             error, chosen = denominator_errors(method, q, k, times=times, seed=seed)
@@ -80,7 +80,7 @@ OUTPUT_SETTINGS = dict(topk=0.05, base=0.005, eps=0.125, guarantee="output", plu
 def vattention_of(density: float, predictor="oracle"):
     """vAttention that reads about this share of long contexts on the pocket model, each head with a choice of its own.
 
-    Shorter contexts need a larger share for the same promise. Raises ValueError for another density.
+    Shorter contexts need a larger share for the same guarantee. Raises ValueError for another density.
     """
     if density not in VATTENTION_SETTINGS:
         raise ValueError(f"density must be one of {', '.join(map(str, VATTENTION_SETTINGS))}, got {density!r}")
@@ -89,7 +89,7 @@ def vattention_of(density: float, predictor="oracle"):
 def _name(name, density): return f"{name}-{100 * density:g}"
 
 def vattention_methods(densities: tuple = (0.1, 0.05, 0.025, 0.01)) -> dict:
-    "Top-k and vAttention of equal density; output-10 promises something about the output."
+    "Top-k and vAttention of equal density; output-10 guarantees something about the output."
     methods = {"exact": Exact()}
     for d in densities: methods |= {_name("topk", d): TopK(d), _name("vattention", d): vattention_of(d)}
     return methods | {"output-10": VAttention(delta=0.1, sinks=4, window=16, share=False, **OUTPUT_SETTINGS)}
@@ -133,7 +133,7 @@ class Size:
     texts: int             # that are decoded
     every: int             # tokens of a text that are decoded at once
     tokens: int            # of the prompts read at once
-    captures: tuple        # tasks of the prompts for `promise`
+    captures: tuple        # tasks of the prompts for `guarantee`
     tasks: tuple           # for `accuracy`
     setup_tasks: tuple     # for `setups`
     pareto_tasks: tuple    # for `pareto`
@@ -156,22 +156,22 @@ def method_settings(name: str, method, layers):
     return each[0] if all(x == each[0] for x in each) else each
 
 
-def promise_steps(pocket, size):
-    "Failures of the promise on captured heads, with the usual keys kept and with few"
+def guarantee_steps(pocket, size):
+    "Failures of the guarantee on captured heads, with the usual keys kept and with few"
     def rows(at, name):
         q, k, _ = pocket.captured(name, size.length, 1000 + at)
-        about = dict(part="promise", task=name, length=size.length, seed=1000 + at)
-        usual = promise_counts(q, k, times=size.times, seed=at)
-        few = promise_counts(q, k, times=size.times, seed=at, levels=(0.1,), sinks=4, window=16, topk=1)
+        about = dict(part="guarantee", task=name, length=size.length, seed=1000 + at)
+        usual = guarantee_counts(q, k, times=size.times, seed=at)
+        few = guarantee_counts(q, k, times=size.times, seed=at, levels=(0.1,), sinks=4, window=16, topk=1)
         return [about | dict(kept=kept) | row for kept, counts in (("usual", usual), ("few", few)) for row in counts]
-    return {f"promise {name} {size.length}": partial(rows, at, name) for at, name in enumerate(size.captures)}
+    return {f"guarantee {name} {size.length}": partial(rows, at, name) for at, name in enumerate(size.captures)}
 
 def _asked(pocket, size, part, names, methods, *, half=False, setups="A"):
     "Steps of watched answers, and the methods that give them"
     length, prompts = (size.length // 2, max(1, size.prompts // 2)) if half else (size.length, size.prompts)
     def rows(name, setup):
         given = dict(prompts=prompts, tokens=size.tokens, setup=setup, watch=True)
-        return pocket.ask(part, name, length, methods, **given)
+        return pocket.evaluate(part, name, length, methods, **given)
     return {f"{part} {name} {length} {setup}": partial(rows, name, setup) for name in names for setup in setups}
 
 def answer_steps(pocket, size):
@@ -225,5 +225,5 @@ def vattention_pocket(recorder):
         recorder.meta["methods"]["generation"] = told(used)
         return rows
 
-    steps = promise_steps(pocket, size) | asked["accuracy"] | asked["setups"]
+    steps = guarantee_steps(pocket, size) | asked["accuracy"] | asked["setups"]
     recorder.grow(steps | {f"generation {size.length}": generation} | asked["pareto"], **pocket.about, **settings)

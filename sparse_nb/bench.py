@@ -174,7 +174,7 @@ def model_of(
     config,           # of a decoder, as transformers' AutoConfig has it
     name: str = "",   # for people; its type if not given
 ) -> Model:
-    "What a configuration says; no weights are read. All are counted but the embedding, of which a token reads a row."
+    "What a configuration says; no weights are read. All are counted but the embedding: a token reads one vector of it."
     from transformers import AutoModelForCausalLM
     config = config.get_text_config()
     with torch.device("meta"): decoder = AutoModelForCausalLM.from_config(config)
@@ -239,7 +239,7 @@ def decode_call(
     k: torch.Tensor, # keys [B, G, N, D]
     v: torch.Tensor, # values [B, G, N, D]
 ) -> Callable:       # without arguments, returns [B, H, 1, D]
-    "A decode step of a method, as a static cache asks for it: its index of the keys is made here."
+    "A decode step of a method, as a static cache needs it: its index of the keys is made here."
     B, n, state = len(q), k.shape[2], method.new_state()
     known = dict(kv_start=k.new_zeros(B, dtype=torch.int64), kv_end=torch.full((B,), n, device=k.device))
     if state is not None:

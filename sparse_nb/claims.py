@@ -36,7 +36,7 @@ class Claim:
         if self.kind not in KINDS: raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         how, _, name = (self.refuted_by or "proof: none").partition(": ")
         if how not in ("proof", "counterexample") or not name.strip():
-            raise ValueError("refuted_by must be 'proof: ' or 'counterexample: ' and words of the row, got "
+            raise ValueError("refuted_by must be 'proof: ' or 'counterexample: ' and words of the claim, got "
                              f"{self.refuted_by!r}")
         if isinstance(self.tried_on, str) or not all(isinstance(x, str) and x.strip() for x in self.tried_on):
             raise ValueError(f"tried_on must hold names of models or machines, got {self.tried_on!r}")
@@ -201,14 +201,14 @@ class Row:
                     f"allowed is {self.tolerance:.4g}")
 
     def fails_unless(self) -> list:
-        "What would have failed the row, had it not been so: its tolerance, then the sentences of its checks."
+        "What would have failed the claim, had it not been so: its tolerance, then the sentences of its checks."
         sentences = list(self.checks or {})
         if self.verdict != "reproduced": return sentences
         near = f"ours is within {self.tolerance:.4g} of the paper's, at most {self.difference():.4g} off"
         return [near, *sentences]
 
     def to_json(self) -> str:
-        "The row as it is kept: one JSON object, without the fields that are not used."
+        "The result as it is kept: one JSON object, without the fields that are not used."
         return json.dumps({name: x for name, x in asdict(self).items() if x not in (None, "")}, indent=1,
                           ensure_ascii=False) + "\n"
 
@@ -229,7 +229,7 @@ def claim(
     command: str = None,       # what would measure it; needed for "not here"
     note: str = "",            # what else a reader should know
 ) -> Row:
-    """The row of the ledger for one claim, written as `<id>.json` into the folder that SPARSE_NB_LEDGER names, if any.
+    """The entry of the ledger for one claim, written as `<id>.json` into the folder named by SPARSE_NB_LEDGER, if any.
 
     Raises AssertionError where the evidence does not support the verdict, TypeError or ValueError where it is not
     complete (`Row`).
@@ -245,15 +245,15 @@ def claim(
 def rows(
     folder=None, # of the JSON files; None: nbs/claims of the source tree
 ) -> dict:       # id -> Row, in the order of `claims`
-    """The ledger as kept on disk, every row checked again.
+    """The ledger as kept on disk, every result checked again.
 
-    Raises ValueError, with the file's name, for a row that is malformed or contradicts itself.
+    Raises ValueError, with the file's name, for a result that is malformed or contradicts itself.
     """
     found = {}
     for path in Path(_folder(folder)).glob("*.json"):
         try: row = Row(**json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error: raise ValueError(f"{path.name}: {error}") from None
-        if path.stem != row.id: raise ValueError(f"{path.name}: holds the row of {row.id}")
+        if path.stem != row.id: raise ValueError(f"{path.name}: holds the result of {row.id}")
         if why := row.contradiction(): raise ValueError(f"{path.name}: {why}")
         found[row.id] = row
     return {id: found[id] for id in claims() if id in found}
@@ -261,7 +261,7 @@ def rows(
 def missing(
     folder=None, # of the JSON files; None: nbs/claims of the source tree
 ) -> list:       # ids
-    "The claims that have a chapter and no row."
+    "The claims that have a chapter and no result."
     there = rows(folder)
     return [id for id, said in claims().items() if said.chapter and id not in there]
 
@@ -273,7 +273,7 @@ def table(
 
     `on` is what a verdict rests on: the models or machines of 'same shape', the refutation of 'corrected'.
 
-    A claim without a row is 'missing', or 'not due' while it has no chapter. `fails_unless` is a list of sentences.
+    A claim without a result is 'missing', or 'not due' while it has no chapter. `fails_unless` is a list of sentences.
     """
     import pandas as pd
     there, lines = rows(folder), []
@@ -299,7 +299,7 @@ def ledger(
     folder=None,        # of the JSON files; None: nbs/claims of the source tree
     start: str = "nbs/appendix", # folder of the page that shows it, from which the links lead
 ) -> str:               # Markdown
-    "What came out, as Markdown: claim with its source and note, verdict, the paper's value and ours, a row each."
+    "What came out, as Markdown: claim with its source and note, verdict, the paper's value and ours, a line each."
     head = "| claim | verdict | paper | ours |\n|---|---|---|---|\n"
     def cells(line):
         claim = f"{_link(line, start)} {_cell(line.claim)} ({_cell(line.source)})"
@@ -311,7 +311,7 @@ def failures(
     folder=None,        # of the JSON files; None: nbs/claims of the source tree
     start: str = "nbs/appendix", # as in `ledger`
 ) -> str:               # Markdown
-    "What would have failed each row, as Markdown: every line of its last column had to come true."
+    "What would have failed each claim, as Markdown: every line of its last column had to come true."
     head = "| id | claim | kind | verdict | fails unless |\n|--|------|--|---|-----------------|\n"
     def cells(line):
         had_to = "<br>".join(f"{i}. {_cell(x)}" for i, x in enumerate(line.fails_unless, 1))

@@ -17,7 +17,7 @@ from .methods.topk import TopK
 from .core.selection import Selection
 from .core.streams import fold_in, head_seeds, new_seed
 from .methods.santa import SCHEMES, draw_selected, sample_values, unique_keys
-from .metrics import rows_read
+from .metrics import distinct_keys
 
 # %% ../nbs/library/compose.ipynb #446566d2
 def _check_parts(keys, values):
@@ -82,7 +82,7 @@ class Then(Method):
                state=None, step=None):
         """The mean of the drawn values [B, H, Q, D] in the dtype of q, or a pair of that and `Stats`.
 
-        Takes what `Method.decode` takes. A gradient reaches the rows of v that were drawn, not q and k.
+        Takes what `Method.decode` takes. A gradient reaches the values that were drawn, not q and k.
         """
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         return _decode(self, q, k, v, seed, scale, return_stats, own_arguments(state, step), masks)
@@ -103,6 +103,6 @@ def _decode(method, q, k, v, seed, scale, return_stats, own, masks):
     if not return_stats: return out
     first, end = visible_range(q, k, **masks)
     visible, read = (end - first).expand(q.shape[:3]), unique_keys(drawn, k.shape[2])
-    scored = visible if method.scores_all else rows_read(selection, k.shape[2])
+    scored = visible if method.scores_all else distinct_keys(selection, k.shape[2])
     size = method.index_bytes(q.shape[3])
     return out, Stats(scored, read, visible * size if size else 0, read / visible, drawn.budget)

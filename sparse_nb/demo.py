@@ -203,7 +203,7 @@ def number_table(
     cells: list,  # of each row, strings
     width: int,   # letters of a line at most
 ) -> list:        # of lines
-    """Names on the left and numbers on the right; a name that leaves them no room stands above them.
+    """Names on the left and numbers on the right; a name that leaves them no space stands above them.
 
     Where the numbers alone are too wide, each has a line of its own. A name goes on where it has a comma or a blank.
     """

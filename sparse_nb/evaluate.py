@@ -36,8 +36,8 @@ def _question_tokens(context, prompt):
     return max(1, len(prompt) - next((j for j, (a, b) in pairs if a != b), min(len(prompt), len(context))))
 
 def _rows(tokenizer, examples, setup, chat=False):
-    """Left-padded prompts [B, N], first own token of each row [B], tokens at the end that the method reads [B], and
-    tokens to choose from [B, C] or None"""
+    """Left-padded prompts [B, N], first own token of each sequence [B], tokens at the end that the method reads [B],
+    and tokens to choose from [B, C] or None"""
     asked = [(choice_tokens if e.choices else prompt_tokens)(e, tokenizer, chat) for e in examples]
     contexts, prompts, *choices = zip(*asked)
     longest = max(map(len, prompts))
@@ -59,7 +59,7 @@ def check_keeps_all(
                      f"{model.config.get_text_config().model_type}")
 
 def _prefill_padded(model, ids, start, chunk):
-    "A cache of rows whose first own token is `start`"
+    "A cache of sequences whose first own token is `start`"
     cache = DynamicCache(config=model.config)
     given = as_cache(model.base_model, cache)
     own = torch.arange(ids.shape[1], device=ids.device) >= start.to(ids.device)[:, None]
@@ -78,20 +78,21 @@ def prefill_rows(
     *,
     chunk: int = 2048,   # tokens of a row at a time
 ) -> DynamicCache: # keys and values of all N positions; what stands before `start` means nothing
-    """Read left-padded prompts with the model's own exact attention, as `hf.prefill` reads rows of one length.
+    """Read left-padded prompts with the model's own exact attention, as `hf.prefill` reads sequences of one length.
 
-    Raises ValueError for a start outside the row, for layers that do not keep every key, and as `hf.prefill`.
+    Raises ValueError for a start outside the sequence, for layers that do not keep every key, and as `hf.prefill`.
     """
     check_count("chunk", chunk)
     check_keeps_all(model)
     if start.shape != ids.shape[:1] or start.min() < 0 or start.max() >= ids.shape[1]:
         rows, most = ids.shape[0], ids.shape[1] - 1
-        raise ValueError(f"start must hold a number from 0 to {most} for each of {rows} rows, got {start.tolist()}")
+        raise ValueError(f"start must hold a number from 0 to {most} for each of {rows} sequences, got "
+                         f"{start.tolist()}")
     return _prefill_padded(model, ids, start, chunk) if start.max() else hf.prefill(model, ids, chunk=chunk)
 
 # %% ../nbs/library/evaluate.ipynb #c340d884
 class Watch:
-    "Adds up what the decoded queries of each row of a batch read, and how far they are from exact attention"
+    "Adds up what the decoded queries of each sequence of a batch read, and how far they are from exact attention"
     NAMES = "queries", "density", "error", "bytes", "dense_bytes"
 
     def __init__(self,
@@ -102,7 +103,7 @@ class Watch:
     def take(self,
         rows: torch.Tensor, # which rows of the batch the next queries are of [R], int64
     ): # a function that takes a query, for `Dispatch.observe`
-        "What adds up the queries of some rows"
+        "What adds up the queries of some sequences"
         def add(query):
             read, device = reads_of(query, audit=True), query.out.device
             x = torch.stack([read[name].double().to(device) for name in self.NAMES], 1).sum((2, 3))
@@ -112,15 +113,15 @@ class Watch:
         return add
 
     def means(self):
-        "Means over queries, layers and heads: a dict for each row"
+        "Means over queries, layers and heads: a dict for each sequence"
         return [dict(zip(self.NAMES[1:], row)) for row in (self.sums[:, 1:] / self.sums[:, :1]).tolist()]
 
 # %% ../nbs/library/evaluate.ipynb #c340d885
 def _write_rows(model, cache, text, first, own, methods, new, seeds, watch, watched=0, ends=(), choices=None):
     """Greedy tokens [B, new] after `text` [B, T], whose last `own` tokens are the method's; `cache` grows.
 
-    `watch` is told the first `watched` tokens. Once each row has written one of `ends`, the rest is the first of them.
-    With `choices` [B, C] in place of tokens their log-likelihoods.
+    `watch` gets the first `watched` tokens. Once each sequence has written one of `ends`, the rest is the first of
+    them. With `choices` [B, C] in place of tokens their log-likelihoods.
     """
     padded, given = bool(first.any()), as_cache(model, cache)
     first = first.to(text.device)[:, None]
@@ -212,7 +213,7 @@ def _reply(tokenizer, example, ids, ends):
 
 # %% ../nbs/library/evaluate.ipynb #3cb18e40
 def _answer_batch(model, tokenizer, examples, methods, setup, chunk, prefill, chat, watch):
-    "The rows of `answers` for one batch"
+    "The results of `answers` for one batch"
     ids, start, taken, choices = _rows(tokenizer, examples, setup, chat)
     sizes = [reply_tokens(e, tokenizer, chat) for e in examples]
     watched = [len(tokenizer(f" {e.answer}.", add_special_tokens=False)["input_ids"]) for e in examples]
@@ -339,7 +340,7 @@ def compare(
     """By how much more often `method` is right than `other` on the same prompts, tasks and lengths of `frame` pooled.
 
     Where a method answered a prompt several times, with several budgets say, its share of right answers counts. Raises
-    ValueError for a method that is not there, or was not asked the same prompts as often as the other.
+    ValueError for a method that is not there, or was not given the same prompts as often as the other.
     """
     _columns(frame, "method", "task", "length", "seed", "exact")
     sides = []

@@ -80,7 +80,7 @@ def all_but_least(
 # %% ../nbs/library/eviction.ipynb #409328dd
 @dataclass(frozen=True)
 class H2O(Evicts):
-    """Heavy hitters: the keys that all queries so far gave most attention, and the newest (Zhang et al. 2023).
+    """The keys that all queries so far gave most attention, and the newest (Zhang et al. 2023).
 
     Each step counts its attention and evicts until `budget` keys are left; its own key is read beside those. It
     does not fit a prompt with a question at its end: a real model lost most answers (chapter 9); `SnapKV` does.
@@ -116,7 +116,7 @@ class H2O(Evicts):
         return most_voted(votes, held, first, *self.limits(first, q.shape[2])), votes
 
     def after_step(self, q, k, first, scale, held, votes, begun):
-        "The keys that stay when the query of the last key was asked, and the votes with its own."
+        "The keys that stay when the query of the last key was read, and the votes with its own."
         place, votes = torch.full((1,), k.shape[2] - 1, device=q.device), F.pad(votes, (0, 1))
         return self.after_query(q, k, first, scale, held, votes, place, self.limits(first, begun))
 

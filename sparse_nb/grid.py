@@ -137,7 +137,7 @@ class Grid:
         chat: bool,   # through a chat template?
         dtype: str = "torch.float32", # that the model computes in
     ) -> dict: # model, weights, dtype, SETTINGS of it, `methods` of each role, versions, device
-        "What the rows of a file have in common"
+        "What the results of a file have in common"
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         texts = sha256("\0".join(self.texts).encode()).hexdigest() if self.texts else None
         return dict(sparse_nb=sparse_nb.__version__, torch=torch.__version__,
@@ -216,7 +216,7 @@ class Worker:
     def work(self,
         job: Job,  # of `Grid.jobs`
     ) -> list:     # of dicts: decode, seed, and what `evaluate.accuracy` or `text.text_bits` says of it
-        "The rows of a job. Raises whatever the model or a method raises."
+        "The results of a job. Raises whatever the model or a method raises."
         return self._text(job) if job.task == "text" else self._task(job)
 
     def _task(self, job):
@@ -249,14 +249,14 @@ class Worker:
 def _reason(error): return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 def _done(job, work):
-    "What becomes of a job: itself, rows or None, seconds, failure or None"
+    "What becomes of a job: itself, results or None, seconds, failure or None"
     began, rows, failed = time.monotonic(), None, None
     try: rows = work(job)
     except Exception as error: failed = _reason(error)
     return job, rows, time.monotonic() - began, failed
 
 def _here(grid):
-    "The header of a grid's results, and a function from jobs to (job, rows or None, seconds, failure or None)"
+    "The header of a grid's results, and a function from jobs to (job, results or None, seconds, failure or None)"
     worker = Worker(grid)
     return worker.header(), lambda jobs: (_done(job, worker.work) for job in jobs)
 
@@ -271,13 +271,13 @@ class _Seat:
         if told != self.told:
             grid, self.told, self.worker = pickle.loads(told), None, None
             if grid.model != self.model:
-                self.model = self.held = None  # makes room for the next
+                self.model = self.held = None  # makes space for the next
                 self.held, self.model = load_named(grid.model), grid.model
             self.worker, self.told = self.kind(grid, self.held), told
         return self.worker
 
     def header(self, told):
-        "That of a grid (pickled), in place of rows"
+        "That of a grid (pickled), in place of results"
         return _done(None, lambda _: self._worker(told).header())
 
     def work(self, told, job):
@@ -290,7 +290,7 @@ class _Crew:
     def __init__(self, ray, seats): self.ray, self.seats = ray, seats
 
     def take(self, grid):
-        "As `_here`. Every seat is told the grid, the first to be ready gives the header."
+        "As `_here`. Every seat gets the grid, the first to be ready gives the header."
         told = self.ray.put(self.ray.cloudpickle.dumps(grid))
         (ready,), _ = self.ray.wait([seat.header.remote(told) for seat in self.seats])
         _, header, _, failed = self.ray.get(ready)
@@ -349,7 +349,7 @@ def run(
     mix: bool = False,          # may the file hold results of other versions of torch, transformers or sparse_nb?
     progress=None,              # called as `progress(done, total)` in jobs
 ) -> tuple: # jobs done and jobs that failed, in this run
-    """Do what the grid asks and the file lacks.
+    """Do what the grid lists and the file lacks.
 
     Raises as `load_named` and `crew`; ValueError before the first job for a file of another grid or other weights, one
     of other versions unless `mix`, one that another process writes to, and for lengths and methods that the model
@@ -380,7 +380,7 @@ CELL = ["task", "length", "prefill", "decode"]
 def frame_of(
     path: Path, # a file of `run`
 ) -> pd.DataFrame: # a row for each prompt and pair of methods: CELL, seed, what `Worker.work` gives, same
-    """The rows of a file of results; `same` says whether the answer is that of exact attention in both roles.
+    """The results of a file; `same` says whether the answer is that of exact attention in both roles.
 
     Raises as `read_results`, and ValueError where no job is done.
     """

@@ -274,7 +274,7 @@ def answer(
     question of more than one row.
     """
     ids = check_ids(model, input_ids)
-    if ids.shape[0] != 1: raise ValueError(f"input_ids must be one question, got {ids.shape[0]} rows")
+    if ids.shape[0] != 1: raise ValueError(f"input_ids must be one question, got {ids.shape[0]} sequences")
     check_count("max_new_tokens", max_new_tokens)
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be one of transformers, as `prefill` gives it, got {type(cache).__name__}")

@@ -151,7 +151,7 @@ class KDEformer(Binned):
 
 @dataclass(frozen=True)
 class Reformer(Binned):
-    """The keys in the query's chunk of a row sorted by the nearest of random directions (Kitaev et al. 2020).
+    """The keys in the query's chunk of the keys sorted by the nearest of random directions (Kitaev et al. 2020).
 
     The first and the last keys are read as well. It has no budget: `bins` sets it.
     Raises TypeError or ValueError for settings that can never work.

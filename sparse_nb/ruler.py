@@ -77,7 +77,7 @@ def _different(count, draw):
 # %% ../nbs/library/ruler.ipynb #645bb171
 @dataclass(frozen=True)
 class Question:
-    "What a model is to read and is asked, in RULER's words"
+    "What a model is to read and to answer, in RULER's words"
     context: str   # from the first word of the instruction to the end of the text
     asked: str     # the question after it
     begun: str     # the first words of the reply
@@ -162,7 +162,7 @@ _TRACK = ("Memorize and track the chain(s) of variable assignment hidden in the 
           "the value {query}, they are: ")
 
 def _track(rng, size, chains, hops, letters):
-    "A text of `size` lines of noise, what is asked about it, and its answers"
+    "A text of `size` lines of noise, the question about it, and its answers"
     count = hops + 1
     names = _different(chains * count, lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)))
     numbers = _different(chains, lambda: str(rng.randint(10_000, 99_998)))

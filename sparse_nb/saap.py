@@ -148,8 +148,8 @@ class Saap(Partitioned):
         """
         check_query(q, state)
         if state.latest is None: raise ValueError("state must be fresh from `state_for`, got one behind its keys")
-        found = rank_clusters(guess(self, q, state, scale, state.asked), state.latest[..., 0], self.rank)
-        if state.static: state.asked = None  # of a graph, whose memory nobody else may hold
+        found = rank_clusters(guess(self, q, state, scale, state.queries), state.latest[..., 0], self.rank)
+        if state.static: state.queries = None  # of a graph, whose memory nobody else may hold
         found = found.clamp(min=torch.finfo(found.dtype).min)
         ids = state.rows[..., 0].long()[:, :, None].expand(-1, -1, q.shape[2], -1)
         return found.gather(-1, ids).repeat_interleave(q.shape[1] // found.shape[1], 1)

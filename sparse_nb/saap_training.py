@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['QUERIES_AT_ONCE', 'MOMENTUM', 'EPS', 'FACTORS', 'BUDGETS', 'POINTS', 'PAPER', 'cluster_shares', 'normed', 'folded',
            'or_all', 'new_router', 'check_learning', 'check_examples', 'fit_router', 'factor_errors', 'token_ids',
-           'bar', 'watched', 'Lessons', 'model_centroids', 'asked_of', 'routers_of', 'check_routers', 'train_partition']
+           'bar', 'watched', 'Lessons', 'model_centroids', 'router_examples', 'routers_of', 'check_routers',
+           'train_partition']
 
 # %% ../nbs/library/saap_training.ipynb #7a1c40d5
 import math
@@ -65,7 +66,7 @@ def normed(
     counts: torch.Tensor,  # which rows count [heads, n, 1], 0 or 1
     norm: list,            # gain and shift [heads, 1, M], which are learnt, and the running mean and variance
 ) -> torch.Tensor:         # [heads, n, M]
-    "Batch norm over the rows that count; the running statistics follow."
+    "Batch norm over the queries that count; the running statistics follow."
     n = counts.sum(1, keepdim=True).clamp(min=1)
     mean = (h * counts).sum(1, keepdim=True) / n
     variance = ((h - mean).square() * counts).sum(1, keepdim=True) / n
@@ -242,7 +243,7 @@ def watched(items, total, what, progress):
         if callable(progress): progress(f"text {i + 1} of {total}: {what}")
 
 class Lessons(NamedTuple):
-    "Texts of a model, and which of their queries are asked."
+    "Texts of a model, and which of their queries are used."
     model: object    # a transformers decoder
     texts: list      # token ids of each, tensors [N]
     queries: int     # of each text: a quarter its last ones, the others drawn from the last 7/8 of it
@@ -293,7 +294,7 @@ def model_centroids(
             for layer, keys in held.items()}
 
 # %% ../nbs/library/saap_training.ipynb #7a1c40e0
-def asked_of(
+def router_examples(
     lessons: Lessons,
     fits: dict,        # layer -> centroids [G, C, D]
     kmeans: str,       # one of `KMEANS`
@@ -304,7 +305,7 @@ def asked_of(
     fitted: int,
     progress,
 ) -> tuple:            # layer -> examples of `fit_router`; layer -> for each head the number of its factor in `FACTORS`
-    "What the queries of all texts ask of the clusters, and which factors make their outputs best."
+    "What the queries of all texts need of the clusters, and which factors make their outputs best."
     examples, errors = {}, {}
     for number, layers in enumerate(watched(lessons.captured(before_rope), len(lessons.texts), "queries", progress)):
         for x in layers:
@@ -405,7 +406,7 @@ def train_partition(
         raise ValueError(f"texts must hold one of more than {window + 1} tokens, for routers to learn from keys before "
                          f"the window, got {longest} at most")
     fits = model_centroids(lessons, clusters, kmeans, before_rope, seed, progress=progress)
-    examples, best = asked_of(lessons, fits, kmeans, before_rope, window, reach, causal, fitted, progress)
+    examples, best = router_examples(lessons, fits, kmeans, before_rope, window, reach, causal, fitted, progress)
     parts = {layer: dict(centroids=fit, factor=torch.tensor(FACTORS, device=fit.device)[best[layer]])
              for layer, fit in fits.items()}
     for kind in routers:

@@ -89,7 +89,7 @@ def query_lists(s, q, k, state, step, masks, scale, seed):
     elif s.index == "oracle": a = true_query_shares(s, q, k, place, first, end, scale)
     else: a, index = query_shares(s, q, k, state, place, first, end, scale)
     if s.walk is not None:
-        asked = state.asked.rows[:, :, :, 0, :-2]
+        asked = state.queries.rows[:, :, :, 0, :-2]
         with no_autocast(q): rows = shares_of_blocks(s, asked, index, k.shape[1], scale)
         a = next_step(s, step, "query", a, place.own, rows.masked_fill(~place.visible[:, :, -1:], 0))
     return heaviest_blocks(a, place.visible, place.forced, s.density, s.least), place, first, end
@@ -154,7 +154,7 @@ class SketchWalk(BlockLists):
 
     @property
     def prompt_pool(self) -> str:
-        "`pool` of a prompt: by default the maximum; the mean with a walk, whose rows are shares."
+        "`pool` of a prompt: by default the maximum; the mean with a walk, whose queries have shares."
         if self.pool is not None: return self.pool
         return "max" if self.walk is None else "mean"
 

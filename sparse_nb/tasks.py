@@ -146,7 +146,7 @@ def _qa(rng, chars, filler, *, data):
     rng.shuffle(others)
     place, texts, document = rng.random(), [data["paragraphs"][number][1]], "Document {}:\n{}\n\n"
     left = chars - len(document.format(1, texts[0]))
-    if left < 0: raise ValueError(f"the document asked about takes {chars - left} characters, got {chars}")
+    if left < 0: raise ValueError(f"the document takes {chars - left} characters, got {chars}")
     for text in cycle(others):
         left -= len(document.format(len(texts) + 1, ""))
         if left <= 0: break
@@ -269,7 +269,7 @@ def reply_tokens(
     tokenizer=None,     # as in `prompt_tokens`
     chat: bool = False, # likewise
 ) -> int:
-    "How many tokens a model may write: those of the answer; in a dialogue, room for quotation marks or other words"
+    "How many tokens a model may write: those of the answer; in a dialogue, space for quotation marks or other words"
     if example.task in RULER: return RULER[example.task].tokens
     if example.task in EXAMS: return EXAMS[example.task].tokens
     longest = max((example.answer, *example.others), key=len)

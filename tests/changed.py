@@ -73,7 +73,7 @@ def modules(root=ROOT):
 
 @lru_cache(None)
 def door(root=ROOT):
-    "What the names of the front door stand for: sparse_nb.Santa -> sparse_nb.santa."
+    "What the names of the package stand for: sparse_nb.Santa -> sparse_nb.santa."
     path, registry = root / "sparse_nb/__init__.py", root / "sparse_nb/core/registry.py"
     found = re.findall(r'Entry\("([\w.]+):(\w+)"', registry.read_text(encoding="utf-8")) if registry.exists() else []
     found = {f"sparse_nb.{name}": module for module, name in found}

@@ -1,5 +1,5 @@
 """The list of pages, nbs/contents.yml. Run as a command, it writes the list into the sidebar of _quarto.yml, and the
-methods of the registry into the names of the front door."""
+methods of the registry into the names of the package."""
 import json
 import re
 import sys
@@ -31,7 +31,7 @@ def quarto(text):
 
 
 def front_door(source):
-    "The source of the front door's cell of names, with every method of the registry among them."
+    "The source of the package's cell of names, with every method of the registry among them."
     sys.path.insert(0, str(ROOT))
     from sparse_nb.core.registry import CLASSES
     known = re.findall(r'"(\w+)"', source.partition("_all_ = [")[2].partition("]")[0].partition("\n")[2])

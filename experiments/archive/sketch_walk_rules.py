@@ -261,18 +261,18 @@ def prompt_losses(
     return rows
 
 
-def rival_arms(
+def baseline_arms(
     length: int, # tokens of a prompt
 ) -> dict:       # name -> method
-    "A tenth of the blocks, and as many keys by rivals."
+    "A tenth of the blocks, and as many keys by baselines."
     keys = math.ceil(length / 64 / 10) * 64
     return {"fine4": SketchWalk(density=0.1), "quest-32": Quest(keys, 32), "adamas": Adamas(keys),
             "double sparsity": DoubleSparsity(keys), "streaming": Streaming(4, keys - 4)}
 
-def add_rivals(recorder) -> dict:
-    "Ask the pocket model with rivals; what meta says of it."
+def add_baselines(recorder) -> dict:
+    "Evaluate the pocket model with baselines; what meta says of it."
     length, prompts = (700, 1) if recorder.quick else (4096, 20)
-    worker, arms = Worker(Grid("pocket", ["kv"], [length], {})), rival_arms(length)
+    worker, arms = Worker(Grid("pocket", ["kv"], [length], {})), baseline_arms(length)
     apart = {name: (lambda i, m=m: Exact() if i < 2 else m) for name, m in arms.items()} | {"exact": Exact()}
     for task in HARD[1:2] if recorder.quick else HARD[1:3]:
         found = accuracy(worker.model, worker.tokenizer, task, length, apart, prompts=prompts, batch=2, setup="B")
@@ -284,7 +284,7 @@ def add_rivals(recorder) -> dict:
 
 
 def sketch_walk_rules(recorder):
-    "Losses of every rule, and the answers of rivals. Raises as `fetch.load`."
+    "Losses of every rule, and the answers of baselines. Raises as `fetch.load`."
     quick, rows, worker = recorder.quick, recorder.rows, None
     name, length, prompts = ("pocket", 700, 1) if quick else ("smollm2", 2048, 8)
     rules = dict(list(RULES.items())[-3:]) if quick else RULES
@@ -295,7 +295,7 @@ def sketch_walk_rules(recorder):
         recorder.say(f"{task}: {len(rows)} rows")
     about = dict(weights=weights_id(worker.model), model=name, length=length)
     about |= dict(bytes={x: y for x, (_, y) in rules.items()})
-    return machine("cpu") | about | dict(rivals=add_rivals(recorder))
+    return machine("cpu") | about | dict(rivals=add_baselines(recorder))
 
 
 def sketch_walk_rules_prompts(recorder):

@@ -11,7 +11,7 @@ from sparse_nb.models.capturing import capture
 from sparse_nb.methods.flex_prefill import FlexPrefill
 from sparse_nb.methods.hip import HiP
 from sparse_nb.methods.vertical_slash import VerticalSlash
-from experiments.answers import ask
+from experiments.answers import evaluate
 from sparse_nb.text import documents, speeches, windows
 
 
@@ -97,7 +97,7 @@ def keys_read(model: str, length: int, methods: dict) -> list:
         given = {x: getattr(s, x) for x in s.__dataclass_fields__}
         asked = some if s.base is not None else some[:1]
         stats = [delta_prefill(x.q, x.k, x.v, scale=x.scale, return_stats=True, **given)[1] for x in asked]
-        means = [(x.keys_per_row.mean(), x.density.mean()) for x in stats]
+        means = [(x.keys_per_query.mean(), x.density.mean()) for x in stats]
         keys, density = torch.tensor(means).mean(0).tolist()
         rows.append(dict(part="work", model=model, length=length, method=name, keys=round(keys, 1),
                          density=float(f"{density:.4g}"), seed=[0]))
@@ -105,9 +105,9 @@ def keys_read(model: str, length: int, methods: dict) -> list:
 
 
 def delta(recorder):
-    "Ask both models everything, and count the keys. Raises as `ask`."
+    "Evaluate both models, and count the keys. Raises as `evaluate`."
     wanted = quick_grids() if recorder.quick else grids()
-    about = ask(recorder, wanted)
+    about = evaluate(recorder, wanted)
     for grid in (x for x in wanted.values() if x.texts):
         methods = {name: x for name, x in grid.prefill.items() if name not in ("exact", "streaming")}
         recorder.rows += keys_read(grid.model, grid.lengths[0], methods)
@@ -116,7 +116,7 @@ def delta(recorder):
 
 
 def delta_bases(recorder):
-    "Ask the pocket model with each base, without and with a correction, and count the keys. Raises as `ask`."
-    about = ask(recorder, lent_grids(recorder.quick))
+    "Evaluate the pocket model with each base, without and with a correction, and count the keys. Raises as `evaluate`."
+    about = evaluate(recorder, lent_grids(recorder.quick))
     recorder.rows += keys_read("pocket", 1024, lent())
     return about

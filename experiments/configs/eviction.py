@@ -4,7 +4,7 @@ from sparse_nb.methods.quest import Quest
 from sparse_nb import Streaming, TopK
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import Grid
-from experiments.answers import ask
+from experiments.answers import evaluate
 
 
 SHARE = 0.2  # of the keys, or of the bytes of all keys and values
@@ -32,5 +32,5 @@ def grid_of(setup: str, quick: bool = False) -> Grid:
     return Grid("pocket", list(tasks), [LENGTH], methods, prompts=prompts, setup=setup, batch=10 * LENGTH)
 
 def eviction(recorder):
-    "Ask the pocket model everything. Raises as `ask`."
-    return ask(recorder, {setup: grid_of(setup, recorder.quick) for setup in SETUPS}) | dict(share=SHARE)
+    "Evaluate the pocket model. Raises as `evaluate`."
+    return evaluate(recorder, {setup: grid_of(setup, recorder.quick) for setup in SETUPS}) | dict(share=SHARE)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from sparse_nb.methods.adamas import Adamas
 from sparse_nb.grid import Grid
-from experiments.answers import ask
+from experiments.answers import evaluate
 from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vattention import VAttention
@@ -12,7 +12,7 @@ from sparse_nb.vattention import VAttention
 
 DENSITY = 0.2                                                  # of Sketch&Walk
 NEAR = dict(sinks=4, window=128)                               # keys that vAttention and SAAP always read
-PROMISE = dict(eps=0.1, delta=0.1, topk=0.025, base=0.025)     # of vAttention, for the denominator
+GUARANTEE = dict(eps=0.1, delta=0.1, topk=0.025, base=0.025)     # of vAttention, for the denominator
 PROBES, CLUSTERS = 6, 128                                      # of SAAP, whose clusters are those of "pocket"
 
 def walks() -> dict:
@@ -26,8 +26,8 @@ def samplers() -> dict:
     "vAttention as published, and with bounds and a base sample that is kept, over two predictors."
     found = {}
     for name, predictor in ("oracle", "oracle"), ("adamas", Adamas(0.025)):
-        found |= {f"as published, {name}": VAttention.paper(**PROMISE, **NEAR, predictor=predictor),
-                  f"close to published, {name}": VAttention(**PROMISE, **NEAR, predictor=predictor, share=False)}
+        found |= {f"as published, {name}": VAttention.paper(**GUARANTEE, **NEAR, predictor=predictor),
+                  f"close to published, {name}": VAttention(**GUARANTEE, **NEAR, predictor=predictor, share=False)}
     return found
 
 def clusters(length: int) -> dict:
@@ -51,5 +51,5 @@ def grids(length: int = 2048, prompts: int = 20, tasks=("multikey", "kv")) -> di
 
 
 def presets(recorder):
-    "Ask the pocket model everything. Raises as `ask`."
-    return ask(recorder, grids(700, 2, ("needle",)) if recorder.quick else grids())
+    "Evaluate the pocket model. Raises as `evaluate`."
+    return evaluate(recorder, grids(700, 2, ("needle",)) if recorder.quick else grids())

@@ -8,7 +8,7 @@ from sparse_nb.methods.quest import Quest
 from sparse_nb import Streaming, TopK
 from sparse_nb.grid import Grid
 from sparse_nb.hash_attention import HashAttention
-from experiments.answers import ask
+from experiments.answers import evaluate
 from sparse_nb.saap_partition import KINDS, make_partition, partition_path
 from sparse_nb.methods.saap.state import Partition
 from sparse_nb.saap import Saap
@@ -122,8 +122,8 @@ def partitions_of(grid: Grid) -> set:
     return {(grid.model, kind) for kind in KINDS if partition_path(grid.model, kind) in used}
 
 def saap(recorder):
-    "Ask both models everything, with partitions that are made where they are missing. Raises as `ask`."
+    "Evaluate both models, with partitions that are made where they are missing. Raises as `evaluate`."
     wanted = quick_grids() if recorder.quick else grids()
     for needed in sorted(set().union(*map(partitions_of, wanted.values()))):
         make_partition(*needed, progress=recorder.say)
-    return ask(recorder, wanted)
+    return evaluate(recorder, wanted)

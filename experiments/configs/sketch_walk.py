@@ -1,4 +1,4 @@
-"""Every index of blocks, with and without a walk, and what rivals choose, on the pocket model and on SmolLM2:
+"""Every index of blocks, with and without a walk, and what baselines choose, on the pocket model and on SmolLM2:
 which questions are still answered"""
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from sparse_nb.methods.block_reads import pairs_read
 from sparse_nb.methods.flex_prefill import FlexPrefill
 from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.methods.xattention import XAttention
-from experiments.answers import ask
+from experiments.answers import evaluate
 from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.tasks import TASKS, make as make_task, prompt_tokens
@@ -38,7 +38,7 @@ def blocks_by(density: float) -> dict:
                     "paper": SketchWalk.paper(density)}
 
 def deciders(density: float, length: int) -> dict:
-    "Smaller blocks and lists of heads, and rivals, that choose keys for single queries; SAAP's near keys are counted."
+    "Smaller blocks and lists of heads, and baselines, that choose keys for single queries; SAAP's near keys count."
     near, means = 4 + 64, dict(pool="mean", refine=1)
     found = {f"{index} of {size}": SketchWalk(size, density, index, **means) for index, size in PIECED}
     found |= {f"{name} each": replace(found[name], heads="each") for name in ("fine4 of 16", "fine4 of 4")}
@@ -47,7 +47,7 @@ def deciders(density: float, length: int) -> dict:
             "saap": Saap(max(1, round(density * length) - near), sinks=4, window=64)}
 
 def readers(density: float, length: int) -> dict:
-    "Lists of heads, and rivals that choose blocks of prompts."
+    "Lists of heads, and baselines that choose blocks of prompts."
     lines, each = max(64, round(density * length / 4)), blocks_by(density)
     found = {f"{name} each": replace(each[name], heads="each")
              for name in ("fine16 max", "fine4 max", "oracle", "oracle max")}
@@ -106,7 +106,7 @@ REFINED = "fine16 max refined", "fine16 max each refined"
 EACH = "fine4", "fine4 max", "fine4 max each", "fine16 max each", "oracle each", "oracle max each", *REFINED
 CORE = ("mean", "mean max", "fine4", "fine16 max", "fine4 max each", "oracle", "oracle max each", "paper",
         "xattention", *REFINED)
-READS = [ # model, tasks, length, prompts, density -> names of arms, rivals that set their own share
+READS = [ # model, tasks, length, prompts, density -> names of arms, baselines that set their own share
     ("pocket", (*HARD, "variable_tracking"), 2048, 200, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
     ("pocket", HARD, 8192, 100, dict.fromkeys((0.1, 0.2), (*READ, *EACH)), True),
     ("smollm2", EASY, 2048, 200, {0.2: CORE}, False)]
@@ -226,9 +226,9 @@ def pairs_of(grid: Grid) -> list:
 
 
 def sketch_walk(recorder):
-    "Ask both models everything; losses of given answers, and shares of pairs. Raises as `ask`."
+    "Evaluate both models; losses of given answers, and shares of pairs. Raises as `evaluate`."
     wanted = quick_grids() if recorder.quick else grids()
-    about = ask(recorder, wanted)
+    about = evaluate(recorder, wanted)
     for name, grid in (list(wanted.items())[-1:] if recorder.quick else loss_grids().items()):
         recorder.rows += losses(grid)
         recorder.say(f"{name}: losses")

@@ -45,7 +45,7 @@ def methods_of(model: str, channels: tuple | None = None) -> dict:
                "magicpig": MagicPIG(8, 32), "double_sparsity-prompt": DoubleSparsity(DENSITY)} | alone
     methods |= {f"half+{name}": halved(method) for name, method in ({"topk": "oracle"} | alone).items()}
     methods |= {"then": Then(Quest(0.2, 16), Santa(64)), "h2o": H2O(DENSITY), "snapkv": SnapKV(DENSITY)}
-    return methods | {"promise": VAttention(0.1, 0.1, sinks=4, window=16, topk=0.025, base=0.025, share=False)}
+    return methods | {"guarantee": VAttention(0.1, 0.1, sinks=4, window=16, topk=0.025, base=0.025, share=False)}
 
 
 LENGTHS = 1024, 2048, 4096, 8192
@@ -84,7 +84,7 @@ def rows_of_two(files: list) -> list:
     return rows
 
 def two_models(recorder):
-    "Ask both models everything; in the quick form one task, a short prompt, the pocket model. Raises as `finish`."
+    "Evaluate both models; in the quick form one task, a short prompt, the pocket model. Raises as `finish`."
     out, quick, say = recorder.out, recorder.quick, recorder.say
     files = [] if quick else [
         finish(look_grid(length, chat), out, f"look.{'chat' if chat else 'plain'}.{length}", say)

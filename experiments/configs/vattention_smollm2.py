@@ -23,15 +23,16 @@ from sparse_nb.text import token_bits
 from sparse_nb.vattention import VAttention
 
 
-def promised(eps: float, delta: float, topk: float, base: float, **settings) -> VAttention:
+def with_guarantee(eps: float, delta: float, topk: float, base: float, **settings) -> VAttention:
     "vAttention whose heads choose for themselves."
     return VAttention(eps, delta, topk=topk, base=base, share=False, **dict(sinks=4, window=16) | settings)
 
 def sampled_arms() -> dict: # name -> `VAttention`
     "What is asked first. A name says tolerance and predictor."
-    return {"vattention 0.05": promised(0.05, 0.05, 0.025, 0.025), "vattention 0.1": promised(0.1, 0.1, 0.025, 0.025),
-            "vattention 0.4": promised(0.4, 0.2, 0.02, 0.015),
-            "vattention+adamas 0.1": promised(0.1, 0.1, 0.025, 0.025, predictor=Adamas(0.025))}
+    return {"vattention 0.05": with_guarantee(0.05, 0.05, 0.025, 0.025),
+            "vattention 0.1": with_guarantee(0.1, 0.1, 0.025, 0.025),
+            "vattention 0.4": with_guarantee(0.4, 0.2, 0.02, 0.015),
+            "vattention+adamas 0.1": with_guarantee(0.1, 0.1, 0.025, 0.025, predictor=Adamas(0.025))}
 
 def little_arms() -> dict: # name -> method
     "Methods that read about a fortieth of the keys, and MagicPIG as its paper sets it (8 bits, 75 tables)."

@@ -18,7 +18,7 @@ from .output import check_out, progress_bars, write_whole
 
 # %% ../../nbs/library/commands_demo.ipynb #848a8380
 def demo(
-    task: Annotated[str, typer.Option(help="What to ask for: a name in sparse_nb.tasks.TASKS.")] = "needle",
+    task: Annotated[str, typer.Option(help="What to look for: a name in sparse_nb.tasks.TASKS.")] = "needle",
     context: Annotated[int, typer.Option(help="Length of the prompt in tokens.")] = 8192,
     model: MODEL = "pocket",
     seed: Annotated[int, typer.Option(help="Of the prompt and of the sampling.")] = 0,

@@ -162,7 +162,7 @@ def evaluate_grid(
     show: Annotated[Path, typer.Option(help="Show this file of results, and stop.", show_default=False)] = None,
     pool: Annotated[bool, typer.Option("--pool", help="Show all tasks and lengths together.")] = False,
 ):
-    "Ask a model a grid of tasks, lengths and methods, and compare each with exact attention."
+    "Evaluate a model on a grid of tasks, lengths and methods, and compare each with exact attention."
     if show is not None:
         if out is not None: check_out(out, suffixes=(".csv", ".png", ".svg", ".pdf"))
         return show_results(show, out, pool)

@@ -39,7 +39,7 @@ def _streamer(tokenizer, begin):
 def show_stats(
     stats, # from `Session.stats`
 ) -> None:
-    "Print a row for each layer to standard error."
+    "Print a line for each layer to standard error."
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

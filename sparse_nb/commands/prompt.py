@@ -56,7 +56,7 @@ def tokens_of(
     if total + new > most:
         what = f"{total} tokens{' with the question' if question else ''}"
         if total >= most:
-            raise ValueError(f"--prompt-file must leave room in the {most} tokens that the model reads, got {what}")
+            raise ValueError(f"--prompt-file must leave space in the {most} tokens that the model reads, got {what}")
         raise ValueError(f"--max-new-tokens must be at most {most - total} after {what}, got {new}")
     return context, rest
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from .checks import check_count
-from .index import State, check_length, check_picked, with_room
+from .index import State, check_length, check_picked, with_capacity
 from .selection import take_rows
 
 # %% ../../nbs/library/core_block_index.ipynb #15e91db4
@@ -30,10 +30,10 @@ def block_keys(
     return keys.unflatten(2, there.shape[1:]), shown[:, None, ..., None]
 
 # %% ../../nbs/library/core_block_index.ipynb #3aafd6e3
-SPARE = 16 # blocks that an index has room for beside those it holds, or a fourth of them
+SPARE = 16 # blocks that an index has space for beside those it holds, or a fourth of them
 
 class BlockRows(State):
-    "The rows of `BlockState`, and what it knows of the keys: where blocks begin, and the last keys."
+    "The entries of `BlockState`, and what it knows of the keys: where blocks begin, and the last keys."
     observes: ClassVar[tuple[str, ...]] = ("shown",)
     __slots__ = "count", "begin", "tail", "tail_shown", "held", "none"  # held: what `rows` is the beginning of
     KEPT: ClassVar[int] = 64  # so many of the last keys may be taken back exactly
@@ -50,8 +50,8 @@ class BlockRows(State):
 
     def __len__(self): return self.count
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
+    def pick_sequences(self, rows):
+        "As `State.pick_sequences`."
         check_picked(rows, self.rows)
         if self.tail is None: return
         rows, blocks = rows.to(self.tail.device), self.rows.shape[2]
@@ -77,7 +77,7 @@ class BlockRows(State):
         return x.reshape(len(x), 1, -1, *[1] * (self.rows.ndim - 3))
 
     def empty_row(self):
-        "The row of a block without a shown key [B, G, 1, ...], worked out once; in a compiled step each time."
+        "The entry of a block without a shown key [B, G, 1, ...], worked out once; in a compiled step each time."
         (batch, groups, _, size), compiling = self.tail.shape, torch.compiler.is_compiling()
         none = None if compiling else self.none
         if none is None or none.is_inference() and not torch.is_inference_mode_enabled():
@@ -94,7 +94,7 @@ def written_rows(
     new: torch.Tensor,         # what becomes of them [B, G, n, ...]
     empty: torch.Tensor,       # n blocks behind the last one are this first [B, G, 1, ...]
 ) -> tuple:                    # [B, G, blocks + n, ...], and what that is the beginning of
-    "Rows with others in place of some. Where no gradient is wanted and there is room nothing else is copied."
+    "Entries with others in place of some. Where no gradient is wanted and there is space nothing else is copied."
     old, n, place = rows.shape[2], new.shape[2], place.expand_as(new)
     learns = torch.is_grad_enabled() and (rows.requires_grad or new.requires_grad)
     if learns: return torch.cat([rows, empty.repeat_interleave(n, 2)], 2).scatter(2, place, new), None
@@ -134,7 +134,7 @@ class FixedBlocks(BlockRows):
     ) -> "FixedBlocks":
         """A copy in which the block of the last visible key is made of its visible keys alone: later ones have no say.
 
-        Of a fixed length it is asked with the newest key's query, and knows no later key.
+        Of a fixed length it is used with the newest key's query, and knows no later key.
         """
         if self.static: return self
         block, _, new = self.own_blocks(k, end[:, None])
@@ -144,7 +144,7 @@ class FixedBlocks(BlockRows):
         "As `State.to_static`, where every sequence has shown a key; nothing happens before that."
         check_count("capacity", capacity, len(self))
         if self.tail is None or bool((self.begin >= self.count).any()): return
-        self.rows = with_room(self.rows, -(-capacity // self.size), self.empty_row())
+        self.rows = with_capacity(self.rows, -(-capacity // self.size), self.empty_row())
         self.count, self.held, self.static = capacity, None, True
 
     def write(self, k, v, at, shown=None):
@@ -156,7 +156,7 @@ class FixedBlocks(BlockRows):
         self.rows.scatter_(2, self.wide(block[:, None]).expand_as(new), new.to(self.rows.dtype))
 
     def where(self, k, i):
-        "The rows of `k` that hold keys number `i` [B, size]; keys that are not there yet have any."
+        "The places in `k` of keys number `i` [B, size]; any for keys that are not there yet."
         return i.clamp(max=k.shape[2] - 1)
 
     def buffers(self):

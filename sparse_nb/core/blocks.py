@@ -95,7 +95,7 @@ def _seen(p, rows, causal=True, kv_start=None, kv_end=None):
 class BlockPattern:
     """Which blocks of keys each block of queries reads; P is 1, or the groups, or the heads, and B may be 1.
 
-    Raises TypeError or ValueError for tensors that do not say so. Values are looked at on the CPU only.
+    Raises TypeError or ValueError for tensors that do not say so. Values are checked on the CPU only.
     """
     index: torch.Tensor             # numbers of blocks [B, P, Mq, S], int32
     count: torch.Tensor             # used slots of each list, the first ones [B, P, Mq], int32
@@ -103,7 +103,7 @@ class BlockPattern:
     keys: int                       # N
     query_block: int = 64           # queries of a block: 32, 64 or 128
     key_block: int = 64             # keys of a block: 32, 64 or 128
-    gap: torch.Tensor | None = None # [B, P, Q, 2], int32: row r does not see the keys gap[r, 0] <= i < gap[r, 1]
+    gap: torch.Tensor | None = None # [B, P, Q, 2], int32: query r does not see the keys gap[r, 0] <= i < gap[r, 1]
 
     def __post_init__(self): _check_pattern(self)
 
@@ -133,7 +133,7 @@ class BlockPattern:
         return used.new_zeros(*self.count.shape, self.key_blocks + 1).scatter(-1, place, True)[..., :-1]
 
     def split(self, *, causal=True, kv_start=None, kv_end=None) -> tuple[torch.Tensor, torch.Tensor]:
-        "The listed blocks that all rows see whole, and those of which some see a part, each [B, P, Mq, Mk], bool."
+        "The listed blocks that all queries see whole, and those of which some see a part, each [B, P, Mq, Mk], bool."
         return _split(self, self.mask(), self.gap, causal, kv_start, kv_end)
 
     def seen(
@@ -296,7 +296,7 @@ def _streaming_in_torch(q, k, v, sinks, window, scale, kv_start, kv_end):
     first, end = visible_range(q, k, causal=True, kv_start=kv_start, kv_end=kv_end)          # [B, 1, Q]
     found = []
     for rows in torch.arange(q.shape[2], device=q.device).split(_ROWS):
-        begin = torch.maximum(end[..., rows[:1]] - window, first[..., :1]) # [B, 1, 1]: the first row's window
+        begin = torch.maximum(end[..., rows[:1]] - window, first[..., :1]) # [B, 1, 1]: the first query's window
         near = first[..., :1] + torch.arange(min(sinks, k.shape[2]), device=q.device)        # [B, 1, sinks]
         far = begin + torch.arange(min(window + len(rows) - 1, k.shape[2]), device=q.device) # [B, 1, window + rows - 1]
         i, once = torch.cat([near, far], -1), torch.cat([near < begin, far >= begin], -1)[:, :, None]

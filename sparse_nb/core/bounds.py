@@ -59,7 +59,7 @@ def tail_levels(
     delta: float, # chance of more, in (0, 1)
     vector: bool, # is it the error of a vector?
 ) -> tuple:       # two floats
-    "What a chance `delta` asks of a bound: ln(2 / delta), and the quantile of a squared Gaussian error."
+    "What a chance `delta` requires of a bound: ln(2 / delta), and the quantile of a squared Gaussian error."
     return math.log(2 / delta), gaussian_quantile(delta) if vector else NormalDist().inv_cdf(1 - delta / 2) ** 2
 
 def _draws(variance, reach, radius, n, level, bound, replacement, vector):
@@ -82,14 +82,14 @@ def _draws(variance, reach, radius, n, level, bound, replacement, vector):
     return torch.minimum(a + c, left_out.nan_to_num(math.inf, math.inf))
 
 def _whole(need, n):
-    "Whole draws from 1 to n; NaN asks for all n."
+    "Whole draws from 1 to n; NaN means all n."
     return torch.where(need < n, need.clamp(min=1).ceil(), n).long()
 
 # %% ../../nbs/library/core_bounds.ipynb #d5af5260
 def _numbers(device, **given):
     """Tensors of float64 on one device.
 
-    TypeError for anything but numbers, ValueError for negative ones (looked at on the CPU only).
+    TypeError for anything but numbers, ValueError for negative ones (checked on the CPU only).
     """
     for name, x in given.items():
         if isinstance(x, bool) or not isinstance(x, (int, float, torch.Tensor)):
@@ -100,7 +100,7 @@ def _numbers(device, **given):
         given[name] = x
     return given.values()
 
-def _check_promise(eps, delta, bound, replacement, **reaches):
+def _check_guarantee(eps, delta, bound, replacement, **reaches):
     "`reaches` with 0 for what a bound does not need, after the checks that the budgets share."
     check_level("eps", eps)
     check_level("delta", delta)
@@ -128,7 +128,7 @@ def budget_denominator(
     right: Hoeffding (1963) and, without replacement, Serfling (1974); Bernstein, without replacement by Hoeffding
     (1963, Theorem 4). Raises TypeError or ValueError for bad arguments.
     """
-    reach = _check_promise(eps, delta, bound, replacement, width=width)
+    reach = _check_guarantee(eps, delta, bound, replacement, width=width)
     sigma, D, n_s, width = _numbers(getattr(sigma, "device", None), sigma=sigma, D=D, n_s=n_s, **reach)
     return draws_for_denominator(sigma, D, n_s, eps, delta, bound, width, replacement)
 
@@ -154,7 +154,7 @@ def budget_numerator(
     "hoeffding" and "bernstein" are the inequalities of Pinelis (1994) for vectors. No look at `trace`.
     Raises as `budget_denominator`.
     """
-    reach = _check_promise(eps, delta, bound, replacement, reach=reach)
+    reach = _check_guarantee(eps, delta, bound, replacement, reach=reach)
     trace, norm, n_s, reach = _numbers(getattr(trace, "device", None), trace=trace, norm=norm, n_s=n_s, **reach)
     return draws_for_numerator(trace, norm, n_s, eps, delta, bound, reach, replacement)
 
@@ -201,7 +201,7 @@ def budget_output(
 
     No look at `sigma`. Raises as `budget_denominator`.
     """
-    reaches = _check_promise(eps, delta, bound, replacement, width=width, reach=reach)
+    reaches = _check_guarantee(eps, delta, bound, replacement, width=width, reach=reach)
     sigma, D, trace, norm, n_s, width, reach = numbers = [*_numbers(
         getattr(sigma, "device", None), sigma=sigma, D=D, trace=trace, norm=norm, n_s=n_s, **reaches)]
     axes = torch.broadcast_shapes(*(x.shape for x in numbers))
@@ -257,7 +257,7 @@ def bernstein_radius(
     draws,        # rows that are averaged
     delta: float, # chance of more, in (0, 1)
 ):                # of the type of `variance`
-    """The distance from its expectation that a mean of independent rows exceeds with probability at most `delta`.
+    """The distance from its expectation that a mean of independent draws exceeds with probability at most `delta`.
 
     Pinelis (1994), Theorem 3.4; SANTA Theorem B.1, solved for the distance.
     """

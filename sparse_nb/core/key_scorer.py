@@ -115,7 +115,7 @@ class KeyScorer(Guesses):
         queries: int = 1,                     # causal queries that will ask it: `Fitted` learns what the first sees
         q: torch.Tensor | None = None,        # queries for an index that can do without those of all keys [B, H, n, D]
     ) -> State:
-        "The index of all keys at once, told which of them are hidden. Raises as `State.append`."
+        "The index of all keys at once, given which of them are hidden. Raises as `State.append`."
         state = self.new_state()
         asked = {} if q is None or "q" not in state.observes else dict(q=q)
         later = queries - 1 if isinstance(state, Fitted) else 0

@@ -18,7 +18,7 @@ from .settings import Settings
 
 # %% ../../nbs/library/core_method.ipynb #d6862fa6
 class Unable(AttributeError, TypeError):
-    "What a method raises that is asked for `decode` or `prefill` and has none; to `hasattr` it is just not there."
+    "What calling `decode` or `prefill` raises where a method has none; to `hasattr` it is just not there."
 
 class Lacks:
     "In place of what a class of methods has not."

@@ -25,7 +25,7 @@ from .streams import TICKETS, new_seed, stream_seeds, tickets
 
 # %% ../../nbs/library/core_selection.ipynb #c0c0a7e3
 def _check_index(index, n):
-    "Raise ValueError when a key number reaches beyond n keys (looked at on the CPU only)."
+    "Raise ValueError when a key number reaches beyond n keys (checked on the CPU only)."
     if on_cpu_eagerly(index) and index.max() >= n:
         raise ValueError(f"index must be below the number of keys, {n}, got {int(index.max())}")
 
@@ -97,7 +97,7 @@ def take_rows(
     x: torch.Tensor,     # keys or values [B, G, N, D]
     index: torch.Tensor, # row numbers [B, H, ...], int64
 ) -> torch.Tensor:       # [B, H, ..., D] on the device of `index`
-    """The rows that each head picks from those of its group.
+    """The keys or values that each head picks from those of its group.
 
     Checks nothing; a number beyond N gives an error on the CPU and NaN or an error on a GPU.
     """
@@ -117,7 +117,7 @@ def exponential_terms(
     used: torch.Tensor,  # which of them count [B, H, Q, S], bool
     scale,               # factor on the dot products; None is D ** -0.5
 ) -> tuple:              # [B, H, Q, S] and [B, H, Q], float64
-    "e^(s - shift) of some rows of k, 0 where not used, and the shift, the largest score."
+    "e^(s - shift) of some keys, 0 where not used, and the shift, the largest score."
     with no_autocast(q):
         scaled = promote(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
         scores = (promote(take_rows(k, index)) @ scaled[..., None]).squeeze(-1).double().masked_fill(~used, -math.inf)

@@ -133,7 +133,7 @@ class Settings:
     ):
         """ValueError where the method has learnt something on other weights than those of `model`.
 
-        Asked once, before the method works in a model. A method asks the methods among its settings.
+        Checked once, before the method works in a model. A method checks the methods among its settings.
         """
         for x in vars(self).values():
             if isinstance(x, Settings): x.check_model(model)

@@ -95,7 +95,7 @@ def stream_seeds(
 ) -> torch.Tensor:   # [..., B, H, Q], int64
     """A stream for each sequence, head and query: fold_in(seed, row, head, query).
 
-    A `seed` [B, H] already knows row and head: fold_in(seed, query). Raises as `check_seed` and `fold_in`.
+    A `seed` [B, H] already knows sequence and head: fold_in(seed, query). Raises as `check_seed` and `fold_in`.
     """
     check_seed(seed, q)
     for x in data: check_integer("data", x)

@@ -45,7 +45,7 @@ def _words(bit, W: tl.constexpr):
 @triton.jit
 def _ask_kernel(q_ptr, ask_ptr, q_b, q_h, q_d, L, cut, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr,
                 W: tl.constexpr, STEPS: tl.constexpr, WORDS: tl.constexpr, PLANES: tl.constexpr, PDL: tl.constexpr):
-    "What is asked for a list of R heads, see below: words of sides, words of weights by their bits, and a number"
+    "What a list of R heads needs, see below: words of sides, words of weights by their bits, and a number"
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

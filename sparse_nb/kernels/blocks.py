@@ -213,7 +213,7 @@ def _common(q, k, v, scale, KB):
     return (BM, BN, *rest), BD, descriptors or [None, None], (q.shape[3]**-0.5 if scale is None else scale) * LOG2E
 
 def _empty(q, lse):
-    "Room for the output and, where it is asked for, the log-sum-exp"
+    "Space for the output and, where it is requested, the log-sum-exp"
     sums = torch.empty(q.shape[:3] if lse else 0, dtype=torch.float32, device=q.device)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), sums
 

@@ -117,7 +117,7 @@ class PageTable:
     """
     numbers: torch.Tensor # of the pages of each sequence, in order [B, pages], int32, side by side
     lengths: torch.Tensor # keys of each sequence [B], int32
-    keys: int             # keys that a sequence has at most: launches leave room for them
+    keys: int             # keys that a sequence has at most: launches leave space for them
 
     def __post_init__(self):
         for name, axes in ("numbers", "[B, pages]"), ("lengths", "[B]"):
@@ -367,7 +367,7 @@ def starts_early(
 def early_launch(
     x: torch.Tensor, # that a kernel reads
 ) -> dict:
-    "What the launch of that kernel, and the kernel itself, are told of it."
+    "What the launch of that kernel, and the kernel itself, are given about it."
     return dict(PDL=True, launch_pdl=True) if starts_early(x) else dict(PDL=False)
 
 def refusal(
@@ -446,7 +446,8 @@ def compiled_usage(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     last = {f"{x}_d": 1 for x in ("q", "k", "v", "out")}
-    if not constants.get("PAGE"): last |= dict(table_ptr=None, t_b=None, PAGE=0)  # keys and values are no pages
+    if "table_ptr" in kernel.arg_names and not constants.get("PAGE"):  # keys and values are no pages
+        last |= dict(table_ptr=None, t_b=None, PAGE=0)
     if "slot_ptr" not in types: last["slot_ptr"] = None
     constants = {name: x for name, x in (constants | last).items() if name in kernel.arg_names}
     usual = {"scale": "fp32", "seed": "i64"}

@@ -23,7 +23,7 @@ SIZES = ["Q", "N", "T", "G", "R", "A", "E", "X", "S", "C", "P", "sinks", "window
 
 @triton.jit
 def _grid(start_ptr, i_b, N, Q, X, gamma):
-    "First valid position, position and grid number of anchor 0, and how many anchors lie before the X rows of the tail"
+    "First valid position, position and grid number of anchor 0, and anchors before the X queries of the tail"
     first, n = visible(start_ptr, None, i_b, N)
     first = tl.minimum(first, N)
     begin = tl.maximum(first, N - Q)
@@ -33,13 +33,13 @@ def _grid(start_ptr, i_b, N, Q, X, gamma):
 
 @triton.jit
 def _low(pos, first, begin, window, gamma, ALIGNED: tl.constexpr):
-    "First key of the window of the rows `pos`; aligned: of their anchors' window"
+    "First key of the window of the queries `pos`; aligned: of their anchors' window"
     end = tl.maximum(begin, first + (pos - first) // gamma * gamma) if ALIGNED else pos
     return tl.maximum(first, end - window + 1)
 
 @triton.jit
 def _whole(e, A, count, first, begin, at, sinks, window, gamma, N, Q, X, ALL: tl.constexpr, ALIGNED: tl.constexpr):
-    "Position of row e of A anchors and the tail, and its keys [low, high); of anchors only the missing, unless ALL"
+    "Position of query e of A anchors and the tail, and its keys [low, high); of anchors only the missing, unless ALL"
     k, anchor = tl.minimum(e, count - 1), e < A
     pos = tl.where(anchor, tl.where(k == 0, begin, first + (at + k) * gamma), N - X + e - A)
     low, high = first + e * 0, pos + 1
@@ -51,7 +51,7 @@ def _whole(e, A, count, first, begin, at, sinks, window, gamma, N, Q, X, ALL: tl
 # %% ../../kernels/delta.ipynb #1b29ff14
 @triton.jit
 def _gather(x_ptr, i_b, i_g, o_i, m_i, x_b, x_g, x_n, x_d, D: tl.constexpr, BD: tl.constexpr):
-    "Rows o_i of one head [BN, BD], zeros where not m_i"
+    "Vectors o_i of one head [BN, BD], zeros where not m_i"
     o_d = tl.arange(0, BD)
     p_x = x_ptr + i_b.to(tl.int64) * x_b + i_g.to(tl.int64) * x_g + o_i.to(tl.int64) * x_n
     return tl.load(p_x[:, None] + o_d.to(tl.int64)[None, :] * x_d, mask=m_i[:, None] & (o_d < D)[None, :], other=0.)
@@ -121,7 +121,7 @@ def _whole_kernel(
     first, begin, at, count = _grid(start_ptr, i_b, N, Q, X, gamma)
     base, e_a, e_z = i_s == S, i_t * BM // R, tl.minimum((i_t * BM + BM - 1) // R, E - 1)
     if tl.where(base, e_a >= count, (e_a >= count) & (e_z < A)): return
-    cap = tl.where(base, count, E) - 1                                # rows beyond are copies of the last
+    cap = tl.where(base, count, E) - 1                                # queries beyond are copies of the last
     o_x, e_z = i_t * BM + tl.arange(0, BM), tl.minimum(e_z, cap)
     o_e = tl.minimum(o_x // R, cap)
     pos, b_low, b_high = _whole(o_e, A, count, first, begin, at, sinks, window, gamma, N, Q, X, ALL, ALIGNED)
@@ -204,7 +204,7 @@ def _merge_kernel(
 @triton.jit
 def _nearest(b_q, mean_ptr, bias_ptr, i_b, i_g, i_h, k_r, k_a, k_z, m_r, scale, G, R, A, reach, D: tl.constexpr,
              BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr):
-    "The largest L = b + scale q . k of the summaries k_r - reach + 1 to k_r of each row's own head, and its number"
+    "The largest L = b + scale q . k of the summaries k_r - reach + 1 to k_r of each query's own head, and its number"
     o_d, top, best = tl.arange(0, BD), tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.int32)
     some = tl.where(m_r, tl.minimum(reach, k_r + 1), 0)
     for i_c in tl.range(0, (k_z + 1 - k_a) * R, BC, num_stages=1):
@@ -273,9 +273,9 @@ def _window_kernel(
 
 # %% ../../kernels/delta.ipynb #eae80529
 def tile_settings(BD, itemsize, engine, launch):
-    """Rows and keys of a tile, warps, stages and registers of a thread, for rows of BD numbers.
+    """Queries and keys of a tile, warps, stages and registers of a thread, for queries of BD numbers.
 
-    launch: "window", "whole" (whole rows) or "means" (whole rows with the mean key).
+    launch: "window", "whole" (full attention) or "means" (full attention with the mean key).
     """
     means = launch == "means"
     if itemsize == 4: return 32, 16, 4, 2, None
@@ -303,7 +303,7 @@ class DeltaCall:
         self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     def note(self, programs):
-        "Room for a number of each program of a launch that is repeated where necessary"
+        "Space for a number of each program of a launch that is repeated where necessary"
         return _empty(self.q, programs, dtype=torch.int32) if len(self.passes) > 1 else None
 
     def tiles(self, given, launch):
@@ -320,15 +320,15 @@ def _keys_of_a_part(tiles, N, BN, places):
 
 # %% ../../kernels/delta.ipynb #d7eb8e21
 class Pieces(NamedTuple):
-    "What a launch over whole rows leaves to the merge."
-    rows: torch.Tensor # mean values of each part of each row
+    "What a launch of full attention leaves to the merge."
+    rows: torch.Tensor # mean values of each part of each query
     sums: torch.Tensor # their log2 of the sum of exponentials
     mean: torch.Tensor # their mean keys, or None
-    many: tuple        # anchors, rows of the tail, parts of their keys, keys of a part
+    many: tuple        # anchors, queries of the tail, parts of their keys, keys of a part
     known: dict        # constants that both kernels are compiled for
 
 def read_whole(call, A, X, means, given, part):
-    "A anchors and X rows of the tail, in parts; means: also the mean keys"
+    "A anchors and X queries of the tail, in parts; means: also the mean keys"
     q, k, v, E = call.q, call.k, call.v, A + X
     (B, H, Q, D), (G, N) = q.shape, k.shape[1:3]
     (BM, BN, warps, stages, registers), descriptors = call.tiles(given, "means" if means else "whole")
@@ -350,7 +350,7 @@ def read_whole(call, A, X, means, given, part):
     return Pieces(pieces, sums, mean, (A, X, S, C), known)
 
 def merge_whole(call, found):
-    "Rows from their parts: into the output, or what anchors teach: corrections, or summaries"
+    "Queries from their parts: into the output, or what anchors teach: corrections, or summaries"
     q, (B, H, Q, D), N, G, (A, X, S, C) = call.q, call.q.shape, call.k.shape[2], call.k.shape[1], found.many
     E, means = A + X, found.mean is not None
     delta = _empty(q, B, H, A, D) if found.known["BASE"] or means else None
@@ -363,7 +363,7 @@ def merge_whole(call, found):
 def launch_whole(call, *settings): return merge_whole(call, read_whole(call, *settings))
 
 def launch_window(call, taught, anchors, given):
-    "All rows before the tail, from their window and what anchors taught"
+    "All queries before the tail, from their window and what anchors taught"
     q, k, v, out = call.q, call.k, call.v, call.out
     (B, H, Q, D), (G, N) = q.shape, k.shape[1:3]
     (BM, BN, warps, stages, registers), descriptors = call.tiles(given, "window")
@@ -382,7 +382,7 @@ def launch_window(call, taught, anchors, given):
 # %% ../../kernels/delta.ipynb #e7fd6217
 def launch_delta(q, k, v, sinks, window, gamma, correction, anchors, tail, scale, kv_start,
                  whole=None, means=None, near=None, part=None, engine=None):
-    "Launch whole rows and the window; whole, means, near: settings of the three, part: keys of a part"
+    "Launch full attention and the window; whole, means, near: settings of the three, part: keys of a part"
     call = DeltaCall(q, k, v, sinks, window, gamma, correction, tail, scale, *contiguous(kv_start), engine)
     taught, A, X = (None, None, None), call.A, call.X
     if correction == "tangent" and A: taught, A = launch_whole(call, A, 0, True, means, part), 0
@@ -414,8 +414,8 @@ def attend_delta(
     window: int,                          # visible keys from the end, >= 1
     gamma: int,                           # positions from anchor to anchor, >= 1
     correction: str,                      # "tangent", "delta" (Eq. 6), "recompute" (Eq. 5), "aligned" or "none"
-    anchors: int,                         # summaries that a row chooses from, the tangent's, >= 1
-    tail: int,                            # last rows that see everything, >= 0
+    anchors: int,                         # summaries that a query chooses from, the tangent's, >= 1
+    tail: int,                            # last queries that see everything, >= 0
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
     kv_start: torch.Tensor | None = None, # first valid key of each sequence [B]
 ) -> torch.Tensor:                        # [B, H, Q, D] in the dtype of q

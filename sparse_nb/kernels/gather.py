@@ -71,7 +71,7 @@ _WARPS = 4
 
 def _tile(BD, itemsize, weighed=True):
     "Slots at once, fewer of rows of more than 256 bytes; stages, and programs a multiprocessor"
-    twice = itemsize == 2 and not weighed                   # without weights there is room for more rows
+    twice = itemsize == 2 and not weighed                   # without weights there is space for more rows
     stages, programs = (5, 2) if twice else (5, 3) if itemsize == 2 else (3, 4)
     return max(16, min(32 << twice, 2**13 // (BD * itemsize) << twice)), stages, programs
 

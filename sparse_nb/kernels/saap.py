@@ -478,7 +478,7 @@ def launch(
     q, k, v,                                           # as for `decode`, which checks them
     index: Index,
     s: Settings,
-    centroids=None, ask=None, guess=None, factor=None, # as for `decode`
+    centroids=None, router_q=None, guess=None, factor=None, # as for `decode`
     scale=None, kv_start=None, kv_end=None, table=None, slots=None, # likewise
     tiles: Tiles = _TILES,
 ) -> Found:
@@ -504,11 +504,11 @@ def launch(
     rest_s, rest_x = (floats(B * H), floats(B * G, 2 + 2 * D)) if CUT else (None, None)
     out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
     factor = torch.ones(H, device=q.device) if second and factor is None else factor
-    ask, scale = q if ask is None else ask, (D**-0.5 if scale is None else scale) * LOG2E
-    of_q, of_a, of_out = ((x.stride(0), x.stride(1), x.stride(3)) for x in (q, ask, out))
+    router_q, scale = q if router_q is None else router_q, (D**-0.5 if scale is None else scale) * LOG2E
+    of_q, of_a, of_out = ((x.stride(0), x.stride(1), x.stride(3)) for x in (q, router_q, out))
     more, same, sized = dict(launch_pdl=True) if PDL else {}, dict(LR=LR, PDL=PDL), dict(D=D, BD=BD, LR=LR, PDL=PDL)
     _route_kernel[S, B * G](
-        q, ask, index.mean if tail or moments else None, centroids, None if guess is None else guess.contiguous(),
+        q, router_q, index.mean if tail or moments else None, centroids, None if guess is None else guess.contiguous(),
         index.log, index.variance if moments else None, scores, guesses, *routed, scale, *of_q, *of_a,
         *(0, 0) if centroids is None else centroids.stride()[:2], G, C, BR=BR, BN=tiles.route[0],
         slot_ptr=slots, num_warps=tiles.route[1], **sized)
@@ -536,14 +536,15 @@ def _launched(q, k, v, tensors, s, *given):
 
 @torch.library.custom_op("sparse_nb::saap_decode", mutates_args=())
 def _op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: list[torch.Tensor], budget: float, whole: bool,
-        probes: int | None, density: bool, tail: str, centroids: torch.Tensor | None, ask: torch.Tensor | None,
+        probes: int | None, density: bool, tail: str, centroids: torch.Tensor | None, router_q: torch.Tensor | None,
         guess: torch.Tensor | None, factor: torch.Tensor | None, scale: float | None, kv_start: torch.Tensor | None,
         kv_end: torch.Tensor | None) -> torch.Tensor:
     s = Settings(int(budget) if whole else budget, probes, density, tail)
-    return _launched(q, k, v, index, s, centroids, ask, guess, factor, scale, kv_start, kv_end).out
+    return _launched(q, k, v, index, s, centroids, router_q, guess, factor, scale, kv_start, kv_end).out
 
 @_op.register_fake
-def _(q, k, v, index, budget, whole, probes, density, tail, centroids, ask, guess, factor, scale, kv_start, kv_end):
+def _(q, k, v, index, budget, whole, probes, density, tail, centroids, router_q, guess, factor, scale, kv_start,
+      kv_end):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 # %% ../../kernels/saap.ipynb #0b4d02aa
@@ -555,7 +556,7 @@ def decode(
     settings: Settings,
     *,
     centroids: torch.Tensor | None = None,  # that route [B, G, C, D]; None: the moments do
-    ask: torch.Tensor | None = None,        # queries that the centroids observe [B, H, 1, D]; None: q
+    router_q: torch.Tensor | None = None,        # queries that the centroids observe [B, H, 1, D]; None: q
     guess: torch.Tensor | None = None,      # or logarithms of the mean weight of a cluster's keys [B, H, C], that route
     factor: torch.Tensor | None = None,     # on the variances of a second-order tail [H], float32; None: ones
     scale: float | None = None,             # factor on the dot products; None is D ** -0.5
@@ -578,7 +579,7 @@ def decode(
         raise ValueError(f"index must be of [B, G] = {[own, k.shape[1]]}, got {list(index.order.shape[:2])}")
     if slots is not None and torch.compiler.is_compiling(): raise ValueError("slots must be None under torch.compile")
     if centroids is not None and centroids.stride()[2:] != (k.shape[3], 1): centroids = centroids.contiguous()
-    given, s, budget = (centroids, ask, guess, factor, scale, kv_start, kv_end), settings, settings.budget or 0
+    given, s, budget = (centroids, router_q, guess, factor, scale, kv_start, kv_end), settings, settings.budget or 0
     if not torch.compiler.is_compiling(): return _launched(q, k, v, index, s, *given, table, slots)
     out = _op(q, k, v, list(index), float(budget), isinstance(budget, int), s.probes, s.density, s.tail, *given)
     return Found(out, *[None] * 3)

@@ -264,7 +264,7 @@ def build_index(
         index = Index(torch.empty_like(order), torch.empty_like(start), floats(B, G, clusters, 2 + 2 * D),
                       own(B, G, clusters, D), own(B, G, clusters, D), floats(B, G, clusters), floats(B, G, clusters),
                       bound(), bound())
-    if index.order.shape[2] < N: raise ValueError(f"index must have room for {N} keys, got {index.order.shape[2]}")
+    if index.order.shape[2] < N: raise ValueError(f"index must have space for {N} keys, got {index.order.shape[2]}")
     index.order[..., :N].copy_(order)
     index.start.copy_(start)
     index.since.copy_(since)

@@ -38,7 +38,7 @@ def pack(
     rows: torch.Tensor,       # of M blocks, as `Summary` of `methods.sketch_walk.index` gives [B, G, M, C, W + 2]
     begin: torch.Tensor,      # first key of block 0 [B]
     sign: torch.Tensor,       # before the rotation [D]
-    room: int | None = None,  # blocks to have room for; None: M
+    room: int | None = None,  # blocks to have space for; None: M
 ) -> Index:
     "The same rows for the kernels, bit by bit. The host waits for nothing."
     B, G, M, C, W = rows.shape
@@ -728,7 +728,7 @@ def decode(
     want = [len(q), k.shape[1], s.block // s.fine]
     if (got := [*index.rows.shape[:2], index.rows.shape[3]]) != want:
         raise ValueError(f"index must be of [B, G, sub-blocks of a block] = {want}, got {got}")
-    if (room := index.rows.shape[2]) < blocks: raise ValueError(f"index must have room for {blocks} blocks, got {room}")
+    if (size := index.rows.shape[2]) < blocks: raise ValueError(f"index needs space for {blocks} blocks, got {size}")
     if (index.rows.dtype == torch.bfloat16) != (s.index == "mean") or (index.radius is None) == (s.index == "fine16"):
         raise ValueError(f"index must be packed as {s.index!r}, got another kind")
     if not torch.compiler.is_compiling(): return _launched(q, k, v, *index, s, scale, kv_start, kv_end, table)

@@ -342,7 +342,7 @@ TILES, FEW = Tiles(), 16 # so few lists leave multiprocessors idle, unless progr
 # %% ../../kernels/top_budget.ipynb #70b5c019
 class Place(NamedTuple):
     "Which keys are visible, and which items they are in."
-    N: int                              # keys there is room for
+    N: int                              # keys there is space for
     start: torch.Tensor | None = None   # first visible key of each sequence [B]
     stop: torch.Tensor | None = None    # end of the visible keys [B]
     begin: torch.Tensor | None = None   # first key of item 0 [B]; None: 0
@@ -443,13 +443,13 @@ def launch_list(
 
 # %% ../../kernels/top_budget.ipynb #ebb770a7
 def heads_of(q, groups, same):
-    "How many lists, strides of q, and what scoring kernels are told of the heads"
+    "How many lists, strides of q, and what scoring kernels are given about the heads"
     LR = q.shape[1] // groups
     return (groups if same["SUM"] else q.shape[1], (q.stride(0), q.stride(1), q.stride(3)),
             dict(LR=LR, LP=triton.next_power_of_2(LR)))
 
 def new_marks(q, lists, budget, BS):
-    "A tensor for two marks a list, the budget, and what a kernel that makes them is told of a sample of BS keys"
+    "A tensor for two marks a list, the budget, and what a kernel that makes them is given about a sample of BS keys"
     number, share = _bits_of(budget)
     return (torch.empty(q.shape[0] * lists, 4, dtype=torch.int32, device=q.device), number,
             dict(SIGMAS=SIGMAS, NEAR=NEAR // 4, SHARE=share, BS=BS, num_warps=4 if q.element_size() < 4 else 8))
@@ -482,7 +482,7 @@ def list_by(
         q: torch.Tensor,                      # queries [B, H, 1, D] on a GPU, D <= 256
         rows: torch.Tensor,                   # the index [B, G, M, ...], or the keys, of the dtype of q
         budget: int | float,                  # keys to list: a count, or a share of the visible keys
-        keys: int,                            # N, the keys that there is room for
+        keys: int,                            # N, the keys that there is space for
         *,
         own: tuple = (),                      # of the method, as its `score` takes it
         factor: float = 1.0,                  # likewise

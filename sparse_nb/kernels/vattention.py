@@ -468,7 +468,7 @@ def _budget(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, ow
             eps, log, square, plug, plug_square, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr,
             PLUGIN: tl.constexpr, TRIES: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr,
             BP: tl.constexpr, BD: tl.constexpr):
-    """Places that hold the draws which a promise needs, from what the base sample says about each head of a list.
+    """Places that hold the draws that a guarantee needs, from what the base sample says about each head of a list.
 
     Writes down what that is, and the keys that are left, if it `writes`; `others` are not kept.
     """
@@ -530,7 +530,7 @@ def _budget_kernel(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_
                    eps, log, square, plug, plug_square, CLT_LEAST: tl.constexpr, BOUND: tl.constexpr,
                    PLUGIN: tl.constexpr, TRIES: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr,
                    BP: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
-    "The budget of a promise about vectors"
+    "The budget of a guarantee about vectors"
     if PDL: gdc_launch_dependents()
     bl = tl.program_id(0)
     first, n, left, right, top = _parts(start_ptr, len_ptr, bl // L, N,
@@ -595,7 +595,7 @@ def _merge_kernel(m_ptr, l_ptr, o_ptr, stop_ptr, count_ptr, out_ptr, out_b, out_
 
 # %% ../../kernels/vattention.ipynb #92ae0889
 class Settings(NamedTuple):
-    "What the kernels know of a `VAttention`, and what its promise takes."
+    "What the kernels know of a `VAttention`, and what its guarantee takes."
     sinks: int | float     # first visible keys to keep: a count, or a share of them
     window: int | float    # last visible keys to keep
     topk: int | float      # predicted keys to keep between these
@@ -611,7 +611,7 @@ class Settings(NamedTuple):
     plug_square: float = 0 # squared Gaussian quantile of a vector, of each bound from the base sample
 
 class Found(NamedTuple):
-    "A decoding step: the output, and what its promise rests on. A list is for a head, or for the heads of a group."
+    "A decoding step: the output, and what its guarantee rests on. A list is for a head, or for the heads of a group."
     out: torch.Tensor    # [B, H, 1, D]
     rows: torch.Tensor   # key numbers [B, L, slots + N], int32: kept ones, from `slots` on the order, -1 for kept
     places: torch.Tensor # how much of the random order was read [B, L], int32
@@ -619,7 +619,7 @@ class Found(NamedTuple):
     base: torch.Tensor   # keys of the base sample [B, L, programs], int32, to be added up
     extra: torch.Tensor  # keys drawn after it [B, L, programs], int32, to be added up
     facts: torch.Tensor  # deviation and denominator in units of 2^shift, draws asked for, shift [B, H, 4]
-    slots: int           # room for kept keys
+    slots: int           # space for kept keys
     norm: torch.Tensor | None = None # length of the numerator in the same units [B, H]; None without lengths of values
 
 # %% ../../kernels/vattention.ipynb #85cea163
@@ -658,7 +658,7 @@ def _heavy(q, codes, maps, table, s, L, rows, mask, kv_start, kv_end):
 _LOOK, _SAMPLE = (128, 2, 2), (64, 2, 4)  # rows at once, stages, programs a multiprocessor of what reads rows
 
 def _sizes(q, N, s, L, vectors=False, paged=False):
-    "Room for kept keys, programs of a list that look (also for `vectors`?) and that sample, and what both are told"
+    "Space for kept keys, programs of a list that look (also for `vectors`?) and that sample, and what both are given"
     B, H, _, D = q.shape
     LR, BD = H // L, max(16, triton.next_power_of_2(D))
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
@@ -711,18 +711,18 @@ def launch(
         q, k, v, rows, mask, m, l, most, e, e2, o, count, lengths, *own, kv_start, kv_end, *drawn,
         *strides, N, L, H // G, W, S, K, C, CP, *middle, *base, **pages, **look, **seeds,
         **(more if kept is None else {}))
-    promise = dict(CLT_LEAST=s.clt_least, BOUND=s.bound, PLUGIN=s.plugin,
+    checked = dict(CLT_LEAST=s.clt_least, BOUND=s.bound, PLUGIN=s.plugin,
                    BQ=triton.next_power_of_2(LR), BP=triton.next_power_of_2(CP))
     sums = (most, e, e2) if lengths is None else (None,) * 3
     if lengths is not None:
         _budget_kernel[B * L,](
             m, l, most, e, e2, o, count, *own, levels, ceiling, stop, facts, norm, kv_start, kv_end, N, L, C, CP,
-            *middle, s.eps, s.log, s.square, s.plug, s.plug_square, **promise,
+            *middle, s.eps, s.log, s.square, s.plug, s.plug_square, **checked,
             TRIES=0 if levels is None else levels.shape[1], LR=LR, D=D, BD=BD, PDL=PDL, num_warps=4, **more)
     _sample_kernel[B * L, CE](
         q, k, v, rows, mask, m, l, *sums, o, count, ceiling, stop, facts, kv_start, kv_end, *drawn,
         *strides, N, L, H // G, W, S, K, C, CP, CE, *middle, *base, s.eps, s.log, s.square, s.plug,
-        **promise, **pages, **sample, **seeds, **more)
+        **checked, **pages, **sample, **seeds, **more)
     BW = min(BD, 32)
     _merge_kernel[B * H, triton.cdiv(D, BW)](
         m, l, o, stop, count, out, out.stride(0), out.stride(1), out.stride(3), H, LR, C, CE,
@@ -760,7 +760,7 @@ def decode(
     kept: torch.Tensor | None = None,     # without `codes`: key numbers [B, L, K], int32, kept ones first
     mask: torch.Tensor | None = None,     # with `kept`: a bit for each visible key [B, L, ceil(N / 32)], int32
     ceiling: torch.Tensor | None = None,  # bounds on the scores of other keys, times log2(e) [B, H], float32
-    lengths: torch.Tensor | None = None,  # of the values [B, G, N], float32, for a promise about numerator or output
+    lengths: torch.Tensor | None = None,  # of the values [B, G, N], float32, for a guarantee about numerator or output
     levels: torch.Tensor | None = None,   # for the output: `output_levels` on the device of q
     seed=0,                               # as in `sparse_nb.kernels.santa.decode`
     scale: float | None = None,           # factor on the dot products; None is D ** -0.5
@@ -772,7 +772,7 @@ def decode(
 
     That function checks the tensors. K is the largest number of kept keys that the settings can mean. Bit i % 32 of
     word i / 32 of `mask` is set where the i-th visible key is kept. Without `ceiling`, the largest score of the base
-    sample stands for it. With `lengths` the promise is about the numerator, with `levels` about the output.
+    sample stands for it. With `lengths` the guarantee is about the numerator, with `levels` about the output.
     Raises TypeError or ValueError for a dtype, size, device or setting without a kernel.
     """
     if error := refusal(q): raise error

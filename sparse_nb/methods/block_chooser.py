@@ -77,7 +77,7 @@ def rows_attention(
 
 # %% ../../nbs/library/methods_block_chooser.ipynb #b1c2c706
 class BlockChooser(PrefillByPattern, Method):
-    "Base of the methods of this room: subclasses say in `blocks` which blocks they read, and in `rows` which pairs."
+    "Base of the methods of this module: subclasses say in `blocks` which blocks they read, and in `rows` which pairs."
     block: ClassVar[int] = 64  # queries and keys of a block
     rounding: ClassVar[str] = "cover"
 
@@ -96,7 +96,7 @@ class BlockChooser(PrefillByPattern, Method):
         "As `PrefillByPattern.pattern`. ValueError for a method that reads pairs."
         check_inputs(q, k, causal=True, scale=scale, seed=seed)
         check_bounds(q, kv_start=kv_start)
-        if self.rounding == "none": raise ValueError("rounding must give blocks where a pattern is asked, got 'none'")
+        if self.rounding == "none": raise ValueError("rounding must give blocks where a pattern is wanted, got 'none'")
         grid = block_grid(q, k, self.block, self.block, kv_start)
         with torch.no_grad(), no_autocast(q):
             mask = self.blocks(scaled(q, scale), promote(k), grid, kv_start, seed) & grid.visible

@@ -89,9 +89,9 @@ class Centred(Fitted):
         if self.total is None or self.static or length == known: return
         self.total, self.counted, self.fitted = self.total * share, self.counted * share, min(self.fitted, length)
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
-        super().pick_rows(rows)
+    def pick_sequences(self, rows):
+        "As `State.pick_sequences`."
+        super().pick_sequences(rows)
         if self.total is not None: self.total, self.counted = (x[rows.to(x.device)] for x in (self.total, self.counted))
 
     def reset(self):

@@ -75,7 +75,7 @@ class ChannelCodes(Centred):
             raise ValueError(f"channels must be at most the head size, {size}, got {self.channels}")
         if self.chosen is not None:
             if len(self.chosen) != k.shape[1] or max(map(max, self.chosen)) >= size:
-                raise ValueError(f"chosen must have a row for each of {k.shape[1]} groups with numbers below {size}, "
+                raise ValueError(f"chosen must have a list for each of {k.shape[1]} groups with numbers below {size}, "
                                  f"got {self.chosen}")
             return torch.tensor(self.chosen, device=k.device).expand(len(k), -1, -1)
         weight = _spread(k, shown)
@@ -145,7 +145,7 @@ def _of_layers(chosen): return _is_rows(chosen) and _is_rows(chosen[0])
 def _check_channels(chosen, channels):
     "Raise unless `chosen` has a row of channel numbers for each group, or such rows for each layer."
     if not _is_rows(chosen):
-        raise TypeError(f"chosen must be a row of channel numbers for each group or None, got {chosen!r}")
+        raise TypeError(f"chosen must be a list of channel numbers for each group or None, got {chosen!r}")
     if _of_layers(chosen):
         for rows in chosen:
             if _of_layers(rows): raise TypeError(f"chosen must be rows of numbers for each layer, got {rows!r}")

@@ -62,7 +62,7 @@ def query_aware_blocks(
     gamma: float,     # share of the pooled attention
     block: int,       # queries and keys of a block
 ) -> torch.Tensor:    # [B, H, Mq, Mk], bool
-    "The fewest blocks of all rows together that hold `gamma` of the pooled attention."
+    "The fewest blocks of all queries together that hold `gamma` of the pooled attention."
     there = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device) >= grid.start[:, None]
     count = block_sums(there.to(q.dtype), block)                                             # [B, Mq]
     means = block_sums(q.masked_fill(~there[:, None, :, None], 0).mT, block).mT

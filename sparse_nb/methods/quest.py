@@ -52,7 +52,7 @@ class Quest(KeyScorer):
     """Pages of keys by an upper bound of their scores (Quest, Tang et al. 2024).
 
     The paper leaves the first two layers of a model exact: `sparsify(model, decode=Quest(), dense_layers=(0, 1))`. In
-    all layers it does not fit a model such as Qwen2.5: it loses answers in which several facts are asked (chapter 7).
+    all layers it does not fit a model such as Qwen2.5: it loses answers that need several facts (chapter 7).
     Raises TypeError or ValueError for settings that can never work.
     """
     budget: int | float = 0.1 # keys to keep: a count, or a share of the visible keys; the last page is cut to fit
@@ -84,5 +84,5 @@ class Quest(KeyScorer):
                                     factor=q.shape[3]**-0.5 if scale is None else scale))
 
     def index_bytes(self, head_dim):
-        "Two bfloat16 rows a page."
+        "Two bfloat16 vectors a page."
         return 4 * head_dim / self.page

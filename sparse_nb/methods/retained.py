@@ -13,7 +13,7 @@ import torch
 
 from ..core.checks import check_bounds, check_count, check_flag, check_inputs, on_cpu_eagerly
 from ..core.exact import attention, to_device_of, visible_range
-from ..core.index import State, first_shown, slots_used, with_room
+from ..core.index import State, first_shown, slots_used, with_capacity
 from ..core.method import Method
 from ..core.prefill import starts_of
 from ..core.selection import Selection, has_kernels, make_selection, weighted_attention
@@ -24,7 +24,7 @@ class RetainedKeys(State):
 
     The first query that is decoded decides, from all that came before it. Until then the state keeps the queries.
     """
-    __slots__ = "asked", "begun", "mark", "done", "votes", "base", "begin", "shows", "scale"
+    __slots__ = "queries", "begun", "mark", "done", "votes", "base", "begin", "shows", "scale"
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RetainedKeys(State):
         self._forget()
 
     def _forget(self):
-        self.asked = self.votes = self.base = None # queries from `mark` on; votes of keys; rows and votes at `mark`
+        self.queries = self.votes = self.base = None # queries from `mark` on; votes of keys; rows and votes at `mark`
         self.begun = self.begin = self.scale = None # keys it was decided on; first shown key [B]; of the scores
         self.done, self.mark, self.shows = 0, 0, False # queries counted; whether each sequence has shown a key
 
@@ -67,14 +67,14 @@ class RetainedKeys(State):
         self.scale = self.scale if scale is None else scale
         super().extend(k, v, q=q)
         if self.begun is not None and not self.rule.steps: return
-        self.asked = q if self.asked is None else torch.cat([self.asked, q], 2)
+        self.queries = q if self.queries is None else torch.cat([self.queries, q], 2)
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
-        super().pick_rows(rows)
+    def pick_sequences(self, rows):
+        "As `State.pick_sequences`."
+        super().pick_sequences(rows)
         if self.rows is None: return
         pick = lambda x: None if x is None else x[rows.to(x.device)]
-        self.asked, self.votes, self.begin = map(pick, (self.asked, self.votes, self.begin))
+        self.queries, self.votes, self.begin = map(pick, (self.queries, self.votes, self.begin))
         if self.base is not None: self.base = tuple(map(pick, self.base))
 
     def reset(self):
@@ -97,7 +97,7 @@ class RetainedKeys(State):
         if place < self.done: self.rewind(len(self))
         while self.rule.steps and self.done < place:
             n, at = self.done + 1, self.done - self.mark
-            new, self.votes = self.rule.after_step(self.asked[:, :, at:at + 1], k[:, :, :n], first, scale,
+            new, self.votes = self.rule.after_step(self.queries[:, :, at:at + 1], k[:, :, :n], first, scale,
                                                    self.rows[:, :, :n], self.votes, self.begun)
             self.rows, self.done = torch.cat([new, self.rows[:, :, n:]], 2), n
         return self.rows[:, :, :place + 1]
@@ -108,23 +108,23 @@ class RetainedKeys(State):
         return self.begun is None
 
     def _decide(self, begun, k, first, scale):
-        asked, keys = self.asked[:, :, :begun], k[:, :, :begun]
+        asked, keys = self.queries[:, :, :begun], k[:, :, :begun]
         held, self.votes = self.rule.after_prompt(asked, keys, first, scale, self.rows[:, :, :begun])
         self.rows = torch.cat([held, self.rows[:, :, begun:]], 2)
         self.begun = self.done = self.mark = begun
-        self.asked, self.base = self.asked[:, :, begun:] if self.rule.steps else None, (held, self.votes)
+        self.queries, self.base = self.queries[:, :, begun:] if self.rule.steps else None, (held, self.votes)
 
     def rewind(
         self,
         length: int, # keys there are
     ):
-        "Back to the decision; what was asked since is counted anew when it is needed."
+        "Back to the decision; what was read since is counted anew when it is needed."
         held, self.votes = self.base
         later = held.new_ones(*held.shape[:2], length - self.mark)
         self.rows, self.done = torch.cat([held, later], 2), self.mark
 
     def crop(self, length):
-        """As `State.crop`; keys that were evicted by a query that is gone come back, for it was never asked.
+        """As `State.crop`; keys that were evicted by a query that is gone come back, for it does not count.
 
         ValueError for fewer keys than those that eviction was decided on: what it threw away cannot be judged anew.
         """
@@ -133,7 +133,7 @@ class RetainedKeys(State):
             raise ValueError(f"length must be at least {self.mark}, got {length}: the queries up to there have evicted "
                              f"keys, which are gone ({self.rule!r})")
         super().crop(length)
-        if self.asked is not None: self.asked = self.asked[:, :, :length - self.mark]
+        if self.queries is not None: self.queries = self.queries[:, :, :length - self.mark]
         if self.begun is not None and length < self.done: self.rewind(length)
 
 # %% ../../nbs/library/methods_retained.ipynb #e1cae743
@@ -182,7 +182,7 @@ def retained_lists(
 
 # %% ../../nbs/library/methods_retained.ipynb #a93e97d2
 class StaticRetainedKeys(RetainedKeys):
-    """The same for a static cache, too: there `asked` is the newest query, which counts when the next key is put."""
+    """The same for a static cache, too: there `queries` is the newest query, which counts when the next key is put."""
     # counted: how many queries are [1]; limits: `H2O.limits`; older: a state that grows, while no key was put
     __slots__ = "counted", "limits", "older", "lists"
 
@@ -206,8 +206,8 @@ class StaticRetainedKeys(RetainedKeys):
         room[:, :, :n], room[:, :, n:], self.rows = old.rows, not self.rule.steps, room  # none to come is evicted
         self.lists = retained_lists(room, n, min(room.shape[2], self.rule.most(room.shape[2])))
         if not self.rule.steps: return
-        old.asked = self.asked.clone()  # and not the queries of a prompt with it
-        self.asked, self.votes = with_room(self.asked[:, :, :0], 1), with_room(self.votes, room.shape[2])
+        old.queries = self.queries.clone()  # and not the queries of a prompt with it
+        self.queries, self.votes = with_capacity(self.queries[:, :, :0], 1), with_capacity(self.votes, room.shape[2])
         self.counted, self.limits = torch.full((1,), n, device=k.device), self.rule.limits(self.begin, self.begun)
 
     def write(self, k, v, at, q=None, scale=None, shown=None):
@@ -215,10 +215,10 @@ class StaticRetainedKeys(RetainedKeys):
         if self.lists is None: raise ValueError("state must look at its keys before one is put, got one that has not")
         if self.rule.steps:
             due, old = self.counted < at, [x[:, :, :k.shape[2]] for x in (self.rows, self.votes)]
-            new = self.rule.after_put(self.asked, k, self.begin, self.scale, *old, at - 1, self.limits)
+            new = self.rule.after_put(self.queries, k, self.begin, self.scale, *old, at - 1, self.limits)
             for x, y in zip(old, new): x.copy_(torch.where(due, y, x))
             self.counted.copy_(at)
-            self.asked.copy_(q)
+            self.queries.copy_(q)
             self.rows.index_fill_(2, at, True)
             self.lists.write(self.rows)
         else: torch.add(self.lists.more, at, out=self.lists.count)
@@ -234,16 +234,16 @@ class StaticRetainedKeys(RetainedKeys):
             self.base = self.rows[:, :, :self.mark], self.votes
         self.counted = self.limits = self.older = self.lists = None
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
-        super().pick_rows(rows)
-        if self.older is not None: self.older.pick_rows(rows)
+    def pick_sequences(self, rows):
+        "As `State.pick_sequences`."
+        super().pick_sequences(rows)
+        if self.older is not None: self.older.pick_sequences(rows)
         if self.limits is not None: self.limits = [x[rows.to(x.device)] for x in self.limits]
         if self.lists is not None: self.lists = self.lists.picked(rows.to(self.rows.device))
 
     def buffers(self):
         "As `State.buffers`."
-        steps = (self.votes, self.asked, self.counted, self.begin, *self.limits) if self.rule.steps else ()
+        steps = (self.votes, self.queries, self.counted, self.begin, *self.limits) if self.rule.steps else ()
         return [self.rows, *(self.lists or ()), *steps]
 
 # %% ../../nbs/library/methods_retained.ipynb #34eac7f7
@@ -315,7 +315,7 @@ class Evicts(Method):
         if state.static and state.lists is None: raise ValueError("state must look at its keys, got one that has not")
 
     def select(self, q, k, *, causal=False, seed=None, scale=None, kv_start=None, kv_end=None, state=None) -> Selection:
-        """The visible keys that are held when each query is asked, with weight 1.
+        """The visible keys that are held when each query is read, with weight 1.
 
         The first query ever selected for decides; `seed` is not used. A GPU is waited for, but where the length of
         `state` is fixed. Raises as `check_inputs`, and ValueError for no `state`, one that does not fit, sequences that
@@ -340,7 +340,7 @@ class Evicts(Method):
                state=None):
         """As `Method.decode`. Kernels read the lists that `state` keeps where its length is fixed.
 
-        There kv_start and kv_end are not looked at: no key is listed that the query of the newest key may not see.
+        There kv_start and kv_end are not read: no key is listed that the query of the newest key may not see.
         """
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_flag("return_stats", return_stats)

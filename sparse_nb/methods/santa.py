@@ -49,7 +49,7 @@ def largest_remainder(
     mass: torch.Tensor, # of each tile [..., T], not negative
     samples: int,       # to share out
 ) -> torch.Tensor:      # [..., T], int64
-    "Budgets in proportion to `mass`: the floors, and one more for the largest fractions, lower tiles first (Alg. 4)."
+    "Budgets in proportion to `mass`: whole parts, and one more for the largest fractions, lower tiles first (Alg. 4)."
     quota = samples * mass / mass.sum(-1, keepdim=True)
     budget = quota.floor()
     fraction = torch.where(mass > 0, quota - budget, -1.0)
@@ -157,7 +157,7 @@ def _as_selection(q, index, weight, unused):
 
 # %% ../../nbs/library/methods_santa.ipynb #adad8b18
 def count_distinct(index, used):
-    "Number of different keys in the used slots of each row [..., L]."
+    "Number of different keys in the used slots of each query [..., L]."
     order = torch.where(used, index, -1).sort(-1).values
     new = torch.ones_like(order, dtype=torch.bool)
     new[..., 1:] = order[..., 1:] != order[..., :-1]
@@ -239,7 +239,7 @@ class Certificate:
 def _norm_bound(halves, longest, delta, bound):
     """Lower bound on the length of the output that fails with chance `delta`, 0 where there is none.
 
-    From the rows [B, H, Q, S / 2, D] of two independent pilots, each `longest` long.
+    From the values [B, H, Q, S / 2, D] of two independent pilots, each `longest` long.
     """
     rows = torch.cat(halves, -2).double()
     draws, mean = rows.shape[-2], rows.mean(-2)
@@ -256,7 +256,7 @@ def _norm_bound(halves, longest, delta, bound):
     return low
 
 def _budget(length, halves, visible, eps, delta, bound):
-    "Samples [B, H, Q] (0: read all) and the bounds on trace and norm, from pilots of rows that are `length` long."
+    "Samples [B, H, Q] (0: read all) and the bounds on trace and norm, from pilots of values that are `length` long."
     low = torch.minimum(_norm_bound(halves, length, delta * PILOT_SHARE, bound), length)
     trace, radius, delta = length**2 - low**2, eps * low, delta * (1 - PILOT_SHARE)
     jumps = 4 / 3 * math.log(2 / delta) * length / radius  # Bernstein's term for the longest row
@@ -287,13 +287,13 @@ def _check_norms(value_norms, q, v):
         raise ValueError(f"value_norms must be on the device of q, {q.device}, got {value_norms.device}")
 
 def kernel_fits(q, samples, scheme, tile):
-    "Whether the kernels can do what backend='auto' was asked for."
+    "Whether the kernels can do what is requested with backend='auto'."
     if not has_kernels(q) or samples > 2**16: return False
     if scheme not in ("proportional", "flash"): return True
     return tile in (16, 32, 64, 128, 256) and tile * q.element_size() * 2 ** (q.shape[3] - 1).bit_length() <= 2**17
 
 def decode_on_gpu(q, k, v, seed, return_stats, kv_start, kv_end, share=None, keys="exact", index=None, **kept):
-    "The kernels' output, and `Stats` if asked for; `share` of each key is read, or its `index`."
+    "The kernels' output, and `Stats` if requested; `share` of each key is read, or its `index`."
     from sparse_nb.kernels.santa import decode
     if index is not None: kept |= dict(codes=index.rows, units=index.unit, rescore=keys == "rescored")
     if seed is None: seed = torch.randint(2**63 - 1, (), device=q.device)
@@ -348,7 +348,7 @@ def draw_fixed(q, k, v, bounds, seeds, *, samples, scheme, tile, scale, exact=No
 
 # %% ../../nbs/library/methods_santa.ipynb #8e019110
 def value_lengths(v):
-    "The lengths of the rows of v, float32 or float64; their squares may be beyond float32."
+    "The lengths of the values, float32 or float64; their squares may be beyond float32."
     return v.double().norm(dim=-1).to(promote(v).dtype)
 
 @torch.no_grad()
@@ -362,12 +362,12 @@ def _by_length(scores, norms):
     return torch.where(length[..., None] > 0, scores + norms.log(), scores.double()), length
 
 def _stretched(v, index, norms, length):
-    "Drawn rows of v, each made `length` long."
+    "Drawn values, each made `length` long."
     own = norms.expand(*index.shape[:3], -1).gather(-1, index[..., 0, :]).double()
     return promote(take_rows(v, index))[..., 0, :, :] * (length[..., None] / own.clamp(min=1e-300))[..., None]
 
 def _draw_certified(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, delta, bound):
-    """Output, different rows read [B, H, Q] and `Certificate`, from as many samples as the guarantee needs.
+    """Output, different values read [B, H, Q] and `Certificate`, from as many samples as the guarantee needs.
 
     `samples` are those of the pilots. Heads that need all keys (0 draws in the certificate) have no output yet.
     """
@@ -385,8 +385,8 @@ def _draw_certified(q, k, v, bounds, seeds, samples, scheme, scale, norms, eps, 
             out = rows.sum(-2) / count[..., None]
             index, used = index + [draws.index], used + [used_slots(draws)]
         found.append((out, count_distinct(torch.cat(index, -1), torch.cat(used, -1))[..., 0], trace, norm, count))
-    out, read, *promised = (torch.cat(x, 2) for x in zip(*found))
-    return out, read, Certificate(eps, delta, bound, *promised, samples)
+    out, read, *certified = (torch.cat(x, 2) for x in zip(*found))
+    return out, read, Certificate(eps, delta, bound, *certified, samples)
 
 # %% ../../nbs/library/methods_santa.ipynb #609aba12
 def draw_guaranteed(q, k, v, seeds, norms, masks, *, samples, scheme, scale, eps, delta, bound):
@@ -463,7 +463,7 @@ def sample_values(
     scale: float | None = None,   # factor on the dot products; None is D ** -0.5
     return_drawn: bool = False,   # also return the `Selection` of `draw_selected`?
 ):                                # [B, H, Q, D] in the dtype of q, or a pair of that and the `Selection`
-    """SANTA on a selection: the mean of S drawn rows of v, each drawn with its share of the selection's attention.
+    """SANTA on a selection: the mean of S drawn values, each drawn with its share of the selection's attention.
 
     Given the selection it is an unbiased estimate of `weighted_attention`, whose keys are scored and whose values are
     not read but for those drawn. Raises as `draw_selected`.

@@ -48,7 +48,7 @@ def bernoulli_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:   # scores [B, H, Q, N], -inf where hidden, and features read [B, H, Q, D], bool
     """Unbiased estimates of the scaled dot products from a few features of the keys (SANTA Eq. 5, 6, App. C).
 
-    A feature is read when one of its draws is 1; heads of a group share the rows, so the group reads the union over its
+    A feature is read when one of its draws is 1; heads of a group share the keys, so the group reads the union over its
     heads. Raises as `attention_scores`, and TypeError or ValueError for a bad `samples`, `stratified` or `mean_group`.
     """
     check_inputs(q, k, kv_start=kv_start, kv_end=kv_end, scale=scale, seed=seed)
@@ -80,7 +80,7 @@ def bernoulli_decode(
     """SANTA on Bernoulli scores, stratified (section 5.3). They are unbiased; their softmax, and so the output, is not.
 
     The bits use the streams of fold_in(seed, 0), the draws those of fold_in(seed, 1). `Stats.keys_scored` counts whole
-    rows: visible keys times the share of their features that the head read. The kernels read few bytes only if the
+    keys: visible keys times the share of their features that the head read. The kernels read few bytes only if the
     neighbouring tokens of a feature of k are neighbours in memory. Raises as `bernoulli_scores` and `santa_decode`.
     """
     masks = dict(kv_start=kv_start, kv_end=kv_end)

@@ -22,7 +22,7 @@ def _copied(layer, memo, **changed):
     return new
 
 def _taken(name, x, part):
-    "What is heard of a `part` of the new keys."
+    "What is observed of a `part` of the new keys."
     return x if not isinstance(x, torch.Tensor) else x[:, part] if name == "shown" else x[:, :, part]
 
 # %% ../../nbs/library/models_cache.ipynb #b803b38f
@@ -59,15 +59,15 @@ class StatefulLayer:
         "Keys and values from number first on, for the state."
         return keys[:, :, first:], values[:, :, first:]
 
-    def pick_rows(self, pick):
+    def pick_sequences(self, pick):
         "Keep the sequences that `pick` picks out of their numbers."
         if not len(self.state): return
-        self.state.pick_rows(pick(torch.arange(len(self.state.rows), device=self.state.rows.device)))
+        self.state.pick_sequences(pick(torch.arange(len(self.state.rows), device=self.state.rows.device)))
 
     def reorder_cache(self, beam_idx):
         "As transformers has it, for the state, too."
         super().reorder_cache(beam_idx)
-        self.pick_rows(lambda rows: rows[beam_idx.to(rows.device)])
+        self.pick_sequences(lambda rows: rows[beam_idx.to(rows.device)])
 
     def reset(self):
         "As transformers has it, for the state, too."
@@ -89,18 +89,18 @@ class _Growing(StatefulLayer):
     def batch_repeat_interleave(self, repeats):
         "As transformers has it, for the state, too."
         super().batch_repeat_interleave(repeats)
-        self.pick_rows(lambda rows: rows.repeat_interleave(repeats))
+        self.pick_sequences(lambda rows: rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices):
         "As transformers has it, for the state, too."
         super().batch_select_indices(indices)
-        self.pick_rows(lambda rows: rows[indices])
+        self.pick_sequences(lambda rows: rows[indices])
 
 class StatefulDynamicLayer(_Growing, DynamicLayer): "A growing layer with a state."
 
 # %% ../../nbs/library/models_cache.ipynb #7c0de002
 class FixingLayer(StatefulLayer):
-    """A layer with room for keys to come, whose state gets as much, once it has observed a prompt.
+    """A layer with space for keys to come, whose state gets as much, once it has observed a prompt.
 
     From then on no tensor of the state moves, and `observed` says on the device how many keys it knows.
     """
@@ -132,10 +132,10 @@ class FixingLayer(StatefulLayer):
         self.state.write(keys, values, at, **observed)
         observed_one_more([self], at)
 
-    def pick_rows(self, pick):
-        "As `StatefulLayer.pick_rows`."
+    def pick_sequences(self, pick):
+        "As `StatefulLayer.pick_sequences`."
         known = self.observed
-        super().pick_rows(pick)
+        super().pick_sequences(pick)
         self.settle(known)
 
     def reset(self):
@@ -156,7 +156,7 @@ class StatefulStaticLayer(FixingLayer, StaticLayer):
     living = weakref.WeakValueDictionary()  # address of `observed` -> layer with a fixed state
 
     def most(self):
-        "How many keys it has room for."
+        "How many keys it has space for."
         return self.max_cache_len
 
     def known(self):
@@ -238,22 +238,22 @@ def observed_one_more(
     if layers: torch._foreach_copy_([x.observed for x in layers], [newest + 1] * len(layers))
 
 # %% ../../nbs/library/models_cache.ipynb #7c0de006
-SPARE = 512 # places for keys to come in a new room, at least
+SPARE = 512 # places for keys to come in a new buffer, at least
 
 def _with_spare(old, new, n):
-    "Room for `old` [B, G, n, D], which is in it, for `new`, and for more"
+    "Space for `old` [B, G, n, D], which is in it, for `new`, and for more"
     B, G, more, D = new.shape
     with torch.inference_mode(False): room = new.new_empty(B, G, -(-(n + more + SPARE) // 64) * 64, D)
     if n: room[:, :, :n] = old
     return room
 
 class PreallocatedLayer(DynamicLayer):
-    "A growing layer with room behind its keys and values."
+    "A growing layer with space behind its keys and values."
     buffer, view = None, None # keys and values with what is behind them [B, G, n, D]; `keys`, as it gave them last
     turns = False            # as of `FixingLayer`
 
     def update(self, key_states, value_states, *args, **kwargs):
-        "As transformers has it; in place where there is room."
+        "As transformers has it; in place where there is space."
         if not self.is_initialized: self.lazy_initialization(key_states, value_states)
         n, new = self.get_seq_length(), key_states.shape[2]
         learns = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
@@ -267,11 +267,11 @@ class PreallocatedLayer(DynamicLayer):
         return self.keys, self.values
 
     def has_buffer(self) -> bool:
-        "Do its keys lie in its room?"
+        "Do its keys lie in its buffer?"
         return self.view is not None and self.view is self.keys
 
     def most(self) -> int:
-        "How many keys it has room for."
+        "How many keys it has space for."
         return self.buffer[0].shape[2] if self.has_buffer() else 0
 
     def reset(self):
@@ -287,7 +287,7 @@ class PreallocatedLayer(DynamicLayer):
 
 # %% ../../nbs/library/models_cache.ipynb #7c0de008
 class StatefulPreallocatedLayer(FixingLayer, _Growing, PreallocatedLayer):
-    "Such a layer with a state, which has a fixed length while the room lasts."
+    "Such a layer with a state, which has a fixed length while the buffer lasts."
     count = 0 # keys that a fixed state knows; who tells it of one without `observe` counts it
 
     @property
@@ -330,7 +330,7 @@ def preallocate(
     cache,      # a transformers cache
     layer: int, # number of a layer
 ): # the cache layer
-    "Let a layer of `cache` keep room for keys to come, if it is a plain growing one on the device."
+    "Let a layer of `cache` keep space for keys to come, if it is a plain growing one on the device."
     old = _layer(cache, layer)
     if type(old) is not DynamicLayer or getattr(cache, "offloading", False): return old
     new = cache.layers[layer] = object.__new__(PreallocatedLayer)
@@ -378,10 +378,10 @@ class OffloadedLayer(DynamicLayer):
 
     @torch.no_grad()
     def _put(self, which, old, new, n):
-        "`old` [B, G, n, D] and `new` one after the other, in place if there is room"
+        "`old` [B, G, n, D] and `new` one after the other, in place if there is space"
         if new.device.type not in ("cpu", "cuda"):
             raise ValueError(f"offload must be False but for keys of a CPU or a CUDA device, got keys of {new.device}")
-        room, whole, shape = self.room[which], n + new.shape[2], (*new.shape[:2], new.shape[3])
+        room, whole, shape = self.buffer[which], n + new.shape[2], (*new.shape[:2], new.shape[3])
         if room is None or room.shape[1:] != shape or whole > len(room):
             place = dict(dtype=new.dtype, device="cpu", pin_memory=new.is_cuda)
             with torch.inference_mode(False): room = torch.empty(2**whole.bit_length(), *shape, **place)
@@ -389,36 +389,36 @@ class OffloadedLayer(DynamicLayer):
             self.settle()
             room[:n] = old.permute(2, 0, 1, 3)
         room[n:whole].copy_(new.permute(2, 0, 1, 3).contiguous(), non_blocking=True)
-        self.room[which] = room
+        self.buffer[which] = room
         return room[:whole].permute(1, 2, 0, 3)
 
     def settle(self):
-        "Wait until the rows have arrived in the memory of the host."
+        "Wait until the keys have arrived in the memory of the host."
         if self.is_initialized and self.device.type == "cuda": torch.cuda.current_stream(self.device).synchronize()
 
     def reorder_cache(self, beam_idx):
-        "As transformers has it, of rows that have arrived."
+        "As transformers has it, of keys that have arrived."
         self.settle()
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats):
-        "As transformers has it, of rows that have arrived."
+        "As transformers has it, of keys that have arrived."
         self.settle()
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices):
-        "As transformers has it, of rows that have arrived."
+        "As transformers has it, of keys that have arrived."
         self.settle()
         super().batch_select_indices(torch.as_tensor(indices).cpu())
 
     def __copy__(self):
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__, room=[None, None])  # rows written to a shared room would meet
+        new.__dict__.update(self.__dict__, buffer=[None, None])  # rows written to a shared buffer would meet
         return new
 
     def __deepcopy__(self, memo, **changed):
         self.settle()
-        new = _copied(self, memo, keys=None, values=None, room=[None, None], **changed)
+        new = _copied(self, memo, keys=None, values=None, buffer=[None, None], **changed)
         if self.is_initialized: new.keys, new.values = self.keys.clone(), self.values.clone()
         return new
 
@@ -472,8 +472,8 @@ def offload(
         raise ValueError(f"cache must be a DynamicCache to be offloaded, got a {type(old).__name__} for layer {layer}")
     if isinstance(old, StatefulPreallocatedLayer): old.loosen(old.keys)
     new = cache.layers[layer] = object.__new__(_HOST[type(old)])
-    new.__dict__.update(old.__dict__, room=[None, None])
-    for name in "buffer", "view": new.__dict__.pop(name, None)
+    new.__dict__.update(old.__dict__, buffer=[None, None])
+    new.__dict__.pop("view", None)
     return new
 
 # %% ../../nbs/library/models_cache.ipynb #3de4d8be

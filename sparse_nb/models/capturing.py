@@ -50,7 +50,7 @@ def check_ids(
 ) -> torch.Tensor:           # [B, N]
     """Raise TypeError or ValueError unless a model that is not in training can read `input_ids`.
 
-    Their values are looked at on the CPU only.
+    Their values are checked on the CPU only.
     """
     if not callable(getattr(model, "get_input_embeddings", None)):
         raise ValueError(f"model must be one of transformers, got {kind_of(model)}")
@@ -75,7 +75,7 @@ def _positions(positions, length):
     if positions.is_floating_point() or positions.dtype == torch.bool:
         raise TypeError(f"positions must be integers, got {positions.dtype}")
     if positions.ndim != 1 or len(positions) == 0:
-        raise ValueError(f"positions must be a row of at least one, got shape {list(positions.shape)}")
+        raise ValueError(f"positions must be a vector of at least one, got shape {list(positions.shape)}")
     if not -length <= positions.min() <= positions.max() < length:
         raise ValueError(f"positions must lie in [{-length}, {length}), got {positions.min()} to {positions.max()}")
     return positions.cpu().long() % length

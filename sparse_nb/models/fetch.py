@@ -109,7 +109,7 @@ def _free_memory():
     except (AttributeError, OSError, ValueError): return None
 
 def _check_room(source, parts):
-    "Raise OSError where disk or memory are too small; what lies in the folder `parts` needs no room."
+    "Raise OSError where disk or memory are too small; what lies in the folder `parts` needs no space."
     here = sum(wheel.stat().st_size for wheel in parts.glob("*.whl"))
     disk, free = 2 * source.size + source.weights - here, shutil.disk_usage(parts.parent).free
     if free < disk:

@@ -52,7 +52,7 @@ def wants_buffer(
     dispatch, # of the session
     module,   # an attention layer
 ) -> bool:
-    "Can the layer's part be recorded, if its cache has room for keys to come?"
+    "Can the layer's part be recorded, if its cache has space for keys to come?"
     return module.layer_idx in dispatch.graphed and dispatch.observe is None and on_a_gpu(module)
 
 # %% ../../nbs/library/models_graphs.ipynb #8b7b4092
@@ -125,7 +125,7 @@ class LayerGraphs:
         return found
 
     def part_of(self, layer):
-        "The part of a cache layer; one that knows a room that was left is let go, else it would hold it."
+        "The part of a cache layer; one that knows a buffer that was left is let go, else it would hold it."
         part = self.parts.get(layer)
         if part is None or part.places[0] is layer.buffer: return part
         del self.parts[layer]
@@ -136,7 +136,7 @@ class LayerGraphs:
         call: Call,
         method,        # that decodes, or None: exactly
     ) -> torch.Tensor: # [B, 1, H, D]
-        "The part of a layer in a step of one query over a cache with room, recorded; None where that cannot be."
+        "The part of a layer in a step of one query over a cache with a buffer, recorded; None where that cannot be."
         forward = dispatch.thread.forward
         kept = forward.kept.get(call.layer)
         if kept is None or not isinstance(kept.layer, PreallocatedLayer): return None

@@ -86,7 +86,7 @@ class Hooks:
         for x in self.keepers: yield x.module, functools.partial(self.adopt_cache, x, names(x.module))
 
     def note_request(self, outermost, module, args, kwargs):
-        "A model or a part of it is called: refuse what no method does, note how many logits are asked for"
+        "A model or a part of it is called: refuse what no method does, note how many logits are requested"
         if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
             raise ValueError("output_attentions must be False: sparse attention has no weights to return, got True")
         keep, cache = kwargs.get("logits_to_keep", 0), cache_of(kwargs)
@@ -157,7 +157,7 @@ def put_in(
     away: bool,         # as in `Hooks`
     replay: bool,       # as in `sparsify`
 ):
-    "Within the block the layers of the model call `dispatch`, which learns from hooks what it is not told."
+    "Within the block the layers of the model call `dispatch`, which learns from hooks what it is not given."
     with ExitStack() as undo:
         undo.enter_context(attention_override(model, dispatch, mask=mask))
         _running.add(name := model.config.get_text_config()._attn_implementation)

@@ -93,7 +93,7 @@ class LayerIndex:
         return () if self.turn is None else self.turn.position_embeddings
 
     def has_what_is_read(self, call):
-        "Is it what the cache holds that the layer attends to? Then its room, if it has one, can be read in its place."
+        "Is it what the cache holds that the layer attends to? Then its buffer, if any, can be read in its place."
         if not isinstance(self.layer, PreallocatedLayer): return True
         return self.layer.has_buffer() and call.key is self.layer.keys and call.value is self.layer.values
 

@@ -99,7 +99,7 @@ def captured_quickly(
 
 # %% ../../nbs/library/models_replay.ipynb #752437df
 class GraphedStep:
-    "A step with its inputs, that can be played back with others of the same shapes."
+    "A step with its inputs, that can be replayed with others of the same shapes."
     def __init__(self,
         call: Callable, # the compiled step
         held: dict,     # the cache that it reads and writes, by the name of the argument
@@ -162,7 +162,7 @@ def on_a_gpu(model): return model.device.type == "cuda"
 def refresh_indexes(
     cache, # of transformers, or None
 ):
-    """After a step that may have been played back: what ages in states of a fixed length is made anew, when it is time.
+    """After a step that may have been replayed: what ages in states of a fixed length is made anew, when it is time.
 
     That is after every `EVERY` steps since they were fixed, whichever answers these were of.
     """
@@ -234,7 +234,7 @@ class Replay:
 def replayed(
     model, # a transformers decoder
 ):
-    """Within the block, steps of the model that `generate` compiles on a GPU are recorded once and played back.
+    """Within the block, steps of the model that `generate` compiles on a GPU are recorded once and replayed.
 
     That is for `cache_implementation="static"` and a model on one GPU, or on one in each process of `torchrun`;
     everything else is as without it. What Python does in a step, hooks of others included, it does while the step is

@@ -81,7 +81,7 @@ def view_of(
     if blank.any():  # a query in the padding of its row, whose output nobody reads, sees the last key
         if queries == 1:
             row = int(blank.int().argmax())
-            raise ValueError(f"attention_mask must show each query a key, got one that hides all keys from row {row}")
+            raise ValueError(f"attention_mask must show each query a key, got one that shows sequence {row} none")
         end = max(j + 1, int(torch.where(blank, 0, stops).max()))
         counts[blank], starts[blank], stops[blank] = 1, end - 1, end
         start, stop = starts.to(start.device), stops.to(stop.device)

@@ -29,7 +29,7 @@ def places(
     head_dim, # numbers in a key D
     isa,      # which kernels, as vLLM calls them
 ):            # two tensors [size * D], for keys and values, or None where numbers lie row by row
-    "Where the numbers of a block's rows lie in its memory. RuntimeError where they do not all lie there."
+    "Where the numbers of a block's keys and values lie in its memory. RuntimeError where they do not all lie there."
     cache, number = torch.zeros(1, 1, 2 * size, head_dim, dtype=dtype), torch.arange(size * head_dim)
     def written(x):  # whole numbers below 256 are exact in every dtype of a cache
         rows = x.view(size, 1, head_dim).to(dtype)
@@ -166,7 +166,7 @@ class SparseBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec):
-        "The memory of a block, with room for what the methods keep."
+        "The memory of a block, with space for what the methods keep."
         given = spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype
         found = [kept_by(method, *given) for method in set(cls.serving.methods.values())] if cls.serving else []
         room = max((kept.room for kept in found if kept is not None), default=0)

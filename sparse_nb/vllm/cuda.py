@@ -18,13 +18,13 @@ from ..kernels.engine import write_boxes, write_codes
 from .cuda_prompt import PromptBuilder, PromptImpl, prompts_of, requests
 from .layer import Layer, asked
 from .lists import Lists, Sizes, bytes_of, rotary_of, same_clusters
-from .paged import Worker, box_view, code_view, guess_of, with_room
+from .paged import Worker, box_view, code_view, guess_of, with_capacity
 from .step import Bounds, Seen, Step, layer_streams, step
 
 # %% ../../nbs/library/vllm_cuda.ipynb #71bbf401
 def clustered(
     layers: dict, # name -> attention layer
-    names,        # of those that are asked for
+    names,        # of those that are requested
 ) -> list:        # of names, and the method of the first
     "Layers that decode with SAAP, those that agree in `same_clusters` together."
     found = {}
@@ -62,7 +62,7 @@ class SparseBuilder(PromptBuilder):
         self.reset_layers()
 
     def reset_layers(self):
-        "Tell the layers where their queries are counted, and make room for lists."
+        "Tell the layers where their queries are counted, and make space for lists."
         self.layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             impl = self.layers[name].impl
@@ -203,11 +203,11 @@ class SparseBackend(FlashAttentionBackend):
 
 # %% ../../nbs/library/vllm_cuda.ipynb #8e841785
 class SparseWorker(Worker, GPUWorker):
-    "vLLM's worker, with room for what methods keep, and statistics."
+    "vLLM's worker, with space for what methods keep, and statistics."
     def get_kv_cache_spec(self):
         "The memory of a block, of all layers."
         methods = [x for x in asked(self.vllm_config).methods.values() if x is not None]
-        return {name: with_room(spec, methods) for name, spec in super().get_kv_cache_spec().items()}
+        return {name: with_capacity(spec, methods) for name, spec in super().get_kv_cache_spec().items()}
 
     def determine_available_memory(self):
         "Bytes for the cache: what lists need is not among them. ValueError where that leaves nothing."

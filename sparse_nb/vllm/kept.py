@@ -26,12 +26,12 @@ KINDS = Boxes, Blocks, ValueNorms, Int8Keys, LearnedBits
 def row_keys(
     state: State, # an index
 ) -> int:
-    "How many keys the longest of its rows is made of."
+    "How many keys the longest of its entries is made of."
     return state.size if isinstance(state, BlockState) else 1
 
 @dataclass(frozen=True)
 class Part:
-    "A tensor of an index, of which blocks of memory hold rows."
+    "A tensor of an index, of which blocks of memory hold entries."
     name: str          # attribute of the state
     keys: int          # that a row is made of
     shape: tuple       # of a row
@@ -75,11 +75,11 @@ class Kept:
         cache: torch.Tensor, # keys and values of all blocks [blocks, G, size, 2 D], with room behind each block
         part: Part,          # of `parts`
     ) -> torch.Tensor:       # [blocks, G, size / keys, ...], memory of `cache`
-        "The room for a part. RuntimeError where blocks have less."
+        "The space for a part. RuntimeError where blocks have less."
         blocks, groups, size, wide = cache.shape
         shape, item, bytes_of = (groups, size // part.keys, *part.shape), part.dtype.itemsize, cache.element_size()
         if cache.stride(0) * bytes_of < groups * size * wide * bytes_of + self.room:
-            raise RuntimeError(f"a block must have room for {self.room} bytes beside its keys and values, got "
+            raise RuntimeError(f"a block must have space for {self.room} bytes beside its keys and values, got "
                                f"{(cache.stride(0) - groups * size * wide) * bytes_of}")
         begin = (cache.storage_offset() + groups * size * wide) * bytes_of + part.begin
         stride = [math.prod(shape[i + 1:]) for i in range(len(shape))]
@@ -95,7 +95,7 @@ class Kept:
         new: tuple,                 # keys and values that were just written, each [n, G, D]
         slots: torch.Tensor,        # block * size + place in the block, of each of them; negative: none
     ):
-        "Write the rows that these keys complete."
+        "Write the entries that these keys complete."
         there = slots >= 0
         at, state = slots[there].long(), self.empty()
         if not len(at): return
@@ -111,11 +111,11 @@ class Kept:
             room[done // self.size, :, done % self.size // part.keys] = rows[0].transpose(0, 1)
 
     def by_block(self, part):
-        "Is a row made by the index's `reduce`, of all its keys at once?"
+        "Is an entry made by the index's `reduce`, of all its keys at once?"
         return self.in_blocks and part.name == "rows"
 
     def made(self, state, k, number):
-        "Rows [1, G, m, ...] of the keys of m blocks k [G, m * size, D], of the part of each block with this `number`."
+        "Entries [1, G, m, ...] of the keys of m blocks k [G, m * size, D], of the part of each block at `number`."
         m, keys = len(number), row_keys(state)
         x = k.unflatten(1, (m, -1, keys))[:, torch.arange(m), number][None]  # [1, G, m, keys, D]
         return state.reduce(x, x.new_ones(1, 1, m, keys, 1).bool())

@@ -84,7 +84,7 @@ _meters = functools.cache(Meter)
 async def report(
     engine, # vLLM's `AsyncLLM`
 ):
-    "Ask the workers, count, and print the line. An engine that does not answer is left to vLLM."
+    "Collect from the workers, count, and print the line. An engine that does not answer is left to vLLM."
     extra, first = engine.vllm_config.additional_config, not getattr(engine.engine_core, "client_index", 0)
     if not (isinstance(extra, dict) and extra.get("sparse_nb") and first) or engine.errored: return
     try: rows = await engine.collective_rpc("sparse_nb_stats")

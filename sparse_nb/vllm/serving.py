@@ -48,7 +48,7 @@ def why_not(
 # %% ../../nbs/library/vllm.ipynb #e84e2771
 @dataclass(frozen=True)
 class Serving:
-    "What was asked of the backend; made by `read_serving`."
+    "What was requested of the backend; made by `read_serving`."
     methods: dict # number of a layer -> its method, or None for vLLM's own attention
     seed: int     # of methods that draw
     page: int     # keys that the rows of the indexes in blocks are made of, or a multiple; 0: blocks hold no index
@@ -186,7 +186,7 @@ def check_engine(
     config,       # vLLM's configuration, a `VllmConfig`
     release: str, # of vLLM
 ) -> Serving | None: # None where no settings are given
-    "What a configuration asks of the backend. Raises TypeError or ValueError in one line for what is not supported."
+    "What a configuration requests of the backend. TypeError or ValueError in one line for what is not supported."
     extra = config.additional_config
     given = extra.get("sparse_nb") if isinstance(extra, dict) else None
     if given is None: return None

@@ -609,7 +609,7 @@ def test_a_record_says_what_a_token_is_made_of_and_whose_rival_it_has(tmp_path):
         assert row["ratio"] == pytest.approx(dense / row["median_us"], rel=1e-3) and row["static"]
         assert row["median_us"] == pytest.approx(row["weights_us"] + row["attention_us"] + row["rest_us"], abs=0.2)
     assert rows[generate.NO_KEYS]["n"] == 16 and rows[generate.NO_KEYS]["ratio"] is None
-    again = tiny(tmp_path, static=True, append=True, rivals=False, methods={"window": Streaming(4, 0.1)})["rows"]
+    again = tiny(tmp_path, static=True, append=True, baselines=False, methods={"window": Streaming(4, 0.1)})["rows"]
     new = next(row for row in again if row["way"] == "window")
     assert [row for row in again if row is not new] == list(rows.values())
     assert new["ratio"] == pytest.approx(dense / new["median_us"], rel=1e-3)  # of the file's dense rows
@@ -628,7 +628,7 @@ def test_a_tuned_step_is_asked_of_generate_and_has_rivals_of_its_own(tmp_path, m
     clocks.clear()
     asked.clear()
     tuned = dict(static=True, append=True, tuned=True, methods={"window": Streaming(4, 0.1)})
-    alone = next(row for row in tiny(tmp_path, rivals=False, **tuned)["rows"] if row["way"] == "window")
+    alone = next(row for row in tiny(tmp_path, baselines=False, **tuned)["rows"] if row["way"] == "window")
     assert alone["tuned"] and alone["ratio"] is None  # dense rows of steps that were compiled otherwise do not count
     assert clock not in clocks and len(clocks) and benchmarker.benchmark_gpu == clock  # also where a way fails:
     with pytest.raises(RuntimeError, match="no"), generate.cold_tuning(): raise RuntimeError("no")
@@ -639,7 +639,7 @@ def test_a_tuned_step_is_asked_of_generate_and_has_rivals_of_its_own(tmp_path, m
     dense = min(found[name]["median_us"] for name in generate.DENSE_WAYS)
     assert found["window"]["ratio"] == pytest.approx(dense / found["window"]["median_us"], rel=1e-3)
     monkeypatch.setattr(generate, "TUNED", generate.TUNED | dict(split_reductions=False))
-    other = next(row for row in tiny(tmp_path, rivals=False, **tuned)["rows"] if row["way"] == "window")
+    other = next(row for row in tiny(tmp_path, baselines=False, **tuned)["rows"] if row["way"] == "window")
     assert other["compiler"] == generate.TUNED | dict(clock=generate.CLOCK)
     assert other["ratio"] is None  # nor do those of other options
 
@@ -775,8 +775,8 @@ def test_records_are_joined_row_by_row():
     assert joined["meta"]["date"] == "2" and joined["meta"]["earlier"] == [old["meta"]]
     assert joined["meta"]["replaced"] == [dict(date="1") | old["rows"][0]]
     own = row("x", 4.0, rival=generate.EXACT, ratio=0.75)
-    own = generate.add_rivals([row(generate.EXACT, 2.0), own, row("y", 4.0)])
-    assert [x["ratio"] for x in own] == [1.0, 0.75, 0.5]  # a rival of another record does not replace one's own
+    own = generate.add_baselines([row(generate.EXACT, 2.0), own, row("y", 4.0)])
+    assert [x["ratio"] for x in own] == [1.0, 0.75, 0.5]  # a baseline of another record does not replace one's own
     assert [x["way"] for x in joined["meta"]["failed"]] == ["c", "e"]
     again = generate.join_records([joined, dict(meta=about | dict(date="3"), rows=[row("a", 1.0)])])
     assert [x["date"] for x in again["meta"]["earlier"]] == ["1", "2"] and again["rows"][-1]["date"] == "3"

@@ -1,4 +1,4 @@
-"""A chapter is short, begins with a picture, uses the field's words, and says where its numbers come from."""
+"""A chapter is short, begins with a picture, and says where its numbers come from."""
 import json
 import math
 import re
@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_words import plain, source
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = ["01_why_a_token_is_slow", "02_softmax_in_pieces", "03_a_model_to_try", "04_santa", "05_how_many_draws",
            "06_vattention", "07_heavy_keys", "08_saap", "09_eviction", "10_delta", "11_sketch_walk", "12_patterns",
            "13_a_kernel_in_four_steps", "14_timing", "15_transformers_and_vllm", "16_which_method"]  # others wait
 WORDS, LINES = 2500, 150
-PHRASES = [line.rpartition(" -> ")[::2] for line in (ROOT / "tests/book/phrases.txt").read_text().splitlines()
-           if not line.startswith("#")]
 LETTERS = yaml.safe_load((ROOT / "nbs/notation.yml").read_text(encoding="utf-8"))
 UNIT = r"(?:\s?%|\s(?:GB|MB|KiB|kB|TB|µs|us|ms|seconds|points?|operations)\b)"
 MEASURED = re.compile(rf"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?={UNIT})|(?:factor|speedup) of (?:only |up to |at most )?"
@@ -22,15 +21,7 @@ TAG = re.compile(r"<!-- (cell|paper): ([^>]+?) -->")
 
 
 def cells(name): return json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8"))["cells"]
-def source(cell): return "".join(cell["source"])
 def prose(cells): return [source(x) for x in cells if x["cell_type"] == "markdown"]
-
-
-def plain(text):
-    "Without what is not read as words: code, formulas, tags, addresses of links."
-    text = re.sub(r"^```.*?^```", " ", text, flags=re.M | re.S)
-    text = re.sub(r"\$\$.*?\$\$(?: \{#[\w-]+\})?|\$[^$\n]+\$|`[^`\n]+`|<!--.*?-->", " ", text, flags=re.S)
-    return re.sub(r"\]\([^)]*\)", "]", text)
 
 
 def visible(cell):
@@ -95,12 +86,6 @@ def before_figure(cells):
     return math.inf
 
 
-def foreign(cells):
-    "Words that are not the field's, and what to write instead."
-    return [f"{m[0]!r} in {x[max(0, m.start() - 30):m.end() + 30]!r}: {better}" for x in map(plain, prose(cells))
-            for pattern, better in PHRASES for m in re.finditer(pattern, x, re.I)]
-
-
 def named(cells, name, readme):
     "Are the title, the name of the file and the words of README's link to it the same?"
     title = source(cells[0]).splitlines()[0].removeprefix("# ")
@@ -123,12 +108,6 @@ def test_length(name):
 
 @chapters
 def test_a_figure_stands_on_the_first_screen(name): assert before_figure(cells(name)) < 120
-
-
-@chapters
-def test_words_are_the_fields(name):
-    found = foreign(cells(name))
-    assert not found, "\n".join(found)
 
 
 @chapters
@@ -170,8 +149,6 @@ def test_a_wrong_chapter_is_seen():
     assert size([text("# One\n\ntwo `x` three"), code("x = 1\ny = 2"), picture]) == (4, 2)
     assert before_figure([text("one two"), picture]) == 2 and before_figure([code("x = 1"), picture]) == 100
     assert before_figure([text("one two")]) == math.inf
-    assert len(foreign([text("We ask the rival how many rows it reads.")])) == 3
-    assert not foreign([text("A query task is measured.")])
     assert named([text("# A b\n\nc")], "03_a_b", "[A b](nbs/03_a_b.ipynb)")
     assert not named([text("# A b")], "03_a_b", "[B](nbs/03_a_b.ipynb)")
     assert not named([text("# A c")], "03_a_b", "[A c](nbs/03_a_b.ipynb)")

@@ -125,6 +125,22 @@ def test_notebooks_are_clean(rebuilt):
     assert NOTEBOOKS and not differences(ROOT, rebuilt, Path("."), "*.ipynb"), "run nbdev_clean"
 
 
+def exports(nb):
+    "Numbers of the cells that give code to the package."
+    return [i for i, cell in enumerate(nb.cells)
+            if cell.cell_type == "code" and {"export", "exports", "exporti", "default_exp"} & extract_directives(
+                cell, remove=False).keys()]
+
+
+@pytest.mark.parametrize("path", [x for x in NOTEBOOKS if x.parts[1] in ("appendix", "course")], ids=str)
+def test_appendix_and_course_export_nothing(path): assert not exports(read_nb(ROOT / path)), "code is in nbs/library"
+
+
+def test_an_export_is_seen():
+    cells = "#| default_exp x", "#| export\nx = 1", "#| exports\nx = 1", "x = 1", "#| eval: false\nx = 2"
+    assert exports(new_nb([mk_cell(x) for x in cells])) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
 def test_outputs(path):
     wrong = list(faults(read_nb(ROOT / path)))

@@ -607,7 +607,7 @@ GENERATE = [
     (["--max-new-tokens", "4085"], ["--max-new-tokens must be at most 4084 after 12 tokens, got 4085"]),
     (["--question", "why", "--max-new-tokens", "4082"],
      ["--max-new-tokens must be at most 4081 after 15 tokens with the question"]),
-    (["--prompt-file", "long"], ["--prompt-file must leave room in the 4096 tokens", "got 5001 tokens"]),
+    (["--prompt-file", "long"], ["--prompt-file must leave space in the 4096 tokens", "got 5001 tokens"]),
     (["--seed", "-1"], ["--seed must lie in"]), (["--seed", str(2**63)], ["--seed must lie in"]),
     *[(["--temperature", x], [f"--temperature must be 0, or 0.001 or more, got {float(x)}"])
       for x in ("-1", "nan", "inf", "1e-9")],
@@ -684,7 +684,7 @@ TUNE = [([], ["--density must be at least 1.000, which a setting of the grid rea
         (["--decode", "VAttention(density=0.1)"], ["--decode: VAttention has no setting 'density', it has eps"]),
         (["--decode", "VAttention(predictor=DoubleSparsity(channels=1000))"], ["--decode: ", "channels"]),
         (["--prompt-file", "empty"], ["--prompt-file: 'empty' is empty"]),
-        (["--prompt-file", "long"], ["--prompt-file must leave room in the 4096 tokens", "got 5001 tokens"]),
+        (["--prompt-file", "long"], ["--prompt-file must leave space in the 4096 tokens", "got 5001 tokens"]),
         (["--model", "./nowhere"], ["--model: there is no folder './nowhere'"])]
 
 

@@ -1,4 +1,4 @@
-"What every method of the table promises, rule by rule; each test is one rule, asked of each method."
+"What every method of the table guarantees, rule by rule; each test is one rule, asked of each method."
 import copy
 import math
 from dataclasses import FrozenInstanceError, fields, replace
@@ -34,7 +34,7 @@ CLUSTERS = Saap(clusters=4, window=8, budget=4)
 EVERY = {name: method_of(name, tiny=True) for name in METHODS} | {
     "santa, int8": Santa(samples=6, keys="int8"), "santa, rescored": Santa(samples=6, keys="rescored"),
     "santa, paper": Santa.paper(samples=6),
-    "santa, promise": Santa(samples=64, eps=0.9, delta=0.2),
+    "santa, guarantee": Santa(samples=64, eps=0.9, delta=0.2),
     "vattention, output": VAttention(**VATTENTION | dict(base=64, delta=0.5), guarantee="output", bound="bernstein",
                                      plugin="plain"),
     "vattention, paper": VAttention.paper(0.9, 0.2, sinks=1, window=4, topk=8, base=8),
@@ -72,7 +72,7 @@ DRAWS = [x for x in METHODS if EVERY[x].random]
 LATER = "sketch_walk", "sketch_walk, paper", "vertical_slash", "flex_prefill", "xattention", "hip", "oracle_blocks", \
     "delta, hip", "delta, lines"
 UNREAD = "saap",  # values that are not read have a part by the mean of their cluster
-PILOTS = "santa, promise",  # which read values to find out how many to draw
+PILOTS = "santa, guarantee",  # which read values to find out how many to draw
 WHOLE = "exact", "vattention, output", "sketch_walk", "sketch_walk, paper"  # read all of so short a prompt
 STEPS = [x for x in DECODES if x in METHODS and x != "sketch_walk"] + ["sketch_walk, small"]
 NO_GRAPH = [x for x in ALONE if no_graph(EVERY[x])]
@@ -297,7 +297,7 @@ def test_a_state_after_crop_and_reorder_is_a_fresh_one(name):
         return state, out
     state, _ = observed(q, k, v)
     state.crop(36)
-    state.pick_rows(rows)
+    state.pick_sequences(rows)
     other = problem(seed=9)
     q, k, v = (torch.cat([x[rows][:, :, :36], y[rows][:, :, 36:]], 2) for x, y in zip((q, k, v), other))
     state.append(k[:, :, 36:], v[:, :, 36:], **(dict(q=q[:, :, 36:]) if "q" in state.observes else {}))

@@ -430,12 +430,12 @@ def sums(k, v): return Sums().features(k, v)
 def test_a_state_follows_its_cache():
     _, k, v = make(3)
     state = Sums()
-    state.crop(0); state.pick_rows(torch.tensor([0, 0])); state.reset()   # nothing to do yet
+    state.crop(0); state.pick_sequences(torch.tensor([0, 0])); state.reset()   # nothing to do yet
     assert len(state) == 0 and state.rows is None
     for a, b in ((0, 20), (20, 21), (21, 21), (21, 45)): state.append(k[:, :, a:b], v[:, :, a:b])
     assert torch.equal(state.rows, sums(k, v)) and len(state) == 45
     rows = torch.tensor([2, 0, 2, 1])
-    state.pick_rows(rows)
+    state.pick_sequences(rows)
     state.crop(40)
     k, v = k[rows], v[rows]
     assert torch.equal(state.rows, sums(k, v)[:, :, :40])
@@ -462,13 +462,15 @@ def test_a_state_follows_its_cache():
     (lambda s, k, v: s.crop(46), ValueError, "length must lie in [0, 45], got 46"),
     (lambda s, k, v: s.crop(-1), ValueError, "length must lie in [0, 45], got -1"),
     (lambda s, k, v: s.crop(3.0), TypeError, "length must be an int, got float"),
-    (lambda s, k, v: s.pick_rows([0]), TypeError, "rows must be an int64 tensor, got list"),
-    (lambda s, k, v: s.pick_rows(torch.tensor([0.0])), TypeError, "rows must be an int64 tensor, got torch.float32"),
-    (lambda s, k, v: s.pick_rows(torch.tensor([True, False])), TypeError,
+    (lambda s, k, v: s.pick_sequences([0]), TypeError, "rows must be an int64 tensor, got list"),
+    (lambda s, k, v: s.pick_sequences(torch.tensor([0.0])), TypeError,
+     "rows must be an int64 tensor, got torch.float32"),
+    (lambda s, k, v: s.pick_sequences(torch.tensor([True, False])), TypeError,
      "rows must be an int64 tensor, got torch.bool"),
-    (lambda s, k, v: s.pick_rows(torch.tensor(0)), ValueError, "rows must have shape [B'] with nothing empty, got []"),
-    (lambda s, k, v: s.pick_rows(torch.tensor([0, 2])), ValueError, "rows must lie in [0, 2), got [0, 2]"),
-    (lambda s, k, v: s.pick_rows(torch.tensor([-1])), ValueError, "rows must lie in [0, 2), got [-1]"),
+    (lambda s, k, v: s.pick_sequences(torch.tensor(0)), ValueError,
+     "rows must have shape [B'] with nothing empty, got []"),
+    (lambda s, k, v: s.pick_sequences(torch.tensor([0, 2])), ValueError, "rows must lie in [0, 2), got [0, 2]"),
+    (lambda s, k, v: s.pick_sequences(torch.tensor([-1])), ValueError, "rows must lie in [0, 2), got [-1]"),
     (lambda s, k, v: State().append(k, v), NotImplementedError, "State does not say what it keeps about a key")])
 def test_what_a_state_refuses(call, error, message):
     _, k, v = make()

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from sparse_nb.attention import Exact, Selection, Stats, Streaming, TopK, TopP, Uniform, attention_weights
 from sparse_nb.metrics import (Interval, bootstrap_interval, bytes_read, clopper_pearson, cosine, coverage,
                                coverage_curve, density,
-                               keys_for_coverage, paired_interval, relative_error, rows_read, spearman)
+                               keys_for_coverage, paired_interval, relative_error, distinct_keys, spearman)
 from sparse_nb.plots import (METHOD_COLOURS, METHOD_LABELS, METHOD_MARKERS, plot_coverage, plot_error_budget,
                              plot_kept, style)
 
@@ -95,7 +95,7 @@ def test_keys_for_coverage_is_what_topp_reads(tensors, weights, mass):
 def test_coverage_counts_a_key_once(weights):
     twice = Selection(torch.zeros(B, H, Q, 2, dtype=torch.int64), torch.ones(B, H, Q, 2))
     torch.testing.assert_close(coverage(weights, twice), weights[..., 0])
-    assert (rows_read(twice, N) == 1).all()
+    assert (distinct_keys(twice, N) == 1).all()
 
 
 def test_coverage_ignores_unused_slots(weights):
@@ -114,9 +114,10 @@ def test_causal_coverage_of_everything_is_one(tensors):
 def test_rows_of_a_group_are_the_union_of_its_heads():
     index = torch.tensor([[0, 1], [1, 2], [0, 1], [5, 6]]).view(1, 4, 1, 2)
     selection = Selection(index, torch.ones(1, 4, 1, 2))
-    assert rows_read(selection, 9, groups=2).flatten().tolist() == [3, 4]
-    assert rows_read(selection, 9, groups=1).item() == 5
-    assert rows_read(selection, 9, groups=4).flatten().tolist() == [2] * 4 == rows_read(selection, 9).flatten().tolist()
+    assert distinct_keys(selection, 9, groups=2).flatten().tolist() == [3, 4]
+    assert distinct_keys(selection, 9, groups=1).item() == 5
+    for found in distinct_keys(selection, 9, groups=4), distinct_keys(selection, 9):
+        assert found.flatten().tolist() == [2] * 4
     assert density(selection, 9, groups=1).item() == pytest.approx(5 / 9)
 
 
@@ -124,7 +125,7 @@ def test_rows_of_a_group_are_the_union_of_its_heads():
 def test_sharing_lies_between_one_head_and_all(tensors, method):
     q, k, v = tensors
     stats = method.decode(q, k, v, seed=0, return_stats=True)[1]
-    shared = rows_read(method.select(q, k, seed=0), N, groups=G)
+    shared = distinct_keys(method.select(q, k, seed=0), N, groups=G)
     each, group = bytes_read(stats, D, 2), bytes_read(stats, D, 2, shared=shared)
     for one, together in ((each.keys, group.keys), (each.values, group.values)):
         assert ((together >= one.unflatten(1, (G, -1)).amax(2)).all()
@@ -136,7 +137,7 @@ def test_ledger_of_exact_attention(tensors):
     stats = Exact().decode(*tensors, return_stats=True)[1]
     ledger = bytes_read(stats, D, 2)
     assert ledger.sum().total == 2 * B * H * Q * N * D * 2 and ledger.index.sum() == 0
-    assert bytes_read(stats, D, 2, shared=rows_read(Exact().select(*tensors[:2]), N,
+    assert bytes_read(stats, D, 2, shared=distinct_keys(Exact().select(*tensors[:2]), N,
                                                     groups=G)).sum().total == 2 * B * G * Q * N * D * 2
     assert (ledger.ratio(ledger) == 1).all()
 
@@ -288,11 +289,11 @@ STATS = Stats(torch.ones(1, 4, 1, dtype=torch.int64), torch.ones(1, 4, 1, dtype=
     (lambda: keys_for_coverage(HALVES, "0.9"), TypeError, "mass .*str"),
     (lambda: coverage(HALVES, KEPT.index), TypeError, "selection .*Tensor"),
     (lambda: coverage(HALVES.expand(1, 2, 1, 2), KEPT), ValueError, r"selection .*\[1, 2, 1, 2\].*\[1, 1, 1, 2\]"),
-    (lambda: rows_read(KEPT, 0), ValueError, "n .*0"),
-    (lambda: rows_read(KEPT, 2.0), TypeError, "n .*float"),
-    (lambda: rows_read(Selection(KEPT.index + 5, KEPT.weight), 3), ValueError, "index .*3.*5"),
-    (lambda: rows_read(KEPT, 2, groups=2), ValueError, "groups .*1 query heads.*2"),
-    (lambda: rows_read(KEPT, 2, groups=0), ValueError, "groups .*0"),
+    (lambda: distinct_keys(KEPT, 0), ValueError, "n .*0"),
+    (lambda: distinct_keys(KEPT, 2.0), TypeError, "n .*float"),
+    (lambda: distinct_keys(Selection(KEPT.index + 5, KEPT.weight), 3), ValueError, "index .*3.*5"),
+    (lambda: distinct_keys(KEPT, 2, groups=2), ValueError, "groups .*1 query heads.*2"),
+    (lambda: distinct_keys(KEPT, 2, groups=0), ValueError, "groups .*0"),
     (lambda: density(KEPT, 2, groups=True), TypeError, "groups .*bool"),
     (lambda: bytes_read(KEPT, 8, 2), TypeError, "stats .*Selection"),
     (lambda: bytes_read(STATS, 0, 2), ValueError, "head_dim .*0"),
@@ -388,7 +389,7 @@ def test_metrics_on_a_gpu_match_the_cpu():
         out, stats = TopK(7).decode(q, k, v, return_stats=True)
         selection, ref = TopK(7).select(q, k), Exact().decode(q, k, v)
         w = attention_weights(q, k)
-        shared = rows_read(selection, N, groups=G)
+        shared = distinct_keys(selection, N, groups=G)
         return [relative_error(out, ref), cosine(out, ref), coverage(w, selection), coverage_curve(w),
                 keys_for_coverage(w, 0.5), shared,
                 bytes_read(stats, D, 4).total, bytes_read(stats, D, 4, shared=shared).total]

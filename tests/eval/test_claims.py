@@ -102,7 +102,7 @@ def test_a_row_that_nothing_could_upset_is_seen(monkeypatch):
      "it is not true that it is level"),
     ("SANTA-7", {"verdict": "plausible"}, "verdict must be one of"),
     ("SANTA-7", {"proof": "obvious"}, "proof"),
-    ("SANTA-8", {}, "holds the row of SANTA-7"),
+    ("SANTA-8", {}, "holds the result of SANTA-7"),
     ("SANTA-70", {"id": "SANTA-70"}, "id must be one of"),
     ("TOY-1", {"id": "TOY-1"}, "name its chapter"),
 ])

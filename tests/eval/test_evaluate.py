@@ -22,7 +22,7 @@ from benchmarks.recorder import Recorder, run_record
 from experiments import vattention_pocket
 from experiments.answers import PocketModel, gap_of, interval_of_means, read_answers
 from experiments.santa_pocket import Reference
-from experiments.vattention_pocket import answer_steps, denominator_errors, pareto_methods, promise_counts
+from experiments.vattention_pocket import answer_steps, denominator_errors, guarantee_counts, pareto_methods
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.vattention import VAttention
@@ -396,13 +396,13 @@ def test_denominator_errors_are_those_of_the_sum_over_drawn_keys():
         with pytest.raises(ValueError, match=words): denominator_errors(**dict(method=Exact(), q=q, k=k, times=1) | bad)
     with pytest.raises(TypeError, match="times"): denominator_errors(Exact(), q, k, times=1.5)
 
-def test_promise_counts_are_counts_of_denominator_errors():
+def test_guarantee_counts_are_counts_of_denominator_errors():
     torch.manual_seed(0)
     q, k = torch.randn(2, 6, 1, 16), torch.randn(2, 2, 600, 16)
     kept = dict(sinks=4, window=16, topk=8)
     (row,) = [
         x
-        for x in promise_counts(q, k, times=9, levels=(0.1, 0.2), seed=5, **kept)
+        for x in guarantee_counts(q, k, times=9, levels=(0.1, 0.2), seed=5, **kept)
         if (x["kind"], x["eps"], x["delta"]) == ("plain", 0.1, 0.2)
     ]
     error, chosen = denominator_errors(
@@ -460,15 +460,15 @@ def grown(path, steps, **settings):
 @pytest.fixture(scope="module")
 def pocket_model(): return PocketModel()
 
-def test_promises_in_a_record(pocket_model, tmp_path):
+def test_guarantees_in_a_record(pocket_model, tmp_path):
     size = dataclasses.replace(LITTLE, length=1280, captures=("flat_words",))
-    path = grown(tmp_path / "x.json", vattention_pocket.promise_steps(pocket_model, size))
-    promise = read_answers(path)[1]["promise"]
+    path = grown(tmp_path / "x.json", vattention_pocket.guarantee_steps(pocket_model, size))
+    guarantee = read_answers(path)[1]["guarantee"]
     assert (
-        promise.groupby(["kept", "kind", "eps", "delta"])["head"].nunique() == 36
-    ).all() and promise.failures.between(0, 3).all()
-    kept = promise.kept.map(dict(usual=256, few=4 + 16 + 1 + 32))  # and with few of them the base sample too
-    assert promise.density.between(kept / 1280, 1).all()
+        guarantee.groupby(["kept", "kind", "eps", "delta"])["head"].nunique() == 36
+    ).all() and guarantee.failures.between(0, 3).all()
+    kept = guarantee.kept.map(dict(usual=256, few=4 + 16 + 1 + 32))  # and with few of them the base sample too
+    assert guarantee.density.between(kept / 1280, 1).all()
 
 @pytest.mark.slow  # `make quick` makes the whole record
 def test_answers_of_both_set_ups_in_a_record(pocket_model, tmp_path, monkeypatch):
@@ -540,7 +540,7 @@ def test_a_record_is_gone_on_with_or_made_anew_but_never_mixed(tmp_path):
 def test_a_quick_record_has_every_part(tmp_path):
     said = []
     meta, parts = read_answers(run_record("vattention_pocket", tmp_path / "x.json", quick=True, say=said.append))
-    assert list(parts) == ["promise", "accuracy", "setups", "generation", "pareto"] and set(meta["methods"]) == {
+    assert list(parts) == ["guarantee", "accuracy", "setups", "generation", "pareto"] and set(meta["methods"]) == {
         "accuracy",
         "setups",
         "generation",

@@ -130,7 +130,7 @@ def test_score(written, expected, exact, characters): assert score(written, expe
     (lambda: make("needle", -5), ValueError, "got -5 tokens"),
     (lambda: make("needle", 1e4), TypeError, "length must be an int of tokens, got 10000.0"),
     (lambda: make("needle", True), TypeError, "length must be an int of tokens, got True"),
-    (lambda: make("qa", 80, data=DATA), ValueError, "task 'qa', got 80 tokens: the document asked about takes"),
+    (lambda: make("qa", 80, data=DATA), ValueError, "task 'qa', got 80 tokens: the document takes"),
     (lambda: make("kv", 20), ValueError, "task 'kv', got 20 tokens: two pairs take 24 characters"),
     (lambda: make("frequent_words", 200), ValueError, "got 200 tokens: counting 25 words takes 348"),
     (lambda: make("multikey", 300), ValueError, "got 300 tokens: chars must hold the facts, which take"),

@@ -241,9 +241,9 @@ class Before(State):
         return torch.cat([k, k_pre_rope, by_group(q, k.shape[1]), by_group(q_pre_rope, k.shape[1]),
                           shown[:, None, :, None].expand(*k.shape[:3], 1)], -1)
     shares = 2
-    def pick_rows(self, rows):
+    def pick_sequences(self, rows):
         if rows.tolist() != list(range(len(self.rows))): self.calls.add("select")
-        super().pick_rows(rows)
+        super().pick_sequences(rows)
     def crop(self, length):
         if length < len(self): self.calls.add("crop")
         super().crop(length)
@@ -618,13 +618,13 @@ def test_layers_that_cannot_move_to_the_host_are_refused_and_left_alone(make, me
 def test_a_layer_in_host_memory_keeps_its_room():
     layer = offload(cache := DynamicCache(config=CONFIG), 0)
     cache.update(*pair(5), 0)
-    room = layer.room[0]
+    room = layer.buffer[0]
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.update(*pair(1, seed=1), 0)
-    assert layer.room[0] is room and torch.equal(layer.keys, torch.cat([pair(5)[0][[1, 0]], pair(1, seed=1)[0]], 2))
+    assert layer.buffer[0] is room and torch.equal(layer.keys, torch.cat([pair(5)[0][[1, 0]], pair(1, seed=1)[0]], 2))
     cache.reset()
     cache.update(*pair(4, seed=2), 0)
-    assert OLD or layer.room[0] is room and torch.equal(layer.keys, pair(4, seed=2)[0])
+    assert OLD or layer.buffer[0] is room and torch.equal(layer.keys, pair(4, seed=2)[0])
     other = copy.deepcopy(cache).layers[0]
     assert torch.equal(other.keys, layer.keys) and other.keys.untyped_storage().nbytes() == other.keys.nbytes
 

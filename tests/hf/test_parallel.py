@@ -162,7 +162,7 @@ def test_rows_of_one_and_of_two_gpus_are_kept_apart():
     assert [(x.get("gpus", 1), x["median_us"]) for x in joined["rows"]] == [(2, 4.0), (1, 8.0)]
     assert [x["median_us"] for x in joined["meta"]["replaced"]] == [9.0]
     own = [row | dict(way="x", gpus=gpus, median_us=2.0) for gpus in (1, 2)]
-    assert [x["ratio"] for x in generate.add_rivals([*joined["rows"], *own])[2:]] == [4.0, 2.0]
+    assert [x["ratio"] for x in generate.add_baselines([*joined["rows"], *own])[2:]] == [4.0, 2.0]
 
 @pytest.mark.parametrize("what", generate.SHARED)
 def test_a_shape_that_two_processes_cannot_share(what, monkeypatch, tmp_path):

@@ -349,7 +349,7 @@ def test_an_audit_compares_with_what_the_query_sees(llama, way):
             ids_of(llama, **kept)
         assert session.stats().error.max() < 1e-5 and (session.stats().density == 1).all()
 
-def test_santa_with_a_promise(llama):
+def test_santa_with_a_guarantee(llama):
     method = Santa(samples=32, eps=0.4, delta=0.2)
     want = step_by_step(llama, method, IDS, 6)  # computes all norms at each step
     with sparsify(llama, decode=method):

@@ -376,7 +376,7 @@ def test_other_strides_and_scale(name):
     assert q.stride(-1) == 2
     method = METHODS[name](0.2, 0)
     state = chosen_state(method, q, torch.cat([k, k]), **{x: torch.cat([y, y]) for x, y in masks.items()})
-    state.pick_rows(torch.tensor([2, 1]))
+    state.pick_sequences(torch.tensor([2, 1]))
     check_method(method, q, k, state, scale=0.3, **masks)
     if name != "quest": state.rows = state.rows.repeat_interleave(2, 2)[:, :, ::2]
     check_method(method, q, k, state, scale=0.3, **masks)
@@ -595,7 +595,7 @@ def test_a_session_of_keys(name):
         state.crop(55)
         check_method(method, q, k[:, :, :55], state)
         order = torch.tensor([1, 0], device=DEVICE)
-        state.pick_rows(order)
+        state.pick_sequences(order)
         check_method(method, q, k[order, :, :55], state)
 
 
@@ -918,7 +918,7 @@ def test_packing_keeps_every_code(D):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_index_has_the_promised_bytes(dtype):
+def test_the_index_has_the_guaranteed_bytes(dtype):
     k = torch.randn(1, 2, 64, 128).to(dtype)
     for method in (DoubleSparsity(), Adamas(), Quest()):
         if isinstance(method, Quest) and dtype == FP32: continue  # boxes are in the dtype of the keys

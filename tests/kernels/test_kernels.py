@@ -648,8 +648,8 @@ def test_rows_of_host_memory(D, dtype, layout):
 def test_the_kernels_read_pinned_host_memory(scheme):
     p = problem(2, 2, 4, 5000, 128, BF16, ragged=True)
     k, v = pinned(p.k), pinned(p.v)
-    promise = [dict(eps=0.3, delta=0.1)] if scheme in ("iid", "stratified") else []
-    for settings in (dict(scheme=scheme), *(dict(scheme=scheme, **x) for x in promise)):
+    bounded = [dict(eps=0.3, delta=0.1)] if scheme in ("iid", "stratified") else []
+    for settings in (dict(scheme=scheme), *(dict(scheme=scheme, **x) for x in bounded)):
         want, stats = santa_decode(*p[:3], samples=64, seed=1, **p.masks, **settings, return_stats=True)
         got, again = santa_decode(p.q, k, v, samples=64, seed=1, **p.masks, **settings, return_stats=True)
         assert torch.equal(got, want) and torch.equal(again.values_read, stats.values_read)
@@ -1133,7 +1133,7 @@ def test_vattention_keeps_as_many_where_the_guess_is_wrong(like, topk):
     [(FP32, 24, 4, "clt", "upper", "numerator", True, False), (BF16, 16, 3, "clt", "upper", "output", False, True),
      (FP32, 16, 1, "bernstein", "plain", "output", True, True), (FP32, 24, 2, "hoeffding", "upper", "numerator", False,
                                                                  True)]), ids=str)
-def test_vattention_promises_about_vectors(dtype, D, R, bound, plugin, guarantee, share, ragged):
+def test_vattention_guarantees_about_vectors(dtype, D, R, bound, plugin, guarantee, share, ragged):
     G, N, wide = 2, sizes(9000, 700), bound != "clt"
     eps = 0.9 if wide else 0.3 if plugin == "upper" or guarantee == "output" else sizes(0.06, 0.3)
     s = vattention.VAttention(eps, 0.2, sinks=3, window=7, topk=0.05, base=0.3, share=share,
@@ -1185,15 +1185,15 @@ def test_vattention_reads_all_where_a_value_is_no_number(guarantee):
 @kernel
 @pytest.mark.parametrize("plugin", ["upper", "plain"])
 @pytest.mark.parametrize("guarantee", ["numerator", "output"])
-def test_vattention_promises_in_any_unit_of_the_values(guarantee, plugin):
+def test_vattention_guarantees_in_any_unit_of_the_values(guarantee, plugin):
     p = problem(1, 2, 1, 900, 16, FP32, spread=0.2)
     p.v.add_(3)
     s = vattention.VAttention(0.03, 0.3, 3, 7, 0.05, 0.3, guarantee=guarantee, plugin=plugin,
                               predictor=Quest(page=8))
     run = lambda power: s.decode(p.q, p.k, p.v * 2.0**power, seed=3, return_stats=True, backend="triton")[1].certificate
     plain = run(0)
-    assert not plain.exact.any() and (plain.asked > vattention.CLT_LEAST).any()
-    for power in (-40, 54): assert torch.equal(run(power).asked, plain.asked)  # 54: squares of sums leave float32
+    assert not plain.exact.any() and (plain.needed > vattention.CLT_LEAST).any()
+    for power in (-40, 54): assert torch.equal(run(power).needed, plain.needed)  # 54: squares of sums leave float32
     assert run(70).exact.all()                                                 # those of the values do, too
 
 
@@ -1211,7 +1211,7 @@ def test_vattention_reads_lengths_that_were_cut():
     assert not state.lengths.is_contiguous()
     found = [s.decode(p.q, k, v, seed=3, state=x, return_stats=True, backend="triton") for x in (state, whole)]
     assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(*(x.certificate.asked for _, x in found)) and not found[0][1].certificate.exact.all()
+    assert torch.equal(*(x.certificate.needed for _, x in found)) and not found[0][1].certificate.exact.all()
 
 
 kl_bounds = steps._kl_bounds
@@ -1253,7 +1253,7 @@ def test_vattention_asks_for_places_that_hold_the_draws(n):
 
 
 @kernel
-def test_vattention_draws_uniformly_and_keeps_its_promise():
+def test_vattention_draws_uniformly_and_keeps_its_guarantee():
     B, N = sizes((4096, 600), (30, 400))
     one, s = problem(1, 1, 2, N, 16, FP32, spread=0.5), vattention.VAttention(0.2, 0.2, sinks=2, window=4, topk=0.03,
         base=0.1)
@@ -1275,7 +1275,7 @@ def test_vattention_draws_uniformly_and_keeps_its_promise():
     share = base.sum(-1).double() / (N - kept)
     z = (hits[others] - share.sum()) / (share * (1 - share)).sum().sqrt()
     assert float(z.abs().max()) < NormalDist().inv_cdf(1 - ALARM / 2 / int(others.sum())) and not hits[~others].any()
-    # the estimate of the denominator is unbiased, and rarely off by more than promised
+    # the estimate of the denominator is unbiased, and rarely off by more than guaranteed
     terms = torch.exp(masked_scores(p.q[:1].double(), p.k[:1].double(), 0, *visible_range(p.q[:1], p.k[:1]),
                                     None)[0, :, 0])
     assert not (found.extra.sum(-1) == found.rest).any()
@@ -1315,7 +1315,7 @@ def test_vattention_lists_of_groups_draw_as_their_first_heads():
 
 @kernel
 def test_vattention_finds_the_longest_value_wherever_it_stands():
-    "Among the first keys and the last ones, all of which are kept: the promise knows its length alone."
+    "Among the first keys and the last ones, all of which are kept: the guarantee knows its length alone."
     p, s = problem(2, 1, 2, 300, 16, FP32, ragged=True, spread=0.2), dataclasses.replace(STEP, guarantee="numerator")
     p.v.add_(3)
     codes, maps = random_codes(2, 1, 300), networks(2, 16, 32)
@@ -1349,7 +1349,7 @@ def test_vattention_by_any_predictor(predictor, share, bound, plugin):
     visible = (visible_range(p.q, k, **p.masks)[1] - visible_range(p.q, k, **p.masks)[0]).expand(mine.kept.shape)
     assert (torch.equal(mine.kept, theirs.kept) and mine.proven == theirs.proven
             and torch.equal(mine.kept + mine.base + mine.rest, visible))
-    assert (((mine.budget >= mine.asked) | (mine.budget == mine.rest)).all() and torch.equal(mine.exact,
+    assert (((mine.budget >= mine.needed) | (mine.budget == mine.rest)).all() and torch.equal(mine.exact,
         mine.budget == mine.rest))
     assert torch.equal(stats.values_read, visible - mine.rest + mine.budget)
     group = mine.density.unflatten(1, (2, -1))

@@ -250,19 +250,19 @@ def test_marks_from_a_sample_of_an_index_in_pages(name, sample):
 # vAttention
 
 @kernel
-@pytest.mark.parametrize("page, layout, dtype, G, promise", [
+@pytest.mark.parametrize("page, layout, dtype, G, guarantee", [
     (16, "NHD", FP32, 2, "denominator"), (32, "HND", BF16, 1, "numerator"), (64, "NHD", FP32, 1, "output")], ids=str)
-def test_vattention(page, layout, dtype, G, promise):
+def test_vattention(page, layout, dtype, G, guarantee):
     x = cache(page, layout, dtype, lengths=(300, 1, 97), G=G, R=3)
     draw = torch.Generator(DEVICE).manual_seed(6)
     codes = torch.randint(-2**31, 2**31, (3, G, 300, 1), device=DEVICE, generator=draw).int()
     for b in range(3): codes[b, :, :page] = codes[0, :, :page]                  # of a page that may be shared
     sizes = (3 * G, 32, 8), (3 * G, 8), (3 * G, 8, 32), (3 * G, 32)
     maps, levels = tuple(torch.randn(*size, device=DEVICE, generator=draw) for size in sizes), None
-    log, square = tail_levels(0.1, promise == "numerator")
+    log, square = tail_levels(0.1, guarantee == "numerator")
     settings = vattention.Settings(3, 7, 0.05, 0.1, 16, 0.2, log, square, 5.0, plug_square=9.0)
-    lengths = None if promise == "denominator" else x.v.float().norm(dim=-1)
-    if promise == "output": levels = output_levels(0.1, DEVICE)
+    lengths = None if guarantee == "denominator" else x.v.float().norm(dim=-1)
+    if guarantee == "output": levels = output_levels(0.1, DEVICE)
     call = partial(vattention.decode, settings=settings, lists=G, maps=maps, levels=levels, seed=5)
     want = call(x.q, x.k, x.v, codes=codes, lengths=lengths, kv_end=x.lengths)
     got = poisoned(lambda: call(x.q, x.pages_k, x.pages_v, codes=x.cut(codes), table=x.table,

@@ -75,7 +75,7 @@ def chosen(log_a, n, budget, probes, density):
     return taken
 
 
-def oracle(p, s, centroids=None, ask=None, guess=None, factor=None, scale=None):
+def oracle(p, s, centroids=None, router_q=None, guess=None, factor=None, scale=None):
     "Output [B, H, 1, D] and keys read of each cluster [B, G, C], in float64."
     (B, H, _, D), (G, N) = p.q.shape, p.k.shape[1:3]
     R, scale, out, taken = H // G, D**-0.5 if scale is None else scale, torch.zeros(B, H, 1, D).double(), []
@@ -98,7 +98,7 @@ def oracle(p, s, centroids=None, ask=None, guess=None, factor=None, scale=None):
             if guess is not None: log_a = guess[b, heads].double().cpu()
             elif centroids is None: log_a = scale * q @ rounded(torch.stack(mean)).T + length * variance
             else:
-                asked = (p.q if ask is None else ask)[b, heads, 0]
+                asked = (p.q if router_q is None else router_q)[b, heads, 0]
                 log_a = scale * asked.double().cpu() @ centroids[b, g].to(asked.dtype).double().cpu().T
             taken.append(chosen(log_a, n, budget, s.probes, s.density))
             read = [x[len(x) - t:] for x, t in zip(lists, taken[-1])]
@@ -137,10 +137,10 @@ def index_of(p, **kw):
     return build_index(p.k, p.v, p.ids, p.since, p.built, p.C, **kw)
 
 
-def check(p, *, tiles=None, rtol=0, centroids=None, ask=None, guess=None, factor=None, scale=None, **settings):
+def check(p, *, tiles=None, rtol=0, centroids=None, router_q=None, guess=None, factor=None, scale=None, **settings):
     from sparse_nb.kernels import saap
     s = saap.Settings(**settings)
-    given = dict(centroids=centroids, ask=ask, guess=guess, factor=factor, scale=scale)
+    given = dict(centroids=centroids, router_q=router_q, guess=guess, factor=factor, scale=scale)
     index = poisoned(lambda: index_of(p))
     more = {} if tiles is None else dict(tiles=tiles)
     out, *lists = poisoned(lambda: saap.launch(p.q, p.k, p.v, index, s, **given, **p.masks, **more))
@@ -166,9 +166,9 @@ def test_cases(case):
                 **{x: case[x] for x in ("C", "layout", "ragged", "near", "sinks")})
     generator = torch.Generator(DEVICE).manual_seed(1)
     fit = torch.randn(B, p.k.shape[1], p.C, case["D"], device=DEVICE, generator=generator)
-    ask = torch.randn(p.q.shape, device=DEVICE, generator=generator).to(p.q.dtype)
+    router_q = torch.randn(p.q.shape, device=DEVICE, generator=generator).to(p.q.dtype)
     guess = torch.randn(*p.q.shape[:2], p.C, device=DEVICE, generator=generator)
-    given = {"moments": {}, "centroid": dict(centroids=fit), "before": dict(centroids=fit, ask=ask),
+    given = {"moments": {}, "centroid": dict(centroids=fit), "before": dict(centroids=fit, router_q=router_q),
              "given": dict(guess=guess)}[case["route"]]
     how = dict(probes=int(case["how"]), budget=None) if isinstance(case["how"], str) else dict(budget=case["how"])
     check(p, tail=case["tail"], density=case["density"], **how, **given,
@@ -360,7 +360,7 @@ def test_an_index_that_grew_is_that_of_a_rebuild():
         build_index(p.k, p.v, p.ids, p.since, p.built, p.C, index)
         for name, a, b in zip(index._fields, index, again): assert torch.equal(a, b), name
         assert [x.data_ptr() for x in index] == addresses
-    with pytest.raises(ValueError, match="index must have room for 260 keys, got 130"):
+    with pytest.raises(ValueError, match="index must have space for 260 keys, got 130"):
         build_index(*(torch.cat([x, x], 2) for x in (p.k, p.v, p.ids)), p.since, p.built, p.C, index)
 
 
@@ -402,7 +402,7 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
     state.crop(149)
     both(20, 149)
     back = torch.tensor([1, 0], device=DEVICE)
-    state.pick_rows(back)
+    state.pick_sequences(back)
     both(20, 149, back)
     state.append(k[back][:, :, 149:], v[back][:, :, 149:])
     state.kept = state.kept._replace(keys=190 - EVERY)
@@ -482,7 +482,7 @@ def test_lists_of_a_fixed_length_stay_where_they_are():
     step(74, 74)
     assert [x.data_ptr() for x in state.buffers()] == where and len(where) == 15 and state.late == 0
     back = torch.tensor([1, 0], device=DEVICE)
-    state.pick_rows(back)
+    state.pick_sequences(back)
     q, k, v, start = q[back], k[back], v[back], start[back]
     cache = [x[back] for x in cache]
     step(75, 74)

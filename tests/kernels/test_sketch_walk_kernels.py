@@ -370,7 +370,7 @@ def test_the_method_by_kernels_is_the_reference(ragged, settings):
     both(330)
     same_packed()
     back = torch.tensor([1, 0], device=DEVICE)
-    state.pick_rows(back)
+    state.pick_sequences(back)
     both(330, back)
     grow(420, back)
     both(420, back)
@@ -517,7 +517,7 @@ def test_what_has_no_kernel():
         decode(p.q.repeat(1, 2, 1, 1), *(x.repeat(1, 2, 1, 1) for x in p[1:3]), index, s)
     with pytest.raises(ValueError, match=r"index must be of .* = \[1, 1, 32\]"):
         decode(*p[:3], index, s._replace(block=128))
-    with pytest.raises(ValueError, match="index must have room for 7 blocks, got 4"):
+    with pytest.raises(ValueError, match="index needs space for 7 blocks, got 4"):
         decode(p.q, *(x.repeat(1, 1, 2, 1) for x in p[1:3]), index, s)
     with pytest.raises(ValueError, match="index must be packed as 'mean', got another kind"):
         decode(*p[:3], index._replace(rows=index.rows[..., :1, :]), s._replace(index="mean"))

@@ -167,7 +167,7 @@ def test_attacks_break_the_uniform_sample_and_not_the_draws_by_boxes(attack, fin
 
 
 def test_a_bound_that_is_too_short_is_seen():
-    "Where a tenth of the keys is heavy, half the bound breaks the promise: the check above is not an idle one."
+    "Where a tenth of the keys is heavy, half the bound breaks the guarantee: the check above is not an idle one."
     query, keys, values, read, index = ceiling(heavy=128)
     out, times, delta = weighted_attention(query, keys, values, read), 400, 0.05
     wrong = relative_error(out, attention(query, keys, values))

@@ -273,7 +273,7 @@ def test_a_state_is_a_fresh_one_after_any_changes(method, ops):
         if keys is None: continue
         if op == "select":
             rows = torch.randint(len(keys), (1 + x % 4,), generator=g)
-            state.pick_rows(rows)
+            state.pick_sequences(rows)
             keys = keys[rows]
         if op == "crop":
             # less than `BlockState.KEPT`, in sum as well unless many follow one another
@@ -320,7 +320,7 @@ def test_a_new_key_has_one_block_worked_out(method):
     reduce = state.reduce
     state.reduce = lambda *given: made.append(state.count) or reduce(*given)
     for n in range(9, 20): state.append(*(keys[:, :, n:n + 1],) * 2)
-    state.pick_rows(rows := torch.tensor([1, 1, 0]))
+    state.pick_sequences(rows := torch.tensor([1, 1, 0]))
     keys = keys[rows]
     for n in range(20, 30): state.append(*(keys[:, :, n:n + 1],) * 2)
     assert made == [10, *range(10, 31)]
@@ -342,7 +342,7 @@ def test_pages_of_padded_sequences_are_those_of_each_alone(page):
         state.crop(keys.shape[2] - min(n, int(torch.randint(0, 60, (), generator=g))))
         keys = keys[:, :, :len(state)]
         rows = torch.randint(3, (3,), generator=g)
-        state.pick_rows(rows)
+        state.pick_sequences(rows)
         keys, starts = keys[rows], starts[rows]
         if step % 10 == 9:  # other sequences, so that the paddings stay apart
             state, keys, starts = method.new_state(), keys[:, :, :0], torch.tensor([3, 17, 70])
@@ -391,7 +391,7 @@ def test_what_is_learnt_follows_the_sequences_and_is_forgotten():
     state.append(a, a)
     state.append(b, b)
     assert state.numbers()[0, 0].tolist() == [5]
-    state.pick_rows(torch.tensor([1, 0]))
+    state.pick_sequences(torch.tensor([1, 0]))
     assert state.numbers()[1, 0].tolist() == [5]
     state.reset()
     state.append(b, b)
@@ -698,9 +698,9 @@ POCKET = inputs(dtype=torch.float32, size=64)
     (lambda: Quest(page=True), TypeError, "page must be an int, got bool"),
     (lambda: DoubleSparsity(True), TypeError, "budget must be an int"),
     (lambda: DoubleSparsity(channels=0), ValueError, "channels must be at least 1, got 0"),
-    (lambda: DoubleSparsity(channels=2, chosen=3), TypeError, "chosen must be a row of channel numbers for each group "
+    (lambda: DoubleSparsity(channels=2, chosen=3), TypeError, "chosen must be a list of channel numbers for each group "
      "or None, got 3"),
-    (lambda: DoubleSparsity(channels=2, chosen=(1, 2)), TypeError, "chosen must be a row"),
+    (lambda: DoubleSparsity(channels=2, chosen=(1, 2)), TypeError, "chosen must be a list"),
     (lambda: DoubleSparsity(channels=2, chosen=((1, 2), (3,))), ValueError,
      r"chosen must name 2 different channels for each group, got \(3,\)"),
     (lambda: DoubleSparsity(channels=2, chosen=((1, 1),)), ValueError, "different channels"),
@@ -709,7 +709,7 @@ POCKET = inputs(dtype=torch.float32, size=64)
     (lambda: DoubleSparsity(channels=17).decode(Q, K, V), ValueError,
      "channels must be at most the head size, 16, got 17"),
     (lambda: DoubleSparsity(channels=1, chosen=((1,),)).decode(Q, K, V), ValueError,
-     "chosen must have a row for each of 2 groups with numbers below 16"),
+     "chosen must have a list for each of 2 groups with numbers below 16"),
     (lambda: DoubleSparsity(channels=1, chosen=((1,), (16,))).decode(Q, K, V), ValueError, "numbers below 16"),
     (lambda: heavy_channels(Q, K, 17), ValueError, "channels must be at least 1 and at most 16, got 17"),
     (lambda: heavy_channels(Q, None, 3), TypeError, "k must be a torch.Tensor"),
@@ -747,7 +747,7 @@ POCKET = inputs(dtype=torch.float32, size=64)
     (lambda: Quest().select(Q, K, seed=-1), ValueError, "seed must lie in"),
     (lambda: Quest().new_state().crop(1), ValueError, r"length must lie in \[0, 0\], got 1"),
     (lambda: Quest().build(K).crop(41), ValueError, r"length must lie in \[0, 40\], got 41"),
-    (lambda: Quest().build(K).pick_rows(torch.tensor([2])), ValueError, r"rows must lie in \[0, 2\)"),
+    (lambda: Quest().build(K).pick_sequences(torch.tensor([2])), ValueError, r"rows must lie in \[0, 2\)"),
     (lambda: Quest().build(K).append(K[:, :1], K[:, :1]), ValueError, "k must have the heads of the state, 2, got 1"),
     (lambda: Adamas().build([1]), TypeError, "k must be a torch.Tensor, got list"),
     (lambda: MagicPIG().new_state().append(K[:, :, :0], K[:, :, :0]), ValueError, "k must hold a key"),

@@ -193,7 +193,7 @@ def test_the_mean_is_taken_of_shown_keys_and_follows_its_sequence(name):
     layer = cached(METHODS[name], torch.cat([a, padded]), [256] * 8, shown=shown)
     assert layer.state.counted.tolist() == [KEYS, 548]
     copied = copy.deepcopy(layer)
-    layer.pick_rows(lambda rows: rows.flip(0))
+    layer.pick_sequences(lambda rows: rows.flip(0))
     assert layer.state.counted.tolist() == [548, KEYS] == copied.state.counted.tolist()[::-1]
     for of, row in ((layer, 0), (copied, 1)):
         alone = METHODS[name].new_state()

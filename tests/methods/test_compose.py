@@ -21,7 +21,7 @@ from sparse_nb.core.method import Unable
 from sparse_nb.core.registry import method_class
 from sparse_nb.delta import Delta
 from sparse_nb.lsh import KDEformer, Reformer
-from sparse_nb.metrics import relative_error, rows_read
+from sparse_nb.metrics import relative_error, distinct_keys
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa, unique_keys
 from sparse_nb.sketch_walk import SketchWalk
@@ -63,7 +63,7 @@ class Blind(Method):
                                                   (lambda: Then(TopK()).decode(q, k, v, return_stats=1), TypeError,
                                                    "return_stats must be a bool, got int"),
                                                   (lambda: Then(TopK()).decode(q, k, v, kv_end=torch.tensor([0, 9])),
-                                                   ValueError, "kv_end = 0 in row 0"),
+                                                   ValueError, "kv_end = 0 in sequence 0"),
                                                   (lambda: Then(Quest()).decode(q, k, v, state=Quest().new_state()),
                                                    ValueError, "state must hold as many keys as k, 120, got 0"),
                                                   (lambda: Then(VAttention(guarantee="output")).decode(q, k, v),
@@ -88,7 +88,7 @@ def test_values_are_those_of_the_selected_keys(keys):
     selected = keys.select(q, k, seed=fold_in(HEADS, 0), **MASKS)
     assert ((selected.dense(120) > 0) | (drawn.dense(120) == 0)).all()  # nothing that was not selected
     visible = (stop - start).view(2, 1, 1).expand(2, 6, 3)
-    assert torch.equal(counted.keys_scored, visible if keys.scores_all else rows_read(selected, 120))
+    assert torch.equal(counted.keys_scored, visible if keys.scores_all else distinct_keys(selected, 120))
     assert torch.equal(counted.values_read, unique_keys(drawn, 120)) and (counted.budget == 12).all()
     assert_close(counted.density, counted.values_read / visible, 1e-6)
     size = keys.index_bytes(16)
@@ -108,7 +108,7 @@ def test_the_index_is_that_of_the_selecting_method(keys):
     for begin, end in parts: index.append(k[:, :, begin:end], v[:, :, begin:end])
     want = method.decode(q, k, v, seed=3)
     assert torch.equal(want, method.decode(q, k, v, seed=3, state=index))
-    index.pick_rows(torch.tensor([1]))
+    index.pick_sequences(torch.tensor([1]))
     assert torch.equal(method.decode(q[1:], k[1:], v[1:], seed=HEADS[1:], state=index),
                        method.decode(q[1:], k[1:], v[1:], seed=HEADS[1:]))
     assert Then(TopK()).new_state() is None

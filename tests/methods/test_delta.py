@@ -288,7 +288,7 @@ def test_statistics_count_every_pair_that_is_scored():
             if i >= 75 - tail or correction in CORRECTING and i % gamma == 0: want[i] = i + 1
         assert stats.keys[0, 0].tolist() == want and stats.visible[0, 0].tolist() == [*range(1, 76)]
         assert float(stats.density[0, 0]) == pytest.approx(sum(want) / (75 * 76 / 2))
-        assert float(stats.keys_per_row[0, 0]) == pytest.approx(sum(want) / 75)
+        assert float(stats.keys_per_query[0, 0]) == pytest.approx(sum(want) / 75)
 
 
 @EVERY
@@ -552,14 +552,15 @@ def test_calibration_of_a_base_asks_it_for_each_layer():
     (dict(target=1e-4, gammas=(16,)), ValueError, "a longer window is a setting of `method`"),
     (dict(method=TopK()), TypeError, "method must be a Delta, got TopK"),
     (dict(method=Delta), TypeError, "method must be a Delta, got type"),
-    (dict(method=replace(SMALL, correction="none")), ValueError, "method must correct its rows, got correction 'none'"),
+    (dict(method=replace(SMALL, correction="none")), ValueError,
+     "method must correct its queries, got correction 'none'"),
     (dict(gammas=()), ValueError, "gammas must hold at least one, got none"),
     (dict(gammas=64), TypeError, "gammas must be a sequence of counts, got 64"),
     (dict(gammas=(8, 0)), ValueError, "gammas must be at least 1, got 0"),
     (dict(gammas=(8, 1.5)), TypeError, "gammas must be an int, got float"),
     (dict(prompts=[]), ValueError, "prompts must hold at least one, got none"),
     (dict(prompts=["text"]), TypeError, "input_ids must be a tensor of token numbers, got str"),
-    (dict(method=Delta()), ValueError, "prompts must be longer than what a row sees, got one of 100 tokens"),
+    (dict(method=Delta()), ValueError, "prompts must be longer than what a query sees, got one of 100 tokens"),
 ], ids=lambda x: re.sub(r"[^\w=]+", " ", str(x))[:40])
 def test_bad_input_of_calibration(changes, error, message):
     from sparse_nb.tuning import calibrate

@@ -147,7 +147,7 @@ def test_a_state_is_cut_and_picked(method):
     with pytest.raises(ValueError, match="length must be at least 40, got 39"): state.crop(39)
     state.crop(44)                                   # queries 44 to 48 were never asked
     rows = torch.tensor([1, 1, 0])
-    state.pick_rows(rows)
+    state.pick_sequences(rows)
     other = tuple(x[rows] * 3 for x in inputs(seed=9))
     state.append(*(x[:, :, 44:] for x in other[1:]), q=other[0][:, :, 44:])
     mixed = tuple(torch.cat([x[rows][:, :, :44], y[:, :, 44:]], 2) for x, y in zip((q, k, v), other))
@@ -238,7 +238,7 @@ def test_a_state_of_a_fixed_length_is_one_that_grows(method, capacity):
             assert [x.data_ptr() for x in fixed.buffers()] == where
             back, start = torch.tensor([1, 0]), start.flip(0)
             q, k, v, cache = q[back], k[back], v[back], [x[back] for x in cache]
-            for state in (fixed, grown): state.pick_rows(back)
+            for state in (fixed, grown): state.pick_sequences(back)
     fixed.to_dynamic(45, cache[0])
     more = [x[:, :, 45:60] for x in (q, k, v)]
     for state in (fixed, grown): state.append(more[1], more[2], q=more[0])
@@ -313,7 +313,7 @@ def test_several_turns_in_a_cache_of_a_fixed_length(method):
     put(range(44, 50))
     back = torch.tensor([2, 0, 0])
     start, q, k, v, cache[:] = start[back], q[back], k[back], v[back], [x[back] for x in cache]
-    for state in (fixed, grown): state.pick_rows(back)
+    for state in (fixed, grown): state.pick_sequences(back)
     put(range(50, 90))
     fixed.reset()
     assert fixed.lists is None and len(fixed) == 0

@@ -117,7 +117,7 @@ def test_a_state_that_grew_is_a_new_one(method):
     assert torch.equal(state.rows, whole.rows) and state.rows.dtype == torch.int32
     assert torch.equal(method.scores(q, state), method.scores(q, whole))
     state.crop(25)
-    state.pick_rows(torch.tensor([1, 1]))
+    state.pick_sequences(torch.tensor([1, 1]))
     state.append(k[[1, 1]][:, :, 25:], v[[1, 1]][:, :, 25:])
     assert torch.equal(method.select(q, k[[1, 1]], state=state).index, method.select(q, k[[1, 1]]).index)
     other = (Reformer if isinstance(method, KDEformer) else KDEformer)(bins=4)
@@ -131,7 +131,7 @@ def test_bad_settings(kind, wrong):
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))): kind(**wrong)
 
 
-def test_a_promise_on_top():
+def test_a_guarantee_on_top():
     "The denominator is off by more than eps in no more cases than delta allows."
     q, k, _ = inputs(keys=1500, queries=1)
     method = VAttention(predictor=KDEformer(8), sinks=2, window=8, base=0.1, topk=0.1, eps=0.2, delta=0.2)

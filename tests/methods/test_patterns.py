@@ -491,7 +491,7 @@ def test_bad_tensors(method):
 @pytest.mark.parametrize("method", ROWS, ids=repr)
 def test_rows_are_no_blocks(method):
     q, k, _ = problem()
-    with pytest.raises(ValueError, match="rounding must give blocks where a pattern is asked, got 'none'"):
+    with pytest.raises(ValueError, match="rounding must give blocks where a pattern is wanted, got 'none'"):
         method.pattern(q, k)
 
 

@@ -24,7 +24,7 @@ from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.methods.sketch_walk.index import signed_hadamard
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.tasks import make
-from sparse_nb.vattention import VAttention, select_and_promise
+from sparse_nb.vattention import VAttention, select_with_guarantee
 from models import build
 
 FP64 = torch.float64
@@ -117,19 +117,19 @@ def test_vattention_is_algorithms_1_and_2(kind, N, choice, eps, delta):
     q, k, v = problem(3, N, seed=N + choice, kind=kind)
     method = VAttention.paper(eps, delta, **CHOICES[choice])
     out, stats = method.decode(q, k, v, seed=7, causal=True, return_stats=True)
-    seeds, promise = stream_seeds(q, 7), stats.certificate
+    seeds, certificate = stream_seeds(q, 7), stats.certificate
     for h in range(4):
         for j in range(3):
             end = N - 2 + j
             want, kept, base, b = vattention(q[0, h, j], k[0, h // 2, :end], v[0, h // 2, :end], eps=eps, delta=delta,
                                              guarantee="denominator", order=order_of(seeds[0, h, j], N, end),
                                              **CHOICES[choice])
-            got = [int(x[0, h, j]) for x in (promise.kept, promise.base, promise.budget)]
+            got = [int(x[0, h, j]) for x in (certificate.kept, certificate.base, certificate.budget)]
             assert got == [kept, base, b], (h, j)
             assert_close(out[0, h, j], want, 1e-12)
             assert int(stats.values_read[0, h, j]) == kept + b
-    if kind == "random" and N == 200: assert (~promise.exact).any() and (promise.budget > 1).any()
-    if kind == "same": assert (promise.budget <= 1).all()  # no floor of draws
+    if kind == "random" and N == 200: assert (~certificate.exact).any() and (certificate.budget > 1).any()
+    if kind == "same": assert (certificate.budget <= 1).all()  # no least number of draws
 
 
 def test_vattention_for_the_output_is_theorem_4_3():
@@ -138,15 +138,15 @@ def test_vattention_for_the_output_is_theorem_4_3():
     v = v + 4
     method = VAttention.paper(0.9, 0.5, sinks=2, window=2, topk=0.1, base=0.2, guarantee="output")
     out, stats = method.decode(0.5 * q, k, v, seed=3, return_stats=True)
-    seeds, promise, ratios = stream_seeds(q, 3), stats.certificate, []
+    seeds, certificate, ratios = stream_seeds(q, 3), stats.certificate, []
     for h in range(4):
         given = dict(sinks=2, window=2, topk=0.1, base=0.2, eps=0.9, delta=0.5, guarantee="output",
                      order=order_of(seeds[0, h, 0], 800, 800))
         found = 0.5 * q[0, h, 0], k[0, h // 2], v[0, h // 2]
-        b = int(promise.budget[0, h, 0])
+        b = int(certificate.budget[0, h, 0])
         ratios.append(b / vattention(*found, **given)[3])
         assert_close(out[0, h, 0], vattention(*found, drawn=b, **given)[0], 1e-12)
-    assert not promise.exact.all() and 0.97 < min(ratios) <= max(ratios) <= 1.01, ratios
+    assert not certificate.exact.all() and 0.97 < min(ratios) <= max(ratios) <= 1.01, ratios
 
 
 def test_vattention_draws_uniformly_and_afresh():
@@ -154,8 +154,8 @@ def test_vattention_draws_uniformly_and_afresh():
     q, k, v = problem(1, 60, H=1, G=1)
     many = q.expand(-1, -1, 4000, -1)
     method = VAttention.paper(0.3, 0.3, sinks=0, window=0, topk=0, base=20)
-    chosen, promise = select_and_promise(many, k, None, method, seed=1)
-    drawn, b = chosen.dense(60) > 0, promise.budget[0, 0].double()
+    chosen, certificate = select_with_guarantee(many, k, None, method, seed=1)
+    drawn, b = chosen.dense(60) > 0, certificate.budget[0, 0].double()
     assert b.min() < 20 and (drawn.sum(-1)[0, 0] == b).all() and b.std() > 1
     often, want = drawn[0, 0].double().mean(0), float(b.mean()) / 60
     assert ((often - want).abs() < 5 * (want * (1 - want) / 4000)**0.5).all()

@@ -29,7 +29,7 @@ from sparse_nb.methods.saap.partition import (
 from sparse_nb.methods.saap.state import Partition
 from sparse_nb.methods.saap.step import RANKS, ROUTERS, TAILS
 from sparse_nb.saap import Saap, keys_to_read, rank_clusters, saap_decode
-from sparse_nb.vattention import VAttention, select_and_promise
+from sparse_nb.vattention import VAttention, select_with_guarantee
 from inputs import fast
 
 UNTRAINED = [tail for tail in TAILS if tail != "fitted"]
@@ -331,7 +331,7 @@ def test_append_crop_and_reorder_equal_a_fresh_index(s):
     state.append(k[:, :, 30:], v[:, :, 30:])                    # other keys at the places of old ones
     same(s, state, q, k, v)
     rows = torch.tensor([1, 0, 1])
-    state.pick_rows(rows)
+    state.pick_sequences(rows)
     same(s, state, q[rows], k[rows], v[rows])
     state.crop(0)
     state.append(k[rows], v[rows])
@@ -511,7 +511,7 @@ def test_an_index_of_a_fixed_length_is_one_that_grows(settings, capacity):
             assert [x.data_ptr() for x in fixed.buffers()] == where
             back, start = torch.tensor([1, 0]), start.flip(0)
             k, v, cache = k[back], v[back], [x[back] for x in cache]
-            for state in (fixed, grown): state.pick_rows(back)
+            for state in (fixed, grown): state.pick_sequences(back)
     fixed.to_dynamic(70, cache[0])
     for state in (fixed, grown): state.append(k[:, :, 70:90], v[:, :, 70:90], **before(70, 90))
     outs = [s.decode(q[:, :, 89:90], k[:, :, :90], v[:, :, :90], state=x, kv_start=start, **asks)
@@ -739,11 +739,11 @@ def test_the_largest_counts_read_everything(name):
         assert_close(out, attention(Q, K, V, kv_start=start), 1e-5)
         assert (stats.density == 1).all()
 
-ALARM = 1e-8  # chance that the test below fails for a promise that is kept
+ALARM = 1e-8  # chance that the test below fails for a guarantee that holds
 
 @pytest.mark.parametrize("guarantee", ["denominator", "output"])
 @pytest.mark.parametrize("router, before_rope", [("moments", None), ("centroid", False), ("moments", True)])
-def test_a_promise_is_kept_on_top_of_clusters(guarantee, router, before_rope):
+def test_a_guarantee_is_kept_on_top_of_clusters(guarantee, router, before_rope):
     "Of many independent steps no more than delta fail, but for chance; and neither everything nor nothing is drawn"
     eps, delta, times = 0.3, 0.2, 300
     q, k, v = inputs(1, batch=1, keys=400)
@@ -755,7 +755,7 @@ def test_a_promise_is_kept_on_top_of_clusters(guarantee, router, before_rope):
     out, stats = method.decode(many, k, v, seed=5, state=state, return_stats=True)
     error = relative_error(out, attention(q, k, v).expand_as(out))
     if guarantee == "denominator":
-        chosen = select_and_promise(many, k, v, method, state, seed=5)[0]
+        chosen = select_with_guarantee(many, k, v, method, state, seed=5)[0]
         weight = attention_weights(q, k).expand(-1, -1, times, -1)
         error = ((weight.gather(-1, chosen.index) * chosen.weight).sum(-1) - 1).abs()
     assert 0.02 < stats.density.mean() < 0.98 and error.std() > 0
@@ -910,7 +910,7 @@ def test_vattention_with_clusters_before_rope(llama):
         llama(IDS[:1, -1:], past_key_values=cache)
     state = cache.layers[0].state
     assert state.before
-    assert_close(state.asked, x.q_pre_rope[:, :, [-1]], 1e-4)
+    assert_close(state.queries, x.q_pre_rope[:, :, [-1]], 1e-4)
     with pytest.raises(ValueError, match="k_pre_rope must be .* pass them"): v.decode(*x.seen(-1), seed=0)
     own = v.new_state()
     own.append(x.k, x.v, k_pre_rope=x.k_pre_rope)
@@ -1008,7 +1008,7 @@ def test_vattention_observes_queries_before_rope(llama, file):
         llama(IDS[:1, -1:], past_key_values=cache)
     x = capture(llama, IDS[:1], before_rope=True)[0]
     before = x.q_pre_rope[:, :, [-1]]
-    assert_close(cache.layers[0].state.asked, before, 1e-4)
+    assert_close(cache.layers[0].state.queries, before, 1e-4)
     own, kept = s.at_layer(0), []
     state = own.new_state()
     state.append(x.k, x.v, k_pre_rope=x.k_pre_rope)

@@ -106,7 +106,7 @@ def problem(seed, keys, clusters, groups=2, heads=6, sharp=1.0, kmeans="spherica
 
 
 def silent(x):
-    "Networks that say the same of all clusters: which are the most promising is decided by their number"
+    "Networks that say the same of all clusters: which are the best is decided by their number"
     for net in x["nets"]: net[-2], net[-1] = 0 * net[-2], 0 * net[-1]
     return x
 

@@ -55,8 +55,8 @@ def everyone(f, **needed):
         (lambda: run(scale=0.0), ValueError, "scale must be positive and finite, got 0.0"),
         (lambda: run(scale="1"), TypeError, "scale must be a number, got str"),
         (lambda: run(kv_start=[0, 0]), TypeError, "kv_start must be an integer tensor"),
-        (lambda: run(kv_end=torch.tensor([41, 40])), ValueError, "kv_end = 41 in row 0"),
-        (lambda: run(kv_end=torch.tensor([0, 40])), ValueError, "kv_end = 0 in row 0"),
+        (lambda: run(kv_end=torch.tensor([41, 40])), ValueError, "kv_end = 41 in sequence 0"),
+        (lambda: run(kv_end=torch.tensor([0, 40])), ValueError, "kv_end = 0 in sequence 0"),
         (lambda: run(samples=0), ValueError, "samples must be at least 1"),
         (lambda: run(samples=2.0), TypeError, "samples must be an int, got float"),
         (lambda: run(samples=True), TypeError, "samples must be an int, got bool"),
@@ -514,32 +514,33 @@ def test_bernoulli_decode_is_santa_on_bernoulli_scores(scheme):
     assert (stats_.values_read <= stats_.budget).all()
 
 
-# promises
+# guarantees
 
 BOUNDS = [(bound, scheme) for bound in ("clt", "bernstein") for scheme in ("iid", "stratified")]
 
 
-def check_coverage(out, truth, promise, eps, delta=0.05):
+def check_coverage(out, truth, certificate, eps, delta=0.05):
     "Not more failures than `delta` allows, in output and in norm, of heads of which more than a half drew"
-    drew, heads, length = float((promise.samples > 0).double().mean()), promise.samples.numel(), truth.norm(dim=-1)
+    drawn, length = certificate.samples, truth.norm(dim=-1)
+    drew, heads = float((drawn > 0).double().mean()), drawn.numel()
     assert drew > 0.5, f"{drew:.0%} of the heads drew, and one that reads every key cannot fail"
-    failed, above = int(((out - truth).norm(dim=-1) > eps * length).sum()), int((promise.norm > length).sum())
+    failed, above = int(((out - truth).norm(dim=-1) > eps * length).sum()), int((certificate.norm > length).sum())
     assert stats.binom.sf(failed - 1, heads, delta) > ALARM, f"{failed} of {heads} failed, {drew:.0%} drew"
     assert stats.binom.sf(above - 1, heads, PILOT_SHARE * delta) > ALARM / 10, f"{above} norms are not below the truth"
 
 
 @pytest.mark.parametrize("bound, scheme", BOUNDS)
-def test_a_promise_is_kept(bound, scheme):
+def test_a_guarantee_is_kept(bound, scheme):
     g = torch.Generator().manual_seed(7)
     query, keys, values = torch.zeros(1, 1, 300, 8), torch.randn(1, 1, 1500, 8,
                                                                  generator=g), torch.randn(1, 1, 1500, 8,
                                                                                            generator=g) + 1
     out, stats_ = santa_decode(query, keys, values, eps=0.25, delta=0.05, bound=bound, scheme=scheme, seed=3,
                                return_stats=True)
-    truth, promise = attention(query.double(), keys.double(), values.double()), stats_.certificate
-    assert isinstance(promise, Certificate) and promise.bound == bound
-    check_coverage(out, truth, promise, 0.25)
-    assert (stats_.values_read <= stats_.budget + promise.pilot).all() and stats_.index_bytes == 4 * 1500
+    truth, certificate = attention(query.double(), keys.double(), values.double()), stats_.certificate
+    assert isinstance(certificate, Certificate) and certificate.bound == bound
+    check_coverage(out, truth, certificate, 0.25)
+    assert (stats_.values_read <= stats_.budget + certificate.pilot).all() and stats_.index_bytes == 4 * 1500
 
 
 def along_an_axis(n, few, length, period=None):
@@ -564,7 +565,7 @@ READ_ALL = {"0.9 by 23", "0.9 by 62"} # what is left of the values is a tenth of
 
 @pytest.mark.parametrize("bound, scheme", BOUNDS)
 @pytest.mark.parametrize("name", fast(ATTACKS, *(i for i, x in enumerate(ATTACKS) if x not in RARE or "eps 0.04" in x)))
-def test_a_promise_is_kept_on_inputs_made_to_break_it(name, bound, scheme):
+def test_a_guarantee_is_kept_on_inputs_made_to_break_it(name, bound, scheme):
     "A pilot that misses the keys that cancel, a rare long value, rare turned values, a period"
     values, eps = ATTACKS[name]
     values = values[:, :, torch.randperm(values.shape[2], generator=torch.Generator().manual_seed(1))] if (
@@ -582,17 +583,17 @@ def test_the_number_of_samples_follows_the_formula(bound):
     g = torch.Generator().manual_seed(7)
     query, keys, values = (torch.randn(1, m, n, 8, generator=g, dtype=torch.float64)
                            for m, n in ((3, 1), (1, 20000), (1, 20000)))
-    promise = santa_decode(query, keys, values + 1, eps=0.3, delta=0.1, bound=bound, scheme="iid", seed=3,
+    certificate = santa_decode(query, keys, values + 1, eps=0.3, delta=0.1, bound=bound, scheme="iid", seed=3,
                            return_stats=True)[1].certificate
     length = (attention_weights(query, keys) * (values + 1).norm(dim=-1)[0, 0]).sum(-1)
-    assert_close(promise.trace, length**2 - promise.norm**2, 1e-12)
-    left, radius = 0.1 * (1 - PILOT_SHARE), 0.3 * promise.norm
+    assert_close(certificate.trace, length**2 - certificate.norm**2, 1e-12)
+    left, radius = 0.1 * (1 - PILOT_SHARE), 0.3 * certificate.norm
     jumps = 4 / 3 * math.log(2 / left) * length / radius
     if bound == "clt":
-        need = (stats.norm.isf(left / 2) ** 2 * promise.trace / radius**2).clamp(min=CLT_SAMPLES).maximum(jumps)
-    else: need = 2 * math.log(2 / left) * promise.trace / radius**2 + jumps
-    assert (promise.samples > 0).all() and torch.equal(promise.samples, need.ceil().long())
-    assert (promise.norm <= attention(query, keys, values + 1).norm(dim=-1)).all()
+        need = (stats.norm.isf(left / 2) ** 2 * certificate.trace / radius**2).clamp(min=CLT_SAMPLES).maximum(jumps)
+    else: need = 2 * math.log(2 / left) * certificate.trace / radius**2 + jumps
+    assert (certificate.samples > 0).all() and torch.equal(certificate.samples, need.ceil().long())
+    assert (certificate.norm <= attention(query, keys, values + 1).norm(dim=-1)).all()
 
 
 PILOTS = [("clt", CLT_SAMPLES), ("clt", CLT_SAMPLES + 2), ("clt", 48), ("bernstein", 32)]
@@ -600,7 +601,7 @@ PILOTS = [("clt", CLT_SAMPLES), ("clt", CLT_SAMPLES + 2), ("clt", 48), ("bernste
 
 @pytest.mark.parametrize("scheme", ["iid", "stratified"])
 @pytest.mark.parametrize("bound, pilot", PILOTS)
-def test_promises_of_the_smallest_pilots(bound, pilot, scheme):
+def test_guarantees_of_the_smallest_pilots(bound, pilot, scheme):
     "A standard deviation as large as the mean, in both of its halves seen by 16 draws"
     values = 1 + torch.randn(1, 1, 8192, 1, generator=torch.Generator().manual_seed(7))
     query, truth = torch.zeros(1, 1, 300, 1), values.double().mean(2, keepdim=True).expand(1, 1, 300, 1)
@@ -610,7 +611,7 @@ def test_promises_of_the_smallest_pilots(bound, pilot, scheme):
     assert stats_.certificate.pilot == pilot and (stats_.values_read < 8192).double().mean() > 0.5
 
 
-def test_promises_at_the_edges():
+def test_guarantees_at_the_edges():
     two = dict(eps=0.3, delta=0.05, bound="bernstein", samples=2, seed=0, return_stats=True)
     values = 1 + torch.randn(1, 1, 4096, 1, generator=torch.Generator().manual_seed(7))
     out, stats_ = santa_decode(torch.zeros(1, 1, 9, 1), torch.zeros_like(values), values, **two)
@@ -741,7 +742,7 @@ def test_a_gradient_reaches_the_values_that_were_drawn_and_nothing_else():
         assert_close(c.grad.sum(), torch.tensor(2.0 * 6 * 8), 1e-6)
 
 
-def test_a_gradient_of_promised_draws_is_that_of_attention_on_average():
+def test_a_gradient_of_guaranteed_draws_is_that_of_attention_on_average():
     "Lengths and weights decide what is drawn, and no gradient passes through either"
     g = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(1, 1, n, 8, generator=g, dtype=torch.float64).requires_grad_() for n in (1, 300, 300))
@@ -758,7 +759,7 @@ def test_a_gradient_of_promised_draws_is_that_of_attention_on_average():
     assert often.sum() > 50 and z.abs().max() < stats.norm.isf(ALARM)
 
 
-def test_a_promise_for_values_whose_squares_overflow():
+def test_a_guarantee_for_values_whose_squares_overflow():
     values = (3 + torch.randn(1, 1, 50, 8, generator=torch.Generator().manual_seed(1))).bfloat16() * 1e20
     flat = torch.zeros(1, 1, 50, 8, dtype=torch.bfloat16)
     state = ValueNorms()
@@ -794,7 +795,7 @@ def test_the_state_of_the_method():
         assert state.rows.dtype == (torch.float64 if dtype == torch.float64
                                     else torch.float32) and state.rows.shape == (2, 2, 40)
         for rows, length in ((torch.arange(2), 40), (torch.tensor([1, 1, 0]), 33)):
-            state.pick_rows(rows); state.crop(length)
+            state.pick_sequences(rows); state.crop(length)
             a, b, c = a[rows], b[rows, :, :length], c[rows, :, :length]
             (x, first), (y, second) = (method.decode(a, b, c, seed=3, state=s, return_stats=True)
                                        for s in (None, state))
@@ -846,7 +847,7 @@ def test_an_index_of_the_cache_gives_what_a_new_one_gives(scheme, keys):
         state = method.new_state()
         for begin, end in ((0, 17), (17, 18), (18, 40)): state.append(b[:, :, begin:end], c[:, :, begin:end])
         for rows, length in ((torch.arange(2), 40), (torch.tensor([1, 1, 0]), 33)):
-            state.pick_rows(rows); state.crop(length)
+            state.pick_sequences(rows); state.crop(length)
             a, b, c = a[rows], b[rows, :, :length], c[rows, :, :length]
             (x, first), (y, second) = (method.decode(a, b, c, seed=3, causal=True, state=s, return_stats=True)
                                        for s in (None, state))

@@ -13,7 +13,7 @@ from inputs import assert_codes_close, fast
 from sparse_nb.attention import Method, assert_close, attention, fold_in
 from sparse_nb.hf import attention_layers, has_window, prefill, register, sparsify
 from sparse_nb.methods.sketch_walk.index import FINE, INDEXES, signed_hadamard
-from sparse_nb.methods.sketch_walk.state import Asked
+from sparse_nb.methods.sketch_walk.state import QueryBlocks
 from sparse_nb.sketch_walk import SketchWalk, sketch_walk_decode, sketch_walk_prefill
 
 SMALL = dict(block=32, density=0.4, sketch=16, tail=0)
@@ -504,10 +504,10 @@ def test_an_index_in_steps_is_the_whole_one(index, walk):
     def same(n):
         whole = state_of(method, q[:, :, :n], k[:, :, :n])
         assert_close(grown.rows, whole.rows, 1e-12)
-        if walk: assert_close(grown.asked.rows, whole.asked.rows, 1e-12)
+        if walk: assert_close(grown.queries.rows, whole.queries.rows, 1e-12)
     same(230)
     again = copy.deepcopy(grown)
-    again.pick_rows(torch.tensor([1, 0, 1]))
+    again.pick_sequences(torch.tensor([1, 0, 1]))
     assert_close(again.rows, grown.rows[[1, 0, 1]], 1e-12)
     grown.crop(180)
     same(180)
@@ -572,7 +572,7 @@ def test_rows_in_place_are_those_made_anew(index):
             keys, shown = keys[:, :, :length], shown[:, :length]
         if step % 9 == 0:
             rows = torch.randperm(3, generator=g)
-            for x in (state, other): x.pick_rows(rows)
+            for x in (state, other): x.pick_sequences(rows)
             keys, shown = keys[rows], shown[rows]
         assert torch.equal(state.rows, other.rows) and torch.equal(state.begin, other.begin)
         if index == "mean":  # sums of whole numbers are exact in any order
@@ -1002,7 +1002,7 @@ def test_what_a_session_refuses(llama):
     with sparsify(llama, decode=walk, setup="B"):
         cache = prefill(llama, TOKENS[:, :150])
         assert forward(llama, TOKENS[:, 150:], past_key_values=cache).isfinite().all()
-        assert isinstance(cache.layers[1].state, Asked) and type(cache.layers[0]).__name__ == "DynamicLayer"
+        assert isinstance(cache.layers[1].state, QueryBlocks) and type(cache.layers[0]).__name__ == "DynamicLayer"
     cut = model_of()
     cut.model.layers[2].to("meta")
     with pytest.raises(ValueError, match="model must have the layers of SketchWalk on one device, got cpu, meta"):
@@ -1093,7 +1093,7 @@ def test_a_fixed_state_of_a_walk_keeps_the_queries_that_no_cache_has(settings):
         state.append(k_[:, :, a:b], v_[:, :, a:b], q=q_[:, :, a:b], shown=torch.arange(a, b) >= start[:, None])
     def same_bits():
         blocks = grown.rows.shape[2]
-        for one, other in ((fixed, grown), (fixed.asked, grown.asked)):
+        for one, other in ((fixed, grown), (fixed.queries, grown.queries)):
             assert torch.equal(one.rows[:, :, :blocks], other.rows)
             if fixed.static: continue
             for name in ("rows", "begin", "tail", "tail_shown"):
@@ -1128,4 +1128,4 @@ def test_a_fixed_state_of_a_walk_keeps_the_queries_that_no_cache_has(settings):
     for x in (grown, fixed): x.crop(185)
     same_bits()
     fixed.to_static(300)
-    assert not fixed.static and not fixed.asked.static and len(fixed) == 185
+    assert not fixed.static and not fixed.queries.static and len(fixed) == 185

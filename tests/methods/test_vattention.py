@@ -26,7 +26,7 @@ from sparse_nb.methods.adamas import Adamas
 from sparse_nb.methods.double_sparsity import DoubleSparsity
 from sparse_nb.methods.magicpig import MagicPIG
 from sparse_nb.methods.quest import Quest
-from sparse_nb.metrics import clopper_pearson, relative_error, rows_read
+from sparse_nb.metrics import clopper_pearson, relative_error, distinct_keys
 from sparse_nb import vattention
 from sparse_nb.core.bounds import bernstein_radius, kl_bound, output_levels, spread_bound
 from sparse_nb.core.key_scorer import KeyScorer
@@ -34,8 +34,8 @@ from sparse_nb.methods.vattention import facts, order
 from sparse_nb.saap import Saap
 from sparse_nb.tuning import search
 from sparse_nb.vattention import (
-    BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Promise, VAttention, budget_denominator, budget_numerator, budget_output,
-    gaussian_quantile, kernel_settings, residual_facts, select_and_promise, vattention_decode)
+    BASE_LEAST, BOUNDS, CLT_LEAST, GUARANTEES, Guarantee, VAttention, budget_denominator, budget_numerator,
+    budget_output, gaussian_quantile, kernel_settings, residual_facts, select_with_guarantee, vattention_decode)
 from inputs import fast
 
 ALARM = 1e-8
@@ -72,7 +72,7 @@ BAD = [(lambda: decode([1.0], k, v), TypeError, "q must be a torch.Tensor, got l
        (lambda: decode(q, k.float(), v), TypeError, "k must have the dtype of q"),
        (lambda: decode(q * nan, k, v), ValueError, "must be finite, got NaN"),
        (lambda: decode(scale=-1.0), ValueError, "scale must be positive and finite, got -1.0"),
-       (lambda: decode(kv_end=torch.tensor([0, 300])), ValueError, "kv_end = 0 in row 0"),
+       (lambda: decode(kv_end=torch.tensor([0, 300])), ValueError, "kv_end = 0 in sequence 0"),
        (lambda: decode(seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
        (lambda: decode(return_stats=1), TypeError, "return_stats must be a bool, got int"),
        (lambda: decode(eps=0), ValueError, "eps must lie in (0, 1), got 0"),
@@ -213,7 +213,7 @@ def test_budget_of_the_output_compiles_and_copies_nothing_from_the_host(bound):
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(10, 300), share=st.floats(0.0, 1.0), count=st.integers(4, 60), delta=st.floats(0.001, 0.5))
-def test_bounds_on_a_mean_fail_at_most_as_promised(n, share, count, delta):
+def test_bounds_on_a_mean_fail_at_most_as_guaranteed(n, share, count, delta):
     K, count = round(share * n), min(count, n)
     hits = torch.arange(count + 1).double()
     chance = scipy.stats.hypergeom(n, K, count).pmf(hits.numpy())
@@ -235,7 +235,7 @@ def test_a_bound_on_a_mean_lies_outside(upper):
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(20, 200), share=st.floats(0.0, 1.0), count=st.integers(8, 40), delta=st.floats(0.001, 0.5))
-def test_a_bound_on_a_spread_fails_at_most_as_promised(n, share, count, delta):
+def test_a_bound_on_a_spread_fails_at_most_as_guaranteed(n, share, count, delta):
     "Zeros and ones: the chance of each outcome of the two parts of the sample is hypergeometric."
     K, count = round(share * n), min(count, n)
     quarter = count // 4
@@ -279,7 +279,7 @@ def test_a_spread_is_the_variance_of_what_was_not_drawn(vector):
 
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("guarantee", GUARANTEES)
-def test_all_bounds_of_a_promise_together_fail_as_rarely_as_it_says(guarantee, bound, monkeypatch):
+def test_all_bounds_of_a_guarantee_together_fail_as_rarely_as_it_says(guarantee, bound, monkeypatch):
     "A ledger of the chance that each bound is given: from the base sample, and for the draws."
     ledger, sample, s = [], 100, VAttention(0.9, 0.2, 2, 2, 2, 100, Guess(), guarantee, bound)
     def book(module, name, chance):
@@ -291,7 +291,7 @@ def test_all_bounds_of_a_promise_together_fail_as_rarely_as_it_says(guarantee, b
     for name in "bernstein_radius", "gaussian_quantile": book(facts, name, last_number)
     for name in "draws_for_denominator", "draws_for_numerator", "budget_output": book(vattention, name, last_number)
     inner, asked = facts.residual_facts, {"denominator": (False,), "numerator": (True,), "output": (False, True)}
-    def of_use(*args):  # what is known of the denominator does not matter where the numerator's error is promised
+    def of_use(*args):  # what is known of the denominator does not matter where the numerator's error is bounded
         before = len(ledger)
         found = inner(*args)
         if args[-1] not in asked[guarantee]: del ledger[before:]
@@ -331,14 +331,14 @@ def test_parts_do_not_overlap_and_weights_add_up(kw, share):
     out, stats = method.decode(q, k, v, seed=5, kv_start=start, kv_end=stop, return_stats=True)
     p = stats.certificate
     visible = (stop - start)[:, None, None]
-    assert (p.kept + p.base + p.rest == visible).all() and (p.asked <= p.budget).all() and (
+    assert (p.kept + p.base + p.rest == visible).all() and (p.needed <= p.budget).all() and (
         p.budget <= p.rest).all() and (p.exact == (p.budget == p.rest)).all()
     assert (stats.budget == p.kept + p.base + p.budget).all() and torch.equal(stats.values_read, stats.budget)
     assert_close(stats.density, stats.budget / visible, 1e-6)
     assert (p.group_density >= p.density.unflatten(1, (2, 3)).amax(2) - 1e-6).all()
     if chosen is None: return
     assert_close(out, weighted_attention(q, k, v, chosen), 1e-15)
-    assert torch.equal(rows_read(chosen, 300), chosen.budget)  # no key twice
+    assert torch.equal(distinct_keys(chosen, 300), chosen.budget)  # no key twice
     dense = chosen.dense(300)
     assert_close(dense.sum(-1), visible.expand(2, 6, 3).double(), 1e-12)
     assert not dense[1, ..., :35].any() and not dense[1, ..., 281:].any()
@@ -367,8 +367,8 @@ def test_heads_of_a_group_choose_together_unless_told_otherwise():
     shared, own = (found[share][1].certificate for share in (True, False))
     heads = lambda x: x.unflatten(1, (2, 3))
     assert torch.equal(heads(shared.budget),
-                       heads(shared.asked).amax(2, keepdim=True).expand(-1, -1, 3, -1)) and torch.equal(
-                           own.budget, own.asked) and (own.budget < own.rest).any()
+                       heads(shared.needed).amax(2, keepdim=True).expand(-1, -1, 3, -1)) and torch.equal(
+                           own.budget, own.needed) and (own.budget < own.rest).any()
     assert torch.allclose(shared.group_density,
                           shared.density[:, ::3]) and (own.group_density > heads(own.density).amax(2)).any()
 
@@ -391,7 +391,7 @@ def test_first_causal_query_is_a_decode_step():
 
 
 @pytest.mark.parametrize("guarantee", GUARANTEES)
-def test_a_causal_query_is_promised_what_its_own_keys_say(guarantee):
+def test_a_causal_query_is_guaranteed_what_its_own_keys_say(guarantee):
     "Each of the last three keys and values is longer than all before, and widens the bounds of those who see it alone."
     keys, values, far = k / 4, v / 10 + 1, torch.tensor([2.0, 4, 6])[:, None]
     keys[:, :, 297:] *= far
@@ -401,11 +401,11 @@ def test_a_causal_query_is_promised_what_its_own_keys_say(guarantee):
     found = decode(q / 9, keys, values, causal=True, **kw)[1].certificate
     for i, n in enumerate((298, 299, 300)):  # the same query of a call in which all see so many keys
         alone = decode(q / 9, keys, values, kv_end=torch.tensor([n, n]), **kw)[1].certificate
-        for name in ("sigma", "D", "norm", "asked"):
+        for name in ("sigma", "D", "norm", "needed"):
             if getattr(found, name) is None: continue
             got, want = (getattr(x, name)[:, :, i].double() for x in (found, alone))
             assert torch.allclose(got, want, rtol=1e-9), (n, name)
-    assert (found.asked < found.rest).any() and (guarantee == "denominator" or (found.norm > 0).any(1).all())
+    assert (found.needed < found.rest).any() and (guarantee == "denominator" or (found.norm > 0).any(1).all())
 
 
 def test_streams_and_padding():
@@ -454,18 +454,19 @@ def test_denominator_and_numerator_are_unbiased(kw):
 
 @pytest.mark.parametrize("bound", fast(["bernstein", "hoeffding", "clt"], 0))
 @pytest.mark.parametrize("guarantee", GUARANTEES)
-def test_promise_is_kept(bound, guarantee):
+def test_guarantee_is_kept(bound, guarantee):
     "Three heads, each judged by itself; most must draw, since one that is read whole cannot fail."
     eps, delta, times, n, g = 0.3, 0.2, 150, 8000, torch.Generator().manual_seed(5)
     keys, values = (torch.randn(1, 3, n, 8, generator=g, dtype=torch.float64) for _ in range(2))
     query = torch.randn(1, 3, 1, 8, generator=g, dtype=torch.float64) * torch.tensor([0.1, 0.25, 0.4]).view(1, 3, 1, 1)
     many, values = query.expand(-1, -1, times, -1), values + 2
     settings = dict(bound=bound, guarantee=guarantee, share=False, sinks=0, window=2, topk=4, base=100)
-    chosen, p = select_and_promise(many, keys, values, VAttention(eps, delta, **settings), seed=6)
+    chosen, p = select_with_guarantee(many, keys, values, VAttention(eps, delta, **settings), seed=6)
     out, scores = weighted_attention(many, keys, values, chosen), attention_scores(query, keys)
     assert_close(vattention_decode(many[:, :, :9], keys, values, eps=eps, delta=delta, seed=6, **settings),
                  out[:, :, :9], 1e-15)
-    assert isinstance(p, Promise) and p.proven == (bound != "clt") and (p.norm is None) == (guarantee == "denominator")
+    assert isinstance(p, Guarantee)
+    assert p.proven == (bound != "clt") and (p.norm is None) == (guarantee == "denominator")
     D, failed = torch.exp(scores - p.shift[..., None]).sum(-1), lambda x: [int(y) for y in x.flatten(0, -2).sum(-1)]
     assert all(clopper_pearson(x, times, 1 - ALARM).low <= 0.2 * delta / 2 for x in failed(p.D > D * (1 + 1e-9)))
     drew = (~p.exact).double().mean((0, 2))
@@ -478,7 +479,7 @@ def test_promise_is_kept(bound, guarantee):
     assert all(clopper_pearson(x, times, 1 - ALARM).low <= delta for x in failed(wrong))
 
 
-def test_plain_plugin_breaks_its_promise_where_the_tail_is_heavy_and_bounds_do_not():
+def test_plain_plugin_breaks_its_guarantee_where_the_tail_is_heavy_and_bounds_do_not():
     """One key in 200 has a term of e^4; a base sample of 100 misses all of them more often than not.
 
     The sinks hold so much that the bounds, too, leave keys unread: who reads all cannot fail.
@@ -488,11 +489,11 @@ def test_plain_plugin_breaks_its_promise_where_the_tail_is_heavy_and_bounds_do_n
     query = torch.zeros(1, 1, 300, 4, dtype=torch.float64); query[..., 0] = 2.0  # scale 1/2
     rate, drew = {}, {}
     for plugin, bound in (("plain", "clt"), ("upper", "clt"), ("upper", "bernstein"), ("upper", "hoeffding")):
-        chosen, promise = select_and_promise(query, keys, None, VAttention(0.08, 0.1, 50, 0, 0, 100, plugin=plugin,
-                                                                           bound=bound), seed=1)
+        chosen, certificate = select_with_guarantee(query, keys, None, VAttention(
+            0.08, 0.1, 50, 0, 0, 100, plugin=plugin, bound=bound), seed=1)
         failed = ((attention_weights(query, keys).gather(-1, chosen.index) * chosen.weight).sum(-1) - 1).abs() > 0.08
         rate[plugin, bound] = clopper_pearson(int(failed.sum()), failed.numel(), 1 - ALARM)
-        drew[plugin, bound] = float((~promise.exact).double().mean())
+        drew[plugin, bound] = float((~certificate.exact).double().mean())
     assert rate["plain", "clt"].low > 0.4 and all(x.low <= 0.1 for name, x in rate.items() if name[0] == "upper")
     assert all(x > 0.5 for x in drew.values()), drew
 
@@ -559,7 +560,7 @@ CLUSTERS = Saap(partition="context", clusters=8, window=1)
 
 @pytest.mark.parametrize("predictor", [Guess(), Quest(page=8), DoubleSparsity(channels=2), Adamas(), MagicPIG(bits=4),
                                        CLUSTERS], ids=lambda x: type(x).__name__)
-def test_an_index_keeps_the_lengths_of_the_values_where_the_promise_needs_them(predictor):
+def test_an_index_keeps_the_lengths_of_the_values_where_the_guarantee_needs_them(predictor):
     method = VAttention(0.1, 0.5, 4, 6, 10, 100, predictor=predictor, guarantee="numerator", share=False)
     plain, want = predictor.new_state(), v.norm(dim=-1)
     state, one = method.new_state(), dict(seed=torch.arange(12).view(2, 6))
@@ -571,13 +572,13 @@ def test_an_index_keeps_the_lengths_of_the_values_where_the_promise_needs_them(p
     assert torch.equal(state.lengths, want) and "lengths" not in vars(plain)
     less = copy.deepcopy(state)
     less.lengths *= 0.7
-    own, found, fewer = (method.decode(q / 8, k, v, state=x, return_stats=True, **one)[1].certificate.asked
+    own, found, fewer = (method.decode(q / 8, k, v, state=x, return_stats=True, **one)[1].certificate.needed
                          for x in (state, plain, less))
     assert torch.equal(own, found) and (fewer <= own).all() and (fewer < own).any()  # what is kept is what is used
     assert torch.equal(state.lengths, want)
     state.crop(250)
     state.append(k[:, :, 250:], v[:, :, 250:])
-    state.pick_rows(torch.tensor([1, 1, 0]))
+    state.pick_sequences(torch.tensor([1, 1, 0]))
     assert torch.equal(state.lengths, want[[1, 1, 0]])
     state.crop(290)
     state.to_static(310)

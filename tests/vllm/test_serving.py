@@ -374,7 +374,7 @@ def test_an_index_in_blocks_is_that_of_the_method(decode, dtype):
 
 def test_blocks_with_too_little_room_are_not_written():
     kept, memory = Kept(Quest(), 32, 1, 8, torch.float32), torch.zeros(3, 32 * 16 + 8)
-    with pytest.raises(RuntimeError, match="a block must have room for 128 bytes beside its keys and values, got 32"):
+    with pytest.raises(RuntimeError, match="a block must have space for 128 bytes beside its keys and values, got 32"):
         kept.view(memory[:, :32 * 16].view(3, 1, 32, 16), kept.parts[0])
 
 

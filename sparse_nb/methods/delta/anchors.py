@@ -16,16 +16,16 @@ from .keys import factor, mean, scores_of, states
 # %% ../../../nbs/library/methods_delta_anchors.ipynb #171da71d
 ROWS = 128      # of a prompt, at once
 
-SCORES = 2**25  # of rows that see all keys, at once
+SCORES = 2**25  # of queries that see all keys, at once
 
 def pieces(base, rows):
-    "The rows, so few at a time that their scores with all keys fit."
+    "The queries, so few at a time that their scores with all keys fit."
     if not len(rows): return []
     size = max(1, min(ROWS, SCORES // (base.q.shape[0] * base.q.shape[1] * (rows[-1] + 1))))
     return [rows[a:a + size] for a in range(0, len(rows), size)]
 
 def exactly(base, rows):
-    "Exact output of some rows."
+    "Exact output of some queries."
     k, v = base.k[:, :, :rows[-1] + 1], base.v[:, :, :rows[-1] + 1]
     visible = torch.arange(rows[-1] + 1, device=k.device) <= base.tensor(rows)[:, None]
     return mean(states(scores_of(base.take(rows), k, base.scale), visible, v)[0])
@@ -43,10 +43,10 @@ class Anchors(NamedTuple):
     key: torch.Tensor   # mean of the missing keys
     log: torch.Tensor   # b = log T - scale q . key [B, H, A], a tangent's value for a query of 0; -inf where T = 0
     share: torch.Tensor # tau, the missing share of the mass
-    early: tuple        # m, l and o of the keys that it would see as a row of the anchor before
+    early: tuple        # m, l and o of the keys that it would see as a query of the anchor before
 
 def _look(base, at, early):
-    "The `Anchors` of some rows; `early` only where it is asked for."
+    "The `Anchors` of some queries; `early` only where it is requested."
     k, v, q = base.k[:, :, :at[-1] + 1], base.v[:, :, :at[-1] + 1], base.take(at)
     scores, seen = scores_of(q, k, base.scale), base.seen(at)
     missed = (torch.arange(at[-1] + 1, device=q.device) <= base.tensor(at)[:, None]) & ~seen
@@ -59,7 +59,7 @@ def _look(base, at, early):
     return Anchors(mean(whole), mean(whole) - mean(kept), mean(missing), key, log, share, before)
 
 def anchors_at(base, at, early):
-    "The `Anchors` of all rows of a list, a few at a time; None for an empty list."
+    "The `Anchors` of all queries of a list, a few at a time; None for an empty list."
     if not len(at): return None
     *found, early = zip(*(_look(base, few, early) for few in pieces(base, at)))
     return Anchors(*(torch.cat(x, 2) for x in found), SoftmaxState(*(torch.cat(x, 2) for x in zip(*early))))

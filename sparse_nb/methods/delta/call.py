@@ -19,24 +19,24 @@ from .anchors import ROWS
 @dataclass(frozen=True, eq=False)
 class DeltaStats:
     "What `delta_prefill` read, and what its anchors tell of the error."
-    keys: torch.Tensor     # keys that were scored for each row: its own and, for an anchor or the tail, all [B, H, Q]
-    visible: torch.Tensor  # keys that each row sees [B, H, Q]; 0 in padding
-    anchors: torch.Tensor  # numbers of the rows that are anchors [B, A], -1 where a sequence has fewer
+    keys: torch.Tensor     # keys that were scored for each query: its own and, for an anchor or the tail, all [B, H, Q]
+    visible: torch.Tensor  # keys that each query sees [B, H, Q]; 0 in padding
+    anchors: torch.Tensor  # numbers of the queries that are anchors [B, A], -1 where a sequence has fewer
     missing: torch.Tensor  # tau: share of an anchor's mass that its base misses [B, H, A]; NaN where there is none
     error: torch.Tensor    # relative error of what earlier anchors foretell of this one [B, H, A]; NaN for the first
 
     @property
     def density(self) -> torch.Tensor: # [B, H], float64
-        "Share of the pairs of row and key that were scored: window, anchors and tail."
+        "Share of the pairs of query and key that were scored: window, anchors and tail."
         return self.keys.sum(-1).double() / self.visible.sum(-1)
 
     @property
-    def keys_per_row(self) -> torch.Tensor: # [B, H], float64
-        "Mean over the rows that are no padding."
+    def keys_per_query(self) -> torch.Tensor: # [B, H], float64
+        "Mean over the queries that are no padding."
         return self.keys.sum(-1).double() / (self.visible > 0).sum(-1)
 
 def counts(base, at):
-    "Keys that were scored for each row, and that it sees, each [B, H, Q]."
+    "Keys that were scored for each query, and that it sees, each [B, H, Q]."
     rows = range(base.begin, base.stop)
     visible = (base.tensor(rows) + 1).expand(base.q.shape[:3])
     end = max(base.begin, base.stop - base.s.tail)
@@ -48,7 +48,7 @@ def counts(base, at):
 
 # %% ../../../nbs/library/methods_delta_call.ipynb #56e01e0e
 def sequences(q, k, v, kv_start):
-    "Sequences that begin together: their rows of the batch, and q, k, v without padding. None is left of mere padding."
+    "Sequences that begin together: their numbers in the batch, and q, k, v without padding. None is left of padding."
     starts, keys = [0] if kv_start is None else kv_start.tolist(), k.shape[2]
     if min(starts) < 0: raise ValueError(f"kv_start must not be negative, got {min(starts)}")
     rows = [slice(None)] if len(set(starts)) == 1 else [slice(b, b + 1) for b in range(len(starts))]
@@ -59,7 +59,7 @@ def sequences(q, k, v, kv_start):
         yield row, given
 
 def gathered(q, parts):
-    "`DeltaStats` for queries [B, H, Q, D] from those of parts of the batch: rows, counts, anchors and their finds."
+    "`DeltaStats` for queries [B, H, Q, D] from those of parts of the batch: sequences, counts, anchors, finds."
     most = max((len(at) for _, _, at, _ in parts), default=0)
     keys, visible = (torch.zeros(q.shape[:3], dtype=torch.int64, device=q.device) for _ in range(2))
     anchors = torch.full((q.shape[0], most), -1, device="cpu")
@@ -73,7 +73,7 @@ def gathered(q, parts):
 
 # %% ../../../nbs/library/methods_delta_call.ipynb #a2c3b44b
 def by_kernel(s, q, k, v, return_stats, backend):
-    "Is the kernel to be used? Raise for a backend that there is not, or that cannot do what is asked."
+    "Is the kernel to be used? Raise for a backend that there is not, or that cannot do what is requested."
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     lacks = [what for what, asked in (("a base is", s.base is not None), ("statistics are", return_stats), (

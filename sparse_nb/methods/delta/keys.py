@@ -24,7 +24,7 @@ def defines(method, what):
     return callable(found) and found is not getattr(Method, what, None)
 
 def check_base(base):
-    "Raise TypeError or ValueError unless `base` is None or says which keys each row of a prompt reads."
+    "Raise TypeError or ValueError unless `base` is None or says which keys each query of a prompt reads."
     if base is None: return
     if isinstance(base, type) or not isinstance(base, Method):
         raise TypeError(f"base must be None or a method, got {base!r}")
@@ -61,21 +61,21 @@ class Near:
         self.begin, self.stop = k.shape[2] - q.shape[2], k.shape[2]
 
     def take(self, rows):
-        "The queries of these rows."
+        "The queries at these positions."
         return self.q.index_select(2, self.tensor(rows) - self.begin)
 
     def tensor(self, x): return torch.tensor([*x], dtype=torch.int64, device=self.q.device)
 
     def anchor(self, row):
-        "The last multiple of gamma, or the first row of the chunk."
+        "The last multiple of gamma, or the first query of the chunk."
         return max(self.begin, row // self.s.gamma * self.s.gamma)
 
     def low(self, row):
-        "First key of a row's window."
+        "First key of a query's window."
         return max(0, (self.anchor(row) if self.s.window_is_aligned else row) - self.s.window + 1)
 
     def state(self, rows):
-        "The `SoftmaxState` of rows that follow each other."
+        "The `SoftmaxState` of queries that follow each other."
         q, low, end = self.take(rows), self.low(rows[0]), rows[-1] + 1
         scores, seen = scores_of(q, self.k[:, :, low:end], self.scale), self.seen(rows)[:, low:]
         state = states(scores, seen, self.v[:, :, low:end])[0]
@@ -84,7 +84,7 @@ class Near:
         return merge_states(state, states(scores, torch.ones_like(scores, dtype=torch.bool), self.v[:, :, :near])[0])
 
     def seen(self, rows, early=False):
-        "The keys that rows see, up to the last of them [r, n]; `early`: as rows of the anchor before."
+        "The keys that queries see, up to the last of them [r, n]; `early`: as queries of the anchor before."
         low = self.tensor(self.low(row - 1 if early and self.s.window_is_aligned else row) for row in rows)[:, None]
         i = torch.arange(rows[-1] + 1, device=self.q.device)
         return ((i < self.s.sinks) | (i >= low)) & (i <= self.tensor(rows)[:, None])
@@ -110,7 +110,7 @@ class Blocks(Near):
         return seen.repeat_interleave(self.q.shape[1] // seen.shape[1], 1)
 
 class Pairs(Near):
-    "The keys that a base names for each row: its `rows`."
+    "The keys that a base names for each query: its `rows`."
     @cached_property
     def pairs(self):
         with torch.no_grad(): return self.s.base.rows(self.q, self.k, scale=self.scale)
@@ -124,7 +124,7 @@ class Pairs(Near):
         return seen.repeat_interleave(self.q.shape[1] // seen.shape[1], 1)
 
 class Chosen(Near):
-    "The keys that a base selects for each row."
+    "The keys that a base selects for each query."
     def chosen(self, rows):
         return self.s.base.select(self.take(rows), self.k[:, :, :rows[-1] + 1], causal=True, scale=self.scale)
 
@@ -139,7 +139,7 @@ class Chosen(Near):
 
 # %% ../../../nbs/library/methods_delta_keys.ipynb #b3d6f157
 def keys_of(s, *given):
-    "Where the keys of a row come from."
+    "Where the keys of a query come from."
     if s.base is None: return Near(s, *given)
     if getattr(s.base, "rounding", "") == "none": return Pairs(s, *given)
     return (Blocks if defines(s.base, "pattern") else Chosen)(s, *given)

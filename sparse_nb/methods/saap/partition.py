@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KMEANS', 'MOST_CLUSTERS', 'AT_ONCE', 'MOST', 'NETWORKS', 'PARTS', 'nearest_cluster', 'cluster_sums',
-           'sums_of_nearest', 'check_floating', 'check_reach', 'check_asked', 'check_call', 'check_keys',
+           'sums_of_nearest', 'check_floating', 'check_reach', 'check_pre_rope', 'check_call', 'check_keys',
            'check_kmeans', 'fit_partition', 'Moments', 'moment_rows', 'moments_of', 'log_weights', 'check_parts',
            'check_path', 'check_module', 'save_partition', 'AboutPartition', 'partition_file', 'source_parts',
            'about_partition', 'partition_parts', 'router_scores']
@@ -87,7 +87,7 @@ def check_reach(name, x, q):
     if x.device.type not in ("cpu", q.device.type):
         raise ValueError(f"{name} must be on the device of q, {q.device}, or in host memory, got {x.device}")
 
-def check_asked(q_pre_rope, q):
+def check_pre_rope(q_pre_rope, q):
     "TypeError or ValueError unless `q_pre_rope` is None or like the queries `q`."
     if q_pre_rope is None: return
     check_floating("q_pre_rope", q_pre_rope)
@@ -97,17 +97,17 @@ def check_asked(q_pre_rope, q):
         raise ValueError(f"q_pre_rope must be on the device of q, {q.device}, got {q_pre_rope.device}")
 
 def check_call(q, k, v, q_pre_rope, **masks):
-    "Raise as `check_inputs` and `check_asked`, and TypeError where there are no values."
+    "Raise as `check_inputs` and `check_pre_rope`, and TypeError where there are no values."
     check_inputs(q, k, v, **masks)
     check_floating("v", v)
-    check_asked(q_pre_rope, q)
+    check_pre_rope(q_pre_rope, q)
 
 # %% ../../../nbs/library/methods_saap_partition.ipynb #8149437c
 def check_keys(
     x: torch.Tensor,     # keys [B, G, n, D]
     shown: torch.Tensor, # which of them count [B, n], bool
 ):
-    "ValueError for NaN and inf among the shown keys (looked at on the CPU only)."
+    "ValueError for NaN and inf among the shown keys (checked on the CPU only)."
     if on_cpu_eagerly(x) and not (torch.isfinite(x).all(-1) | ~shown[:, None]).all():
         raise ValueError("k must be finite to be divided into clusters, got NaN or inf")
 

@@ -13,7 +13,7 @@ import torch
 
 from ...core.checks import check_count
 from ...core.exact import promote, to_device_of
-from ...core.index import State, check_state, first_shown, slots_used, with_room
+from ...core.index import State, check_state, first_shown, slots_used, with_capacity
 from ...core.selection import has_kernels, take_rows
 from .partition import (
     MOST, check_floating, check_keys, cluster_sums, fit_partition, moment_rows, nearest_cluster, source_parts)
@@ -21,19 +21,19 @@ from .partition import (
 # %% ../../../nbs/library/methods_saap_state.ipynb #a7deda3d
 class OfKeys(State):
     "A state of keys before RoPE (`before_rope` True), as they are (False), or before RoPE if the first come so (None)."
-    # asked: queries before RoPE; before: is it of keys before? None: not known; begin: first shown key of each sequence
+    # queries: those before RoPE; before: is it of keys before? None: not known; begin: first shown key of each sequence
     # [B]; begun: has each shown one?
-    __slots__ = "asks", "asked", "before", "begin", "begun"
+    __slots__ = "needs_queries", "queries", "before", "begin", "begun"
 
-    def __init__(self, before_rope, asks):
+    def __init__(self, before_rope, needs_queries):
         super().__init__()
-        self.before_rope, self.before, self.asks, self.asked = before_rope, before_rope, asks, None
+        self.before_rope, self.before, self.needs_queries, self.queries = before_rope, before_rope, needs_queries, None
         self.begin, self.begun = None, False
 
     @property
     def observes(self):
-        "Keys before RoPE, if wanted, queries, if asked for, and, until every sequence has shown a key, who is shown."
-        known = dict(k_pre_rope=self.before_rope is False, q_pre_rope=not self.asks, shown=self.begun)
+        "Keys before RoPE, if wanted, queries, if requested, and, until every sequence has shown a key, who is shown."
+        known = dict(k_pre_rope=self.before_rope is False, q_pre_rope=not self.needs_queries, shown=self.begun)
         return tuple(name for name, x in known.items() if not x)
 
     def append(self, k, v, **observed):
@@ -42,7 +42,7 @@ class OfKeys(State):
 
     @property
     def spares(self):
-        "Unless keys before RoPE were asked for."
+        "Unless keys before RoPE were requested."
         return self.before_rope is not True
 
     def wanted(self, k, k_pre_rope):
@@ -71,10 +71,10 @@ class Clusters(OfKeys):
         seed: int,         # of its first centroids
         before_rope: bool | None, # of `OfKeys`
         centroids = None,  # [G, C, D], made before; None: of the context
-        asks: bool = False, # does the method ask for queries before RoPE?
+        needs_queries: bool = False, # does the method need queries before RoPE?
         source = None,      # `Source` of the centroids; None: no file
     ):
-        super().__init__(before_rope, asks)
+        super().__init__(before_rope, needs_queries)
         self.clusters, self.kmeans, self.iterations, self.seed = clusters, kmeans, iterations, seed
         self.offline, self.source, self.fit = centroids is not None, source, centroids
         self.waits, self.held, self.kept, self.part = None, None, None, (0, 1)
@@ -131,9 +131,9 @@ class Marked(Clusters):
         super().__init__(*args, **settings)
         self.since, self.latest, self.marks = None, None, []
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
-        super().pick_rows(rows)
+    def pick_sequences(self, rows):
+        "As `State.pick_sequences`."
+        super().pick_sequences(rows)
         self.kept = None
         if self.rows is None: return
         of = lambda x: None if x is None else x[rows.to(x.device)]
@@ -178,7 +178,7 @@ class Summed(Marked):
     def follow(
         self,
         k: torch.Tensor,        # all keys [B, G, N, D]
-        v: torch.Tensor | None, # their values; None where nobody asks for means of values
+        v: torch.Tensor | None, # their values; None where nobody needs means of values
         first: torch.Tensor,    # first far key of each sequence [B]
         last: torch.Tensor,     # behind its last far key [B]
         end: torch.Tensor,      # behind its last visible key [B]
@@ -203,10 +203,10 @@ class Kept(NamedTuple):
     ends: tuple   # sinks and window
 
 def listed(state, k, v, begin, last):
-    "`Kept` of the keys that there are, with room for as many as a state of a fixed length counts."
+    "`Kept` of the keys that there are, with space for as many as a state of a fixed length counts."
     from sparse_nb.kernels.saap_index import build_index
     index = build_index(k, v, state.rows[:, :, :k.shape[2], 0], begin, last, state.clusters)
-    return Kept(index._replace(order=with_room(index.order, len(state))), len(state), state.ends)
+    return Kept(index._replace(order=with_capacity(index.order, len(state))), len(state), state.ends)
 
 def refresh_lists(state, k, v, known):
     "What `Partition.refresh` does where there are lists"
@@ -244,7 +244,7 @@ def put_key(state, k, at, k_pre_rope):
 def sums_over(
     state: Clusters,         # with a cluster for each key
     k: torch.Tensor,         # keys [B, G, N, D]
-    v: torch.Tensor | None,  # their values; None where nobody asks for means of values
+    v: torch.Tensor | None,  # their values; None where nobody needs means of values
     counted: torch.Tensor,   # does a key count? bool [B, G, N]
     most: int,               # at most so many of a sequence and group do
 ) -> torch.Tensor:           # [B, G, C, 2 + D or 2 + 2 D]
@@ -272,7 +272,7 @@ class SummedInPlace(Summed):
 
     @torch.inference_mode(False)
     def look_at(self, k, v):
-        "As `State.look_at`: room for sums, which the first query makes."
+        "As `State.look_at`: space for sums, which the first query makes."
         self.sums = k.new_zeros(*k.shape[:2], self.clusters, 2 + 2 * k.shape[3], dtype=torch.float64)
         self.since, self.upto = self.rows.new_full((2, len(k)), -1, dtype=torch.int64)
         self.valued = torch.zeros_like(self.upto, dtype=torch.bool)
@@ -290,9 +290,9 @@ class SummedInPlace(Summed):
         self.since.copy_(first)
         self.upto.copy_(last)
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
-        super().pick_rows(rows)
+    def pick_sequences(self, rows):
+        "As `State.pick_sequences`."
+        super().pick_sequences(rows)
         if self.sums is None: return
         self.sums, self.upto, self.valued = (x[rows.to(x.device)] for x in (self.sums, self.upto, self.valued))
 
@@ -302,13 +302,13 @@ class SummedInPlace(Summed):
         self.forget_sums()
 
     def forget_sums(self):
-        "As if no query had been asked."
+        "As if there had been no query."
         self.sums = self.upto = self.valued = self.since = self.latest = None
         self.marks = []
 
 # %% ../../../nbs/library/methods_saap_state.ipynb #a51c0de7
 class Partition(SummedInPlace):
-    "Clusters and their sums, which can be of a fixed length once they are told the method's sinks and window."
+    "Clusters and their sums, which can be of a fixed length once they are given the method's sinks and window."
     turns: ClassVar[bool] = True
     __slots__ = "ends", "late", "older"  # late: keys put since lists were made; older: may queries come from before?
 
@@ -327,22 +327,22 @@ class Partition(SummedInPlace):
         if not self.begun: return
         first, last = self.far(len(self))
         self.place(first, last, torch.full_like(first, len(self) + 1))
-        if self.held is not None: self.held = with_room(self.held, capacity)
+        if self.held is not None: self.held = with_capacity(self.held, capacity)
         self.forget_sums()
         self.kept, self.older, self.late = None, True, 0
         super().to_static(capacity)
 
     @torch.inference_mode(False)
     def look_at(self, k, v):
-        "As `State.look_at`: room for sums, and the lists of the kernels."
+        "As `State.look_at`: space for sums, and the lists of the kernels."
         super().look_at(k, v)
         if self.source is not None: source_parts(self.source, k.device)  # no graph copies them from the host
         if has_kernels(k[:, :, :1]): self.kept = listed(self, k, v, *self.far(k.shape[2]))
 
-    def pick_rows(self, rows):
-        "As `State.pick_rows`."
+    def pick_sequences(self, rows):
+        "As `State.pick_sequences`."
         kept = self.kept if self.static else None
-        super().pick_rows(rows)
+        super().pick_sequences(rows)
         if kept is not None: self.kept = kept._replace(index=kept.index.pick(rows))
 
     def write(self, k, v, at, k_pre_rope=None, q_pre_rope=None, shown=None):
@@ -375,7 +375,7 @@ def check_index(state, own, k):
         raise ValueError(f"state must be of keys of the head size {k.shape[3]}, got {size}")
 
 def check_query(q, state):
-    "TypeError or ValueError unless the index `state` can be asked with `q`."
+    "TypeError or ValueError unless the index `state` can be used with `q`."
     if not isinstance(state, Partition): raise TypeError(f"state must be Partition, got {type(state).__name__}")
     check_floating("q", q)
     if state.rows is None: return

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROUTERS', 'RANKS', 'TAILS', 'BUDGET', 'CONTEXT', 'ITERATIONS', 'newest_of_each', 'Step', 'far_range', 'rest_of',
-           'learnt', 'asked_queries', 'networks_guess', 'guess', 'far_of', 'used_slots', 'learnt_factor',
+           'learnt', 'router_queries', 'networks_guess', 'guess', 'far_of', 'used_slots', 'learnt_factor',
            'check_unused', 'indexed', 'steps', 'joined', 'bytes_of_index', 'served', 'run', 'Partitioned',
            'check_amount', 'check_partition', 'check_settings']
 
@@ -25,7 +25,7 @@ from ...core.key_scorer import KeyScorer
 from ..exact import Exact
 from ...core.selection import Selection, budget_counts, has_kernels
 from .partition import (
-    MOST, MOST_CLUSTERS, NETWORKS, Moments, about_partition, check_asked, check_call, check_floating, check_module,
+    MOST, MOST_CLUSTERS, NETWORKS, Moments, about_partition, check_pre_rope, check_call, check_floating, check_module,
     check_reach, log_weights, moments_of, network_parts, router_scores, source_of, source_parts)
 from .state import Kept, Partition, check_index, sums_over
 
@@ -82,8 +82,8 @@ def learnt(state, what, device):
         if part not in parts: raise ValueError(f"partition must be a file with {part}, got {file}")
     return parts
 
-def asked_queries(s, q, state, q_pre_rope):
-    "The queries that the router of `s` asks with. ValueError for queries before RoPE that are not there."
+def router_queries(s, q, state, q_pre_rope):
+    "The queries that the router of `s` uses. ValueError for queries before RoPE that are not there."
     if not state.before: return q
     if q_pre_rope is None or q_pre_rope.shape != q.shape:
         got = "None: pass them in a call of your own; in a model, read the prompt with this router" if (
@@ -108,7 +108,7 @@ def guess(s, q, state, scale, q_pre_rope=None):
     if s.router == "moments":
         moments = moments_of(state.latest, q.shape[3])
         return log_weights(q, moments.keys, scale, moments.variance)
-    asked = asked_queries(s, q, state, q_pre_rope)
+    asked = router_queries(s, q, state, q_pre_rope)
     if s.router == "centroid": return log_weights(asked, state.fit, scale)
     return networks_guess(s, asked, state, state.latest[..., 0])
 
@@ -221,8 +221,8 @@ def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_pre_rope):
     given = {}
     if s.tail == "fitted": given["factor"] = learnt_factor(state, q)
     if s.router != "moments":
-        asked = asked_queries(s, q, state, q_pre_rope)
-        if s.router == "centroid": given |= dict(centroids=state.fit, ask=asked)
+        asked = router_queries(s, q, state, q_pre_rope)
+        if s.router == "centroid": given |= dict(centroids=state.fit, router_q=asked)
         else: given["guess"] = networks_guess(s, asked, state, index.sums[..., 0])[:, :, 0]
     probes = None if s.probes is None else min(s.probes, state.clusters)
     settings = kernels.Settings(s.budget, probes, s.rank == "density", s.tail)
@@ -236,7 +236,7 @@ def by_kernels(s, q, k, v, state, masks, scale, return_stats, q_pre_rope):
 
 # %% ../../../nbs/library/methods_saap_step.ipynb #e83b40d1
 def served(s, q, k, v, backend):
-    "Do the kernels take this step? Raise TypeError or ValueError where they are asked for and cannot."
+    "Do the kernels take this step? Raise TypeError or ValueError where they are requested and cannot."
     check_choice("backend", backend, ("auto", "torch", "triton"))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if backend != "triton": return backend == "auto" and not learns and s.rank != "printed" and has_kernels(q)
@@ -265,8 +265,8 @@ class Partitioned(KeyScorer):
     def new_state(self):
         "`Partition`. ValueError for a file's partition where no layer is known, and for what the file lacks."
         if self.partition == "context":
-            asks = self.before_rope is not False and self.router != "moments"
-            return Partition(self.clusters, "spherical", ITERATIONS, 0, self.before_rope, asks=asks,
+            needs = self.before_rope is not False and self.router != "moments"
+            return Partition(self.clusters, "spherical", ITERATIONS, 0, self.before_rope, needs_queries=needs,
                              ends=(self.sinks, self.window))
         if self.layer is None:
             raise ValueError(f"layer must be one of those in the partition {self.partition!r}, "
@@ -275,8 +275,8 @@ class Partitioned(KeyScorer):
         about = source_parts(source._replace(layer=None), None)
         fit = source_parts(source, torch.device("cpu"))["centroids"]
         self.check_parts(about)
-        asks = about.before_rope and self.router != "moments"
-        return Partition(fit.shape[1], about.kmeans, 0, 0, about.before_rope, fit, asks, source,
+        needs = about.before_rope and self.router != "moments"
+        return Partition(fit.shape[1], about.kmeans, 0, 0, about.before_rope, fit, needs, source,
                          ends=(self.sinks, self.window))
 
     def at_layer(self, layer):
@@ -285,7 +285,7 @@ class Partitioned(KeyScorer):
         return replace(self, layer=layer) if self.partition != "context" and self.layer is None else self
 
     def check_parts(self, about):
-        "ValueError for a layer of the file `about` that lacks what router or tail ask for."
+        "ValueError for a layer of the file `about` that lacks what router or tail need."
         wants = ["centroids", *network_parts(self.router)]
         if self.tail == "fitted": wants.append("factor")
         for layer in about.parts if self.layer is None else [self.layer]:
@@ -328,10 +328,10 @@ class Partitioned(KeyScorer):
 
     def guesses(self, q, k, state, first, end, *, scale=None):
         "As `KeyScorer.guesses`: each query by the means of its own far keys."
-        found, asked = [], state.asked
+        found, asked = [], state.queries
         for j, x in enumerate(q.split(1, 2)):
             if not state.static: state.follow(k, None, *far_of(self, state, first, end, j))
-            if asked is not None: state.asked = asked[:, :, j:j + 1]
+            if asked is not None: state.queries = asked[:, :, j:j + 1]
             found.append(self.scores(x, state, scale=scale))
         return torch.cat(found, 2)
 
@@ -340,7 +340,7 @@ class Partitioned(KeyScorer):
         "Sinks, window and the far keys of the clusters that the router chooses, with weight 1. Raises as `decode`."
         masks = dict(causal=causal, kv_start=kv_start, kv_end=kv_end)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
-        check_asked(q_pre_rope, q)
+        check_pre_rope(q_pre_rope, q)
         state = indexed(self, q, k, None, state)
         return joined([x.selection for x in steps(self, q, k, None, state, masks, scale, q_pre_rope)])
 

@@ -21,7 +21,7 @@ from ...core.selection import HAS_TRITON, has_kernels, weighted_attention
 from ...core.streams import head_seeds, new_seed
 from .index import FINE, INDEXES, joined_rows
 from .lists import keys_of, list_sizes, query_blocks
-from .state import Asked, Blocks
+from .state import QueryBlocks, Blocks
 from .walk import check_step, next_step
 
 # %% ../../../nbs/library/methods_sketch_walk_call.ipynb #9cc1ee9b
@@ -47,7 +47,7 @@ def check_settings(s):
         raise ValueError(f"refine must be 1 with a walk or an oracle, got {s.refine}")
     if s.walk is None: return
     check_choice("walk", s.walk, WALKS)
-    if s.pool == "max": raise ValueError("pool must be 'mean' with a walk, whose rows are shares, got 'max'")
+    if s.pool == "max": raise ValueError("pool must be 'mean' with a walk, whose queries have shares, got 'max'")
     if s.index == "random": raise ValueError("walk must be None with an index that draws blocks, got " + repr(s.walk))
     if s.index == "oracle" and s.walk != "softmax":
         raise ValueError(f"walk must be 'softmax' or None with the true weights of an oracle, got {s.walk!r}")
@@ -63,8 +63,8 @@ class BlockLists(Method):
         return Exact() if layer < self.dense_layers else self
 
     def new_state(self):
-        "`Blocks`, or for a walk `Asked`."
-        if self.walk is not None: return Asked(self.block, self.summary, joined_rows)
+        "`Blocks`, or for a walk `QueryBlocks`."
+        if self.walk is not None: return QueryBlocks(self.block, self.summary, joined_rows)
         return Blocks(self.block, self.summary, joined_rows, self.unsupported_reason() is None)
 
     def new_step(self):
@@ -79,7 +79,7 @@ class BlockLists(Method):
         return sizes.get(self.index, 0) + asked
 
     def prompt_by_kernels(self, q, k, backend, start=None):
-        "Do kernels choose? Raise for a backend that there is not, or that cannot do what is asked."
+        "Do kernels choose? Raise for a backend that there is not, or that cannot do what is requested."
         check_choice("backend", backend, ("auto", "torch", "triton"))
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k))
         whole = start is None and q.shape[2] == k.shape[2] and not torch.compiler.is_compiling()
@@ -166,7 +166,7 @@ class BlockLists(Method):
         check_step(step)
         check_inputs(q, k, scale=scale, seed=seed, **masks)
         if self.walk is not None and self.index == "oracle":
-            raise ValueError("walk must be None for single queries of an oracle, which keeps no rows, got 'softmax'")
+            raise ValueError("walk must be None for single queries of an oracle, which keeps no queries, got 'softmax'")
         state = self.state_of(q, k, state, masks)
         if state.static and self.walk is None: state.catch_up(k, k.shape[2] if kv_end is None else kv_end)
         with torch.no_grad(): lists, place, first, end = self.query_lists(q, k, state, step, masks, scale, seed)
@@ -183,7 +183,7 @@ class BlockLists(Method):
                 return ValueError(f"{name} must be {wanted} for backend='triton', got {got!r}")
 
     def step_by_kernels(self, q, k, v, backend):
-        "Do the kernels take this step? Raise TypeError or ValueError where they are asked for and cannot."
+        "Do the kernels take this step? Raise TypeError or ValueError where they are requested and cannot."
         check_choice("backend", backend, ("auto", "torch", "triton"))
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         if backend == "torch" or backend == "auto" and (learns or not has_kernels(q)): return False

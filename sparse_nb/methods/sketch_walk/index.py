@@ -56,7 +56,7 @@ FINE = {"fine4": 4, "fine16": 16}  # keys of a sub-block
 
 @dataclass(frozen=True)
 class Summary:
-    "What an index keeps of a block: a row for each of its C sub-blocks."
+    "What an index keeps of a block: an entry for each of its C sub-blocks."
     index: str      # one of `INDEXES`; the oracle and the dice keep means, and use them nowhere
     block: int      # keys of a block
     sketch: int = 0 # numbers of a sketch, T

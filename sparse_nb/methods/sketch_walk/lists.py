@@ -21,13 +21,13 @@ from .index import FINE, block_scores
 
 # %% ../../../nbs/library/methods_sketch_walk_lists.ipynb #e34ffeb1
 def list_sizes(visible, forced, density, least=2, times=1):
-    "How many blocks the lists of rows hold [B, 1, R], of those that are visible [B, 1, R, M]: `times` what they read."
+    "How many blocks the lists hold [B, 1, R], of those that are visible [B, 1, R, M]: `times` what they read."
     there = visible.sum(-1)
     count = budget_counts(float(density), there, visible.shape[-1])[0]
     return (times * count.maximum((forced & visible).sum(-1)).maximum(there.clamp(max=least))).minimum(there)
 
 # %% ../../../nbs/library/methods_sketch_walk_lists.ipynb #2cbc401c
-AT_ONCE = 2**26  # scores of a prompt's rows that are held at once
+AT_ONCE = 2**26  # scores of a prompt's queries that are held at once
 
 class Prompt(NamedTuple):
     "Blocks of a prompt: query block i begins at the i-th query, key block j at key j times the block."
@@ -57,7 +57,7 @@ def row_means(
     s,               # a `SketchWalk`
     q: torch.Tensor, # queries [B, H, Q, D]
     prompt: Prompt,
-) -> tuple:          # means of the rows of a block [B, H, R, r, D], and whether a row has a query [B, 1, R, r, 1]
+) -> tuple:          # means of the queries of a block [B, H, R, r, D], and whether a place has a query [B, 1, R, r, 1]
     "The mean query of a block, or with `pool=\"max\"` those of its sub-blocks."
     fine = s.block if s.prompt_pool == "mean" else FINE.get(s.index, s.block)
     real = prompt.real.unflatten(3, (-1, fine))
@@ -73,7 +73,7 @@ def guessed_shares(
     prompt: Prompt,
     scale: float | None, # factor on the dot products; None is D ** -0.5
 ) -> tuple:              # [B, P, R, M], and the index [B, G, M, C, W + 2]
-    "The shares of a prompt's query blocks, guessed from the index; few rows at a time."
+    "The shares of a prompt's query blocks, guessed from the index; few queries at a time."
     index = s.averaged(s.summary(in_blocks(k, prompt.shown.shape[2], s.block), prompt.shown))
     means, there = row_means(s, q, prompt)
     means, found = s.averaged(means), []
@@ -88,7 +88,7 @@ def guessed_shares(
     return torch.cat(found, 2), index
 
 def true_shares(s, q, k, prompt, start, scale, near=None):
-    """The shares [B, P, R, M] that heads give to blocks, mean or maximum over rows; every score is computed.
+    """The shares [B, P, R, M] that heads give to blocks, mean or maximum over queries; every score is computed.
 
     With `near` [B, P, R, M] those among the blocks of each list that it holds, and -1 for others.
     """
@@ -108,7 +108,7 @@ def true_shares(s, q, k, prompt, start, scale, near=None):
     return a if near is None else a.masked_fill(~near, -1)
 
 def drawn_shares(s, q, groups, own, blocks, seed):
-    "A random number for each list, row and block, from the stream of its first head; `own` numbers the rows."
+    "A random number for each list, query and block, from the stream of its first head; `own` numbers the queries."
     lists = dict(group=groups, each=q.shape[1]).get(s.heads, 1)
     seeds = head_seeds(q, new_seed(seed))[:, ::q.shape[1] // lists]
     seeds = fold_in(seeds[..., None], own[:, None])
@@ -131,7 +131,7 @@ def query_blocks(s, begin, first, end, blocks):
     return Query(begin, own[:, 0], (j >= low[..., None]) & (j <= own[..., None]), forced)
 
 def own_rows(s, k, place, first, end):
-    "The row of each query's own block, of those of its keys that it sees [B, G, Q, C, W + 2]."
+    "The entry of each query's own block, of those of its keys that it sees [B, G, Q, C, W + 2]."
     key = (place.begin[:, None] + place.own * s.block)[..., None] + torch.arange(s.block, device=end.device)
     seen = (key >= first[:, 0, :, None]) & (key < end[:, 0, :, None])
     keys = take_rows(k, key.clamp(max=k.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1, -1))

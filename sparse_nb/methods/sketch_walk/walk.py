@@ -11,7 +11,7 @@ import math
 import torch
 
 from .index import block_scores
-from .state import Asked
+from .state import QueryBlocks
 
 # %% ../../../nbs/library/methods_sketch_walk_walk.ipynb #a7fcc0d9
 def check_step(step):
@@ -47,11 +47,12 @@ def shares_of_blocks(
     return s.over_heads(s.shares(z), groups, "mean")
 
 def earlier_shares(s, q, k, a, index, state, part, scale):
-    "The shares of all blocks of a prompt [B, P, M, M]: of its own rows `a`, or with earlier keys from the `state`."
+    "The shares of all blocks of a prompt [B, P, M, M]: of its own queries `a`, or with earlier keys from the `state`."
     if q.shape[2] == k.shape[2]: return a
     if s.index == "oracle":
-        raise ValueError(f"q must be a whole prompt for the walk of an oracle, got {q.shape[2]} of {k.shape[2]} rows")
-    if not isinstance(state, Asked) or len(state) < k.shape[2] or state.settings() != s.new_state().settings():
+        raise ValueError(f"q must be a whole prompt for the walk of an oracle, "
+                         f"got {q.shape[2]} of {k.shape[2]} queries")
+    if not isinstance(state, QueryBlocks) or len(state) < k.shape[2] or state.settings() != s.new_state().settings():
         raise ValueError("state must be the index of this walk, with the queries of all blocks, where a prompt comes "
                          f"in parts, got {type(state).__name__}: read it in one pass, or keep the cache in the session")
-    return shares_of_blocks(s, state.asked.rows[part, :, :index.shape[2], 0, :-2], index, k.shape[1], scale)
+    return shares_of_blocks(s, state.queries.rows[part, :, :index.shape[2], 0, :-2], index, k.shape[1], scale)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GUARANTEES', 'PLUGINS', 'BASE_LEAST', 'CLT_LEAST', 'PLUGIN_SHARE', 'Facts', 'residual_facts', 'chance_of_facts',
-           'delta_of_draws', 'printed_draws', 'Promise', 'promised']
+           'delta_of_draws', 'printed_draws', 'Guarantee', 'guarantee_of']
 
 # %% ../../../nbs/library/methods_vattention_facts.ipynb #ac986b52
 import math
@@ -89,8 +89,8 @@ def printed_draws(s, below, above, n_s):
 
 # %% ../../../nbs/library/methods_vattention_facts.ipynb #032a46ca
 @dataclass(frozen=True, eq=False)
-class Promise:
-    """What `vattention_decode` promised for each head and query, P(relative error > eps) <= delta, and on what grounds.
+class Guarantee:
+    """What `vattention_decode` guarantees for each head and query, P(relative error > eps) <= delta, and why.
 
     Tensors are [B, H, Q].
     """
@@ -102,8 +102,8 @@ class Promise:
     kept: torch.Tensor          # sinks, window and predicted keys
     base: torch.Tensor          # keys of the base sample
     rest: torch.Tensor          # keys that were left to draw from
-    asked: torch.Tensor         # draws that the head needs, up to `rest`
-    budget: torch.Tensor        # draws: more than asked where a group shares them
+    needed: torch.Tensor        # draws that the head needs, up to `rest`
+    budget: torch.Tensor        # draws: more than needed where a group shares them
     exact: torch.Tensor         # was every visible key read?
     shift: torch.Tensor         # `sigma`, `D` and `norm` are in units of e^shift
     sigma: torch.Tensor         # standard deviation of e^s over the rest: an upper bound, or the base sample's
@@ -113,6 +113,6 @@ class Promise:
     group_density: torch.Tensor # share that the heads of a group read, all together [B, G, Q]
 
 # %% ../../../nbs/library/methods_vattention_facts.ipynb #85d4855f
-def promised(s, *found):
-    "The `Promise` of the settings `s`, with its tensors."
-    return Promise(s.guarantee, s.eps, s.delta, s.bound, s.bound != "clt" and s.plugin == "upper", *found)
+def guarantee_of(s, *found):
+    "The `Guarantee` of the settings `s`, with its tensors."
+    return Guarantee(s.guarantee, s.eps, s.delta, s.bound, s.bound != "clt" and s.plugin == "upper", *found)

@@ -87,7 +87,7 @@ def reading_order(q, k, s, state, first, end, seeds, scale):
 
 # %% ../../../nbs/library/methods_vattention_order.ipynb #551debfd
 def _lengths(x, q):
-    "Lengths [B, G, N] of the rows of `x`, float32 or float64, on the device of q."
+    "Lengths [B, G, N] of the vectors of `x`, float32 or float64, on the device of q."
     return promote(to_device_of(x, q)).norm(dim=-1)
 
 def value_lengths(v, q, state):
@@ -121,7 +121,7 @@ def index_of(s, q, k, state, kv_start, kv_end, causal=False):
 def inspect_base_sample(q, k, v, s, state, index, kept, base, n_s, largest, first, end, scale):
     """`Facts` about the denominator and (or None) the numerator, and the unit.
 
-    From the rows `index` [B, H, Q, S]: kept keys, then the base sample.
+    From the keys `index` [B, H, Q, S]: kept keys, then the base sample.
     """
     parts = _split_places(torch.arange(index.shape[-1], device=q.device), kept, base)
     used = parts[0] | parts[1] | parts[2]

@@ -15,10 +15,10 @@ from ...core.exact import visible_range
 from ...core.method import Stats
 from ...core.selection import Selection
 from ...core.streams import new_seed
-from .facts import BASE_LEAST, CLT_LEAST, chance_of_facts, delta_of_draws, promised
+from .facts import BASE_LEAST, CLT_LEAST, chance_of_facts, delta_of_draws, guarantee_of
 from .order import (
     cauchy_schwarz, index_of, kept_mask, most_kept, value_lengths)
-from ...metrics import rows_read
+from ...metrics import distinct_keys
 
 # %% ../../../nbs/library/methods_vattention_step.ipynb #7d3e51b9
 def check_kernels(s, q, learns):
@@ -33,7 +33,7 @@ def read_rows(
     kept: torch.Tensor, # kept keys of each list [B, L]
     heads: int,         # query heads H
 ) -> Selection:         # [B, H, 1, slots + N]
-    "The rows that were read, with their weights; weight 0 in the other slots."
+    "The keys that were read, with their weights; weight 0 in the other slots."
     at = torch.arange(found.rows.shape[2], device=found.rows.device)
     order, extra = at - found.slots, found.extra.sum(-1, keepdim=True)
     used = torch.where(order < 0, at < kept[..., None], (order < found.places[..., None]) & (found.rows >= 0))
@@ -46,7 +46,7 @@ def read_rows(
 def kernel_settings(
     s, # the settings, a `VAttention`
 ):     # `sparse_nb.kernels.vattention.Settings`
-    "What the kernels are told of the settings."
+    "What the kernels are given about the settings."
     from sparse_nb.kernels.vattention import Settings
     log, square = tail_levels(delta_of_draws(s), s.guarantee != "denominator")
     chance = chance_of_facts(s)
@@ -65,7 +65,7 @@ def _packed(kept, first, most):
     return rows[..., :most], words
 
 def index_bytes(s, q, n):
-    "Of an index of n keys, and of the lengths of the values where they are asked for."
+    "Of an index of n keys, and of the lengths of the values where they are requested."
     of_values = 0 if s.guarantee == "denominator" else 4 * n
     return of_values + (0 if s.scores_all else int(s.predictor.index_bytes(q.shape[-1]) * n))
 
@@ -98,11 +98,11 @@ def _stats_of_kernels(found, q, k, s, lists, visible):
     spread, size, asked, shift = found.facts[:, :, None].double().unbind(-1)
     density, first_heads = read / visible, slice(None, None, q.shape[1] // groups)
     if s.share: group = density[:, first_heads]
-    else: group = rows_read(read_rows(found, kept[..., 0], q.shape[1]), n, groups=groups) / visible[:, first_heads]
+    else: group = distinct_keys(read_rows(found, kept[..., 0], q.shape[1]), n, groups=groups) / visible[:, first_heads]
     norm = None if found.norm is None else found.norm[..., None].double()
-    promise = promised(s, kept, base, rest, asked.long(), extra, extra == rest, shift * math.log(2), spread, size,
-                        norm, density, group)
-    return Stats(visible if s.scores_all else read, read, index_bytes(s, q, n), density, read, promise)
+    certificate = guarantee_of(s, kept, base, rest, asked.long(), extra, extra == rest, shift * math.log(2),
+                               spread, size, norm, density, group)
+    return Stats(visible if s.scores_all else read, read, index_bytes(s, q, n), density, read, certificate)
 
 def decode_by_kernels(q, k, v, s, state, seed, scale, kv_start, kv_end, stats):
     """Output of the kernels, and on request `Stats`.
