@@ -1,5 +1,5 @@
-"""README's tables, figure and shown output, made from benchmarks/results/table.json, the ledger and its own snippets:
-`make readme`.
+"""README's tables, figure and shown output, made from benchmarks/results (table.json, and the record inside vLLM), the
+ledger and its own snippets: `make readme`.
 
 A part of README between `<!-- name -->` and `<!-- /name -->` is what `PARTS[name]` returns. Only numbers are made here:
 the sentences around them are written by hand. What a number is and which record it comes from: benchmarks/table.py."""
@@ -19,6 +19,7 @@ README, FIGURE = ROOT / "README.md", ROOT / "nbs" / "images" / "front.png"
 MISSING = "–"
 FOUND = json.loads((ROOT / "benchmarks" / "results" / "table.json").read_text(encoding="utf-8"))
 TABLE, MODELS = {row["name"]: row for row in FOUND["rows"]}, FOUND["meta"]["models"]
+VLLM = ROOT / "benchmarks" / "results" / "nvidia_h200_vllm.json"
 LENGTHS = {"32k": 32768, "131k": 131072, "524k": 524288}
 DRAWN = "santa", "vattention", "saap", "sketch_walk"  # one configuration of each of the papers' decoding methods
 OURS = [name for name, row in TABLE.items() if row["group"] == "papers" and row["model_131k"]]
@@ -51,11 +52,22 @@ def of(name, column, what="value", form=str):
 def ms(x): return f"{x:.1f} ms"
 
 
+def served():
+    "Lines of table A inside vLLM: its own attention, and SAAP over it in the same run."
+    rows = json.loads(VLLM.read_text(encoding="utf-8"))["rows"]
+    at = {(row["method"], row["case"]): row["ms_a_step"] for row in rows if (row["what"], row["run"]) == ("speed", 3)}
+    cases, own, saap = ("131072 x 1", "32768 x 8"), "vLLM's own", "Saap(budget=0.1)"
+    return [[label, MISSING, long, MISSING, eight] for label, (long, eight) in (
+        ("exact attention, vLLM's", [ms(at[own, case]) for case in cases]),
+        (f"{TABLE['saap_10']['label']}, in vLLM", [times(at[own, case] / at[saap, case]) for case in cases]))]
+
+
 def speed():
     "Table A: the speedup of a token."
     lines = [[label, *(of(name, f"model_{x}", "ms", ms) for x in PLACES)] for name, label in (
         ("stock", TABLE["stock"]["label"]), ("exact", "exact attention, ours"))]
     lines += [[TABLE[name]["label"], *(of(name, f"model_{x}", form=times) for x in PLACES)] for name in OURS]
+    lines += served()
     return table(["8B-shaped model", *PLACES.values()], *lines)
 
 

@@ -69,6 +69,15 @@ def test_speed_is_what_the_record_of_whole_models_says():
     assert "eps {}, {} and {} at the three lengths".format(*eps) in TEXT
 
 
+def test_speed_inside_vllm_is_of_one_run():
+    at = {(row["method"], row["case"]): row["ms_a_step"] for row in record("vllm")
+          if (row["part"], row["what"], row["run"]) == ("speed", "speed", 3)}
+    for column, case in ((1, "131072 x 1"), (3, "32768 x 8")):
+        own, saap = at["vLLM's own", case], at["Saap(budget=0.1)", case]
+        assert cells("speed")["exact attention, vLLM's"][column] == f"{own:.1f} ms"
+        assert cells("speed")["SAAP, 10 % of keys, in vLLM"][column] == f"{own / saap:.2f}×"
+
+
 def test_kernels_are_what_their_records_say():
     shown = cells("kernels")
     decode = {row["n"]: row["ratio_to_fastest_dense"] for row in record("decode") if (
