@@ -114,7 +114,7 @@ class Requests:
         if layer == 0 or method is None or place < self.prompts[i]: return attention(q, k, v)[0, :, 0]
         given, prompt = {}, self.prompts[i]
         if method.random: given["seed"] = streams_at(5, layer, torch.arange(H), place)
-        if type(method).__name__ == "VAttention": given["backend"] = "triton"  # with its order and its larger base sample
+        if type(method).__name__ == "VAttention": given["backend"] = "triton"  # its order, and a larger base sample
         if isinstance(method, Saap):  # clusters of the prompt, and lists that were made some tokens ago
             given["state"] = state = method.new_state()
             state.append(k[:, :, :prompt + 1], v[:, :, :prompt + 1], k_pre_rope=None, shown=None)
