@@ -246,7 +246,7 @@ def test_a_left_padded_prefill_equals_single_ones_and_odd_caches_are_refused(tin
             torch.testing.assert_close(a.keys[[row], :, first:], b.keys, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(a.values[[row], :, first:], b.values, rtol=1e-4, atol=1e-5)
     for bad in ([0, 0], [0, 0, -1], [0, 0, 120]):
-        with pytest.raises(ValueError, match="start must hold a number from 0 to 119 for each of 3 rows, got"):
+        with pytest.raises(ValueError, match="start must hold a number from 0 to 119 for each of 3 sequences, got"):
             prefill_rows(model, ids, torch.tensor(bad))
     windowed = transformers.MistralForCausalLM(
         transformers.MistralConfig(

@@ -63,7 +63,7 @@ def test_the_table_is_what_the_records_say(own):
 
 
 @pytest.mark.parametrize("method, lengths, keys", [
-    ("Quest", {32768, 131072}, 524288), ("HashAttention", {131072}, 524288), ("Adamas", {32768, 131072}, 524288),
+    ("Quest", {32768, 131072}, 524288), ("HashAttention", {32768, 131072}, 524288), ("Adamas", {32768, 131072}, 524288),
     ("SketchWalk", {32768}, 131072)])
 def test_where_a_model_won_nothing_its_kernels_have_not_won(method, lengths, keys):
     own = next(x for x in CROSSOVERS if x.method == method)
