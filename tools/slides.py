@@ -28,7 +28,8 @@ def module(path):
     return loaded
 
 
-shown_output = module(ROOT / "tools" / "site" / "notebook.py").shown_output  # as on the site: dashes for what is empty
+# as on the site: dashes for what is empty
+shown_output = module(ROOT / "tools" / "site" / "shown_cells.py").shown_output
 
 
 def sessions(root=ROOT):

@@ -20,7 +20,7 @@ from browser import CHROMIUM, Browser
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "site")]
 from tools import book, contents  # noqa: E402
-import notebook  # noqa: E402
+import shown_cells  # noqa: E402
 
 PAGES = contents.pages()
 NOTEBOOKS = [page for page in PAGES if page.endswith(".ipynb")]
@@ -191,10 +191,10 @@ def test_code_is_on_the_page_and_folded_by_rule(site, page):
     shown = {code.strip(): folded for code, folded in parsed(site / place(page)).code}
     for cell in read_nb(ROOT / page).cells:
         if cell.cell_type != "code": continue
-        options, source = notebook.options_of(cell.source)
+        options, source = shown_cells.options_of(cell.source)
         if not source or options.get("echo") is False: continue
         assert source in shown, source[:200]
-        assert shown[source] == bool(notebook.fold_of(options, source, cell.outputs)), source[:200]
+        assert shown[source] == bool(shown_cells.fold_of(options, source, cell.outputs)), source[:200]
 
 
 def test_empty_cells_are_dashes(site):
@@ -212,7 +212,7 @@ def test_nothing_but_what_is_read_is_copied(site):
 # The rules for a cell.
 
 def fold(source, outputs=()):
-    return notebook.fold_of(*notebook.options_of(source), outputs)
+    return shown_cells.fold_of(*shown_cells.options_of(source), outputs)
 
 
 def test_the_algorithm_is_open():
@@ -239,7 +239,7 @@ def test_a_cell_becomes_what_myst_reads():
         dict(output_type="display_data", data={"text/html": "<style scoped>x</style>\n<td>NaN</td><td>3</td>"})])
     text = dict(cell_type="markdown", metadata={}, source="::: {.callout-tip}\n## You can\n\n- x\n:::\n\n## Next")
     empty = dict(cell_type="code", metadata={}, source="#| default_exp toy", outputs=[])
-    one, two = json.loads(notebook.shown(json.dumps({"cells": [empty, code, text], "metadata": {}})))["cells"]
+    one, two = json.loads(shown_cells.shown(json.dumps({"cells": [empty, code, text], "metadata": {}})))["cells"]
     assert one["metadata"] == {"tags": ["remove-input"], "mystnb": {"image": {"alt": "a: b"}}}
     assert one["source"] == "f()" and one["outputs"][0]["data"]["text/html"] == "<td>–</td><td>3</td>"
     assert two["source"] == "::::{admonition} You can\n:class: tip\n\n- x\n::::\n\n## Next"

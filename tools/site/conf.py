@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "site")]
 
 import contents  # noqa: E402
-import notebook  # noqa: E402
+import shown_cells  # noqa: E402
 from sphinx.util.fileutil import copy_asset  # noqa: E402
 
 project, html_title, root_doc = "sparse_nb", "sparse_nb", "index"
@@ -40,7 +40,7 @@ mathjax_path = "mathjax/tex-chtml.js"
 def read_source(app, docname, source):
     "Notebooks are prepared, the front page gets the list of pages, and {{< include >}}, which is Quarto's, is done."
     path = Path(app.env.doc2path(docname))
-    if path.suffix == ".ipynb": source[0] = notebook.shown(source[0])
+    if path.suffix == ".ipynb": source[0] = shown_cells.shown(source[0])
     source[0] = re.sub(r"\{\{< include (\S+) >\}\}",
                        lambda name: (path.parent / name[1]).read_text(encoding="utf-8"), source[0])
     source[0] = re.sub(r"README\.md(?=[)#])", "index.qmd", source[0])  # these pages are README, where they lie
