@@ -402,6 +402,24 @@ def test_every_result_belongs_to_a_record():
     assert len({*names}) == len(REGISTRY)
 
 
+def test_a_day_inside_vllm_is_joined_to_its_record(tmp_path):
+    day = ROOT / "tests" / "gpu" / "vllm_day.py"
+    def joined(*parts):
+        for part, date, ms in parts:
+            facts = [dict(what="start", machine=dict(gpu="a GPU", date=date)), dict(what="speed", method="own", ms=ms),
+                     dict(what="late", skipped="3 s left"), dict(what="end")]
+            lines = [json.dumps(dict(part=part, **x, at_s=1.0)) for x in facts]
+            (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
+        files = [tmp_path / f"{part}.jsonl" for part, *_ in parts]
+        subprocess.run([sys.executable, day, "record", tmp_path / "found.json", *files], check=True)
+        return read_record(tmp_path / "found.json")
+    row = lambda part, ms: dict(part=part, what="speed", method="own", ms=ms)
+    assert joined(("speed", "Monday", 1), ("two", "Monday", 2))["rows"] == [row("speed", 1), row("two", 2)]
+    again = joined(("speed", "Tuesday", 3))  # the other part keeps its rows
+    assert again["rows"] == [row("two", 2), row("speed", 3)]
+    assert again["meta"]["dates"] == dict(speed="Tuesday", two="Monday")
+
+
 def test_records_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="name must be one of decode, .*, got 'speed'"): run_record("speed")

@@ -5,6 +5,9 @@
     python tests/gpu/vllm_day.py speed FILE [--budget 215]    ms per token of an 8B shape, dummy weights, beside vLLM's
     python tests/gpu/vllm_day.py whole FILE [--budget 110]    the first part with prompts that a method reads whole
     python tests/gpu/vllm_day.py prompt FILE [--budget 170]   seconds to the first token of such, beside vLLM's
+    python tests/gpu/vllm_day.py two FILE [--budget 150]      the first part on two GPUs that share the heads
+    python tests/gpu/vllm_day.py two_speed FILE [--budget 200]  the third part on two such GPUs
+    python tests/gpu/vllm_day.py record FILE PART.jsonl...    what these parts have found, as a record of the book
 
 It needs vLLM 0.26.0 (`sparse_nb.vllm.serving.RELEASES`) and VLLM_ENABLE_V1_MULTIPROCESSING=0,
 VLLM_ALLOW_INSECURE_SERIALIZATION=1, without FlashInfer also VLLM_USE_FLASHINFER_SAMPLER=0. One engine serves all
@@ -19,14 +22,15 @@ import sys
 import tempfile
 import time
 import traceback
+from importlib import metadata
 from pathlib import Path
 
 START = time.time()
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the clone, for `benchmarks`
 
 
 def say(**fact):
-    fact["at_s"] = round(time.time() - START, 1)
-    line = json.dumps(fact)
+    line = json.dumps(dict(part=ARGS.part, **fact, at_s=round(time.time() - START, 1)))
     print(line, flush=True)
     with open(ARGS.file, "a") as f: f.write(line + "\n")
 
@@ -82,6 +86,11 @@ def generate(llm, prompts, new):
     return [list(x.outputs[0].token_ids) for x in said], [x.num_cached_tokens for x in said]
 
 
+def two_gpus():
+    "How an engine shares the heads between GPUs: by NCCL alone."
+    return dict(tensor_parallel_size=ARGS.gpus, disable_custom_all_reduce=ARGS.gpus > 1)
+
+
 def equal(a, b):
     "How many answers are equal, and where the first differs."
     first = [next((i for i, (x, y) in enumerate(zip(p, q)) if x != y), None) for p, q in zip(a, b)]
@@ -95,8 +104,8 @@ REAL = ("ruler_niah_single_2", 4096), ("ruler_niah_multikey_1", 8192), ("ruler_v
     ("kv", 4096)
 NEW = 16
 LINES = "Saap(budget=0.1, clusters=32, window=64)", "Quest(budget=0.1)", "TopK(budget=0.1)", "Santa(samples=32)", \
-    "Streaming(sinks=4, window=64)", "OneList(guess=Quest(budget=0.1))", "HashAttention(budget=0.1)", \
-    "VAttention(sinks=16, window=32, predictor=HashAttention())"
+    "Streaming(sinks=4, window=64)", "OneList(guess=Quest(budget=0.1))", "SketchWalk(density=0.1)", \
+    "HashAttention(budget=0.1)", "VAttention(sinks=16, window=32, predictor=HashAttention())"
 WHOLE = "Exact", "Saap(budget=1.0)", "Quest(budget=1.0)", "TopK(budget=1.0)", "Santa(samples=8192)"
 
 
@@ -118,7 +127,7 @@ def pocket_part():
     prompts = [tasks.prompt_tokens(tasks.make(task, n, seed=i))[1] for i, (task, n) in enumerate(LENGTHS)]
     prompts += [prompts[1][:385], prompts[3][:193]]  # the last step of these reads one token of the prompt
     tokens_part(pocket.path(), lambda: pocket.load("cuda", torch.bfloat16)[0], prompts, LINES, 1536, 192)
-    attempt("refusals", refused)
+    if ARGS.gpus == 1: attempt("refusals", refused)
 
 
 def qwen_part():
@@ -140,7 +149,7 @@ def tokens_part(path, load, prompts, lines, length, chunk):
     mixed = {str(i): LINES[1] for i in range(1, layers - 2)}
     mixed |= {str(layers - 2): LINES[0], str(layers - 1): LINES[3]}  # boxes, lists, draws
     began = time.time()
-    llm = LLM(model=str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length, seed=0,
+    llm = LLM(model=str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length, seed=0, **two_gpus(),
               max_num_batched_tokens=chunk, max_num_seqs=3, block_size=ARGS.block, disable_log_stats=False,
               gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=True,
               compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
@@ -231,7 +240,7 @@ def speed_part():
     (folder / "config.json").write_text(json.dumps(dict(SHAPE, num_hidden_layers=ARGS.layers)))
     mixed = {str(i): "Quest(budget=0.1)" for i in range(1, ARGS.layers)} | {"0": "Santa"}
     began = time.time()
-    llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
+    llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, **two_gpus(),
               max_model_len=KEYS + 256, max_num_batched_tokens=16384, max_num_seqs=8, block_size=ARGS.block,
               gpu_memory_utilization=0.85, enable_prefix_caching=True,
               compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8]),
@@ -265,8 +274,9 @@ def speed_part():
         say(what="speed", method=name, case="131072 x 1", **ms(long), **made)
         if ARGS.batch: say(what="speed", method=name, case="32768 x 8", **ms(small))
     if ARGS.batch: attempt("prompts of 32,768", first, small, "32768 x 8")
-    for line in (None, "Saap(budget=0.1)", "Saap(budget=0.05)", "Exact", "OneList(guess=Quest(budget=0.1))",
-                 "Santa(samples=128)", "Streaming(sinks=4, window=0.1)", "Quest(budget=0.1)", "TopK(budget=0.1)"):
+    for line in (None, "Saap(budget=0.1)", "SketchWalk(density=0.1)", "Saap(budget=0.05)", "Exact",
+                 "Santa(samples=128)", "Streaming(sinks=4, window=0.1)", "OneList(guess=Quest(budget=0.1))",
+                 "Quest(budget=0.1)", "TopK(budget=0.1)"):
         attempt(line, one, line)
     say(what="memory", peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1),
         reserved_gb=round(torch.cuda.memory_reserved() / 1e9, 1))
@@ -304,9 +314,9 @@ def prompt_part():
         llm.collective_rpc(switch, args=(None, [], 0, ARGS.layers, line))
         chunked(llm, tokens)
         generate(llm, [ids[SMALL]], 1)  # compiles
-        for n, runs in ((SMALL, 2), (KEYS, 1)):
+        for n in (SMALL, KEYS):
             took = []
-            for _ in range(runs):
+            for _ in range(2):
                 began = time.time()
                 generate(llm, [ids[n]], 1)
                 took.append(round(time.time() - began, 3))
@@ -318,18 +328,43 @@ def prompt_part():
     attempt("first token, chunks of 8192", first, None, 8192)
 
 
-PARTS = dict(pocket=pocket_part, qwen=qwen_part, speed=speed_part, whole=whole_part, prompt=prompt_part)
+# the record
+
+def join(out, files):
+    "Write what parts have found as a record; a part that is not among them keeps the rows that the record has."
+    from benchmarks.recorder import read_record, write_record
+    facts = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
+    parts = {x["part"]: x["machine"] for x in facts if x["what"] == "start"}
+    old = read_record(out) if out.exists() else dict(meta={}, rows=[])
+    rows = [x for x in old["rows"] if x["part"] not in parts]
+    rows += [x for x in facts if x["what"] not in ("start", "end") and "skipped" not in x]
+    dates = old["meta"].get("dates", {}) | {part: x["date"] for part, x in parts.items()}
+    meta = parts[facts[-1]["part"]] | dict(dates=dates, command="python tests/gpu/vllm_day.py PART FILE")
+    write_record(out, meta, [{name: x for name, x in row.items() if name not in ("at_s", "tail")} for row in rows])
+
+
+def began():
+    "Which machine, and which vLLM, a part runs on."
+    from benchmarks.machine import machine
+    say(what="start", block=ARGS.block, machine=machine() | dict(vllm=metadata.version("vllm")))
+
+
+PARTS = dict(pocket=pocket_part, qwen=qwen_part, speed=speed_part, whole=whole_part, prompt=prompt_part,
+             two=pocket_part, two_speed=speed_part)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=[*PARTS])
-    parser.add_argument("file")
+    parser.add_argument("part", choices=[*PARTS, "record"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--budget", type=float, default=200)
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--batch", type=int, default=1)
     ARGS = parser.parse_args()
-    say(what="start", part=ARGS.part, block=ARGS.block)
+    if ARGS.part == "record": sys.exit(join(ARGS.file, ARGS.files))
+    ARGS.gpus = 2 if ARGS.part.startswith("two") else 1
+    attempt("start", began)
     attempt(ARGS.part, PARTS[ARGS.part])
     say(what="end")
     sys.stdout.flush()
