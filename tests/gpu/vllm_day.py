@@ -231,6 +231,7 @@ SHAPE = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size
              max_position_embeddings=262144, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act="silu", bos_token_id=0,
              eos_token_id=1, tie_word_embeddings=False, dtype="bfloat16", torch_dtype="bfloat16")
 KEYS, SMALL = 131072, 32768
+CASES = {1: {KEYS: (1,), SMALL: (8,)}, 2: {KEYS: (1,), SMALL: (8, 32)}}  # by GPUs: keys -> sequences
 
 
 def speed_part():
@@ -239,17 +240,19 @@ def speed_part():
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(dict(SHAPE, num_hidden_layers=ARGS.layers)))
     mixed = {str(i): "Quest(budget=0.1)" for i in range(1, ARGS.layers)} | {"0": "Santa"}
+    most = max(CASES[ARGS.gpus][SMALL])
     began = time.time()
     llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, **two_gpus(),
-              max_model_len=KEYS + 256, max_num_batched_tokens=16384, max_num_seqs=8, block_size=ARGS.block,
+              max_model_len=KEYS + 256, max_num_batched_tokens=16384, max_num_seqs=most, block_size=ARGS.block,
               gpu_memory_utilization=0.85, enable_prefix_caching=True,
-              compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8]),
+              compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 32][:4 + (most > 8)]),
               additional_config=dict(sparse_nb=dict(decode=mixed)))
     say(what="engine", model="8B", seconds=round(time.time() - began, 1), gpu=torch.cuda.get_device_name(),
         **llm.collective_rpc(layout)[0])
     generator = torch.Generator().manual_seed(0)
     ids = lambda n: torch.randint(10, 128000, (n,), generator=generator).tolist()
-    long, small = [ids(KEYS)], [ids(SMALL) for _ in range(8)]
+    cases = {f"{n} x {size}": prompts[:size] for n, sizes in CASES[ARGS.gpus].items()
+             for prompts in [[ids(n) for _ in range(max(sizes))]] for size in sizes}
     def ms(prompts, new=96, timed=64):
         "Of the last steps, in which all decode: median and mean (lists of SAAP are made anew in some of them)."
         from vllm import SamplingParams
@@ -267,17 +270,15 @@ def speed_part():
         began = time.time()
         generate(llm, prompts, 1)
         say(what="prompt", case=name, seconds=round(time.time() - began, 2))
-    attempt("prompt of 131,072", first, long, "131072 x 1")
+    for name, prompts in cases.items(): attempt(f"prompts, {name}", first, prompts, name)
     def one(line):
-        made = llm.collective_rpc(switch, args=(line, [0], 16, ARGS.layers))[0]
-        name = line or "vLLM's own"
-        say(what="speed", method=name, case="131072 x 1", **ms(long), **made)
-        if ARGS.batch: say(what="speed", method=name, case="32768 x 8", **ms(small))
-    if ARGS.batch: attempt("prompts of 32,768", first, small, "32768 x 8")
+        made, name = llm.collective_rpc(switch, args=(line, [0], 16, ARGS.layers))[0], line or "vLLM's own"
+        for case, prompts in cases.items(): say(what="speed", method=name, case=case, **ms(prompts), **made)
     for line in (None, "Saap(budget=0.1)", "SketchWalk(density=0.1)", "Saap(budget=0.05)", "Exact",
                  "Santa(samples=128)", "Streaming(sinks=4, window=0.1)", "OneList(guess=Quest(budget=0.1))",
                  "Quest(budget=0.1)", "TopK(budget=0.1)"):
         attempt(line, one, line)
+    if ARGS.gpus > 1: return  # workers have memory of their own
     say(what="memory", peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1),
         reserved_gb=round(torch.cuda.memory_reserved() / 1e9, 1))
 
@@ -360,7 +361,6 @@ if __name__ == "__main__":
     parser.add_argument("--budget", type=float, default=200)
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=1)
     ARGS = parser.parse_args()
     if ARGS.part == "record": sys.exit(join(ARGS.file, ARGS.files))
     ARGS.gpus = 2 if ARGS.part.startswith("two") else 1
