@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the clone, for `benchmarks
 
 
 def say(**fact):
-    line = json.dumps(dict(part=ARGS.part, **fact, at_s=round(time.time() - START, 1)))
+    line = json.dumps(dict(part=ARGS.part, **ARGS.pages, **fact, at_s=round(time.time() - START, 1)))
     print(line, flush=True)
     with open(ARGS.file, "a") as f: f.write(line + "\n")
 
@@ -77,6 +77,14 @@ def layout(worker):
     layer = next(iter(layers.values()))
     return dict(shape=list(layer.kv_cache.shape), strides=list(layer.kv_cache.stride()), impl=type(layer.impl).__name__,
                 worker=type(worker).__name__, runner=type(worker.model_runner).__module__)
+
+
+def started(llm, model, began):
+    "Say how the engine has come up; from here on each fact says how its pages lie."
+    import torch
+    found = llm.collective_rpc(layout)[0]
+    ARGS.pages = dict(block=ARGS.block, layout="HND" if found["strides"][1] > found["strides"][2] else "NHD")
+    say(what="engine", model=model, seconds=round(time.time() - began, 1), gpu=torch.cuda.get_device_name(), **found)
 
 
 def generate(llm, prompts, new):
@@ -154,7 +162,7 @@ def tokens_part(path, load, prompts, lines, length, chunk):
               gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=True,
               compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
               additional_config=dict(sparse_nb=dict(decode=mixed)))
-    say(what="engine", model=Path(path).name, seconds=round(time.time() - began, 1), **llm.collective_rpc(layout)[0])
+    started(llm, Path(path).name, began)
     model = load()
     def one(line, want):
         made = llm.collective_rpc(switch, args=(line, [0], 16, layers))[0]
@@ -211,7 +219,7 @@ def whole_part():
               gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=False,
               compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
               additional_config=dict(sparse_nb=dict(decode=QUEST, prefill=READERS[0])))
-    say(what="engine", model="pocket", seconds=round(time.time() - began, 1), **llm.collective_rpc(layout)[0])
+    started(llm, "pocket", began)
     model = pocket.load("cuda", torch.bfloat16)[0]
     dense = expected(model, None, prompts)
     def one(line, prefill):
@@ -247,8 +255,7 @@ def speed_part():
               gpu_memory_utilization=0.85, enable_prefix_caching=True,
               compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 32][:4 + (most > 8)]),
               additional_config=dict(sparse_nb=dict(decode=mixed)))
-    say(what="engine", model="8B", seconds=round(time.time() - began, 1), gpu=torch.cuda.get_device_name(),
-        **llm.collective_rpc(layout)[0])
+    started(llm, "8B", began)
     generator = torch.Generator().manual_seed(0)
     ids = lambda n: torch.randint(10, 128000, (n,), generator=generator).tolist()
     cases = {f"{n} x {size}": prompts[:size] for n, sizes in CASES[ARGS.gpus].items()
@@ -307,8 +314,7 @@ def prompt_part():
               block_size=ARGS.block, gpu_memory_utilization=0.85, enable_prefix_caching=False,
               compilation_config=dict(cudagraph_capture_sizes=[1, 2]),
               additional_config=dict(sparse_nb=dict(prefill="Delta")))
-    say(what="engine", model="8B", seconds=round(time.time() - began, 1), gpu=torch.cuda.get_device_name(),
-        reserved_gb=round(torch.cuda.memory_reserved() / 1e9, 1), **llm.collective_rpc(layout)[0])
+    started(llm, "8B", began)
     generator = torch.Generator().manual_seed(0)
     ids = {n: torch.randint(10, 128000, (n,), generator=generator).tolist() for n in (SMALL, KEYS)}
     def first(line, tokens=None):
@@ -347,7 +353,7 @@ def join(out, files):
 def began():
     "Which machine, and which vLLM, a part runs on."
     from benchmarks.machine import machine
-    say(what="start", block=ARGS.block, machine=machine() | dict(vllm=metadata.version("vllm")))
+    say(what="start", machine=machine() | dict(vllm=metadata.version("vllm")))
 
 
 PARTS = dict(pocket=pocket_part, qwen=qwen_part, speed=speed_part, whole=whole_part, prompt=prompt_part,
@@ -363,7 +369,7 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=32)
     ARGS = parser.parse_args()
     if ARGS.part == "record": sys.exit(join(ARGS.file, ARGS.files))
-    ARGS.gpus = 2 if ARGS.part.startswith("two") else 1
+    ARGS.gpus, ARGS.pages = 2 if ARGS.part.startswith("two") else 1, {}
     attempt("start", began)
     attempt(ARGS.part, PARTS[ARGS.part])
     say(what="end")
