@@ -69,14 +69,16 @@ def _prompts(came):
 
 def _decoded(came):
     if not came: return ""
-    visible = sum(x["visible_keys"] for x in came.values())
-    share = lambda name: sum(x.get(name, math.nan) for x in came.values()) / visible
+    tokens, visible = max(x["decoded_tokens"] for x in came.values()), sum(x["visible_keys"] for x in came.values())
+    known = {what: name for what, name in dict(keys="keys_read", values="values_read").items()
+             if all(name in x for x in came.values())}
+    if not known: return f"{tokens} decoded tokens, of which the workers cannot know what they read"
+    shares = [f"{sum(x[name] for x in came.values()) / visible:.1%} of the {what}" for what, name in known.items()]
+    said = f"{tokens} decoded tokens, read {' and '.join(shares)} they see"
+    if "keys" not in known: return said
     of_layer = {layer: x["keys_read"] / x["visible_keys"] for layer, x in came.items()}
     least, most = min(of_layer, key=of_layer.get), max(of_layer, key=of_layer.get)
-    tokens = max(x["decoded_tokens"] for x in came.values())
-    return (f"{tokens} decoded tokens, read {share('keys_read'):.1%} of the keys and "
-            f"{share('values_read'):.1%} of the values they see; keys by layer: {of_layer[least]:.1%} (layer {least}) "
-            f"to {of_layer[most]:.1%} (layer {most})")
+    return f"{said}; keys by layer: {of_layer[least]:.1%} (layer {least}) to {of_layer[most]:.1%} (layer {most})"
 
 # %% ../../nbs/library/vllm_metrics.ipynb #c81cd1ff
 _meters = functools.cache(Meter)

@@ -413,7 +413,11 @@ def test_counters_grow_by_what_came():
     assert counted(registry, "a") == [8, 1600, 160, 80]
     meter.add(rows(2, 10., [1]))  # a worker that was started anew
     assert counted(registry, "a") == [10, 2000, 200, 100]
-    assert "nan% of the values" in Meter("c", registry).add([x | dict(values_read=float("nan")) for x in rows(1, 10.)])
+    unknown = dict(values_read=float("nan"))  # as SANTA's on a GPU, and what vAttention reads there
+    assert "of the keys they see; keys by layer" in Meter("c", registry).add([x | unknown for x in rows(1, 10.)])
+    unknown["keys_scored"] = float("nan")
+    said = Meter("d", registry).add([x | unknown for x in rows(1, 10.)])
+    assert said.endswith("of which the workers cannot know what they read") and "nan" not in said
     assert counted(registry, "c") == [1, 200, 20, None]
     Meter("b", registry).add(rows(1, 20.))
     assert counted(registry, "b") == [1, 200, 40, 20] and counted(registry, "a")[0] == 10
