@@ -238,8 +238,46 @@ SHAPE = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size
              num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256,
              max_position_embeddings=262144, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act="silu", bos_token_id=0,
              eos_token_id=1, tie_word_embeddings=False, dtype="bfloat16", torch_dtype="bfloat16")
-KEYS, SMALL = 131072, 32768
-CASES = {1: {KEYS: (1,), SMALL: (8,)}, 2: {KEYS: (1,), SMALL: (8, 32)}}  # by GPUs: keys -> sequences
+KEYS, SMALL, FEW = 131072, 32768, 8192
+CASES = {1: {KEYS: (1,), SMALL: (8,), FEW: (1, 8)}, 2: {KEYS: (1,), SMALL: (8, 32)}}  # by GPUs: keys -> sequences
+SPED = "Saap(budget=0.1)", "SketchWalk(density=0.1)", "Saap(budget=0.05)", "Exact", "Santa(samples=128)", \
+    "Streaming(sinks=4, window=0.1)", "OneList(guess=Quest(budget=0.1))", "HashAttention(budget=0.1, maps='random')", \
+    "VAttention(0.15, 0.1, sinks=128, window=128, topk=0.05, base=0.025, plugin='plain', " \
+    "predictor=HashAttention(0.05, maps='random'))", "Quest(budget=0.1)", "TopK(budget=0.1)"
+
+
+def steps_of(engine, prompts, new):
+    "Decode new tokens of each prompt, step by step."
+    from vllm import SamplingParams
+    how = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True)
+    for i, x in enumerate(prompts): engine.add_request(f"{time.time()} {i}", dict(prompt_token_ids=x), how)
+    while engine.has_unfinished_requests():
+        engine.step()
+        yield
+
+
+def ms(engine, prompts, new=96, timed=64):
+    "Of the last steps, in which all decode: median and mean (lists of SAAP are made anew in some); and the first steps."
+    took, began = [], time.time()
+    for _ in steps_of(engine, prompts, new):
+        took.append(1000 * (time.time() - began))
+        began = time.time()
+    last = took[-timed - 1:-1]
+    return dict(ms_a_step=round(statistics.median(last), 3), mean=round(statistics.mean(last), 3),
+                slowest=round(max(last), 3), steps=len(took), first_steps=[round(x, 2) for x in took[:4]])
+
+
+def kernels_of(engine, prompts, skipped=16, watched=8):
+    "Milliseconds of a step in each kernel, the longest first."
+    import torch
+    steps = steps_of(engine, prompts, skipped + watched + 2)
+    for _ in range(skipped): next(steps)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(watched): next(steps)
+        torch.cuda.synchronize()
+    for _ in steps: pass
+    found = sorted(((x.device_time_total / watched / 1000, x.key, x.count) for x in seen.key_averages()), reverse=True)
+    return [dict(kernel=key[:80], ms=round(took, 4), launches=count / watched) for took, key, count in found[:24]]
 
 
 def speed_part():
@@ -260,19 +298,6 @@ def speed_part():
     ids = lambda n: torch.randint(10, 128000, (n,), generator=generator).tolist()
     cases = {f"{n} x {size}": prompts[:size] for n, sizes in CASES[ARGS.gpus].items()
              for prompts in [[ids(n) for _ in range(max(sizes))]] for size in sizes}
-    def ms(prompts, new=96, timed=64):
-        "Of the last steps, in which all decode: median and mean (lists of SAAP are made anew in some of them)."
-        from vllm import SamplingParams
-        how = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True)
-        engine, took = llm.llm_engine, []
-        for i, x in enumerate(prompts): engine.add_request(f"{time.time()} {i}", dict(prompt_token_ids=x), how)
-        while engine.has_unfinished_requests():
-            began = time.time()
-            engine.step()
-            took.append(1000 * (time.time() - began))
-        last = took[-timed - 1:-1]
-        return dict(ms_a_step=round(statistics.median(last), 3), mean=round(statistics.mean(last), 3),
-                    slowest=round(max(last), 3), steps=len(took))
     def first(prompts, name):
         began = time.time()
         generate(llm, prompts, 1)
@@ -280,10 +305,11 @@ def speed_part():
     for name, prompts in cases.items(): attempt(f"prompts, {name}", first, prompts, name)
     def one(line):
         made, name = llm.collective_rpc(switch, args=(line, [0], 16, ARGS.layers))[0], line or "vLLM's own"
-        for case, prompts in cases.items(): say(what="speed", method=name, case=case, **ms(prompts), **made)
-    for line in (None, "Saap(budget=0.1)", "SketchWalk(density=0.1)", "Saap(budget=0.05)", "Exact",
-                 "Santa(samples=128)", "Streaming(sinks=4, window=0.1)", "OneList(guess=Quest(budget=0.1))",
-                 "Quest(budget=0.1)", "TopK(budget=0.1)"):
+        for case, prompts in cases.items():
+            say(what="speed", method=name, case=case, **ms(llm.llm_engine, prompts), **made)
+        if ARGS.gpus == 1 and line in (None, *SPED[:2], SPED[5]):
+            say(what="profile", method=name, kernels=kernels_of(llm.llm_engine, cases[f"{KEYS} x 1"]))
+    for line in (None, *SPED):
         attempt(line, one, line)
     if ARGS.gpus > 1: return  # workers have memory of their own
     say(what="memory", peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1),
