@@ -257,7 +257,7 @@ def steps_of(engine, prompts, new):
 
 
 def ms(engine, prompts, new=96, timed=64):
-    "Of the last steps, in which all decode: median and mean (lists of SAAP are made anew in some); and the first steps."
+    "Of the last steps, in which all decode (lists of SAAP are made anew in some), and of the first ones."
     took, began = [], time.time()
     for _ in steps_of(engine, prompts, new):
         took.append(1000 * (time.time() - began))
