@@ -101,7 +101,7 @@ def summary(
 def measured(
     rows: list,              # of a record
     each: tuple = (),        # further fields that tell apart what was timed by itself
-) -> pd.DataFrame:           # a row for each part and task: tokens, prompts, methods, seconds
+) -> pd.DataFrame:           # a row for each part and task: tokens, prompts, their seeds, methods, seconds
     "What was run. The cells of a record say their seconds in each of their rows, and are counted once."
     found = {}
     for row in rows:
@@ -110,10 +110,11 @@ def measured(
         line["prompts"] |= {*range(*row["seeds"])}
         line["methods"].add(row["method"])
         line["cells"][(*row["seeds"], *(row[x] for x in each))] = row["seconds"]
-    lines = {key: dict(tokens=x["tokens"], prompts=len(x["prompts"]), methods=len(x["methods"] - {"exact"}),
+    lines = {key: dict(tokens=x["tokens"], prompts=len(x["prompts"]),
+                       seeds=f"{min(x['prompts'])} to {max(x['prompts'])}", methods=len(x["methods"] - {"exact"}),
                        seconds=round(sum(x["cells"].values()))) for key, x in found.items()}
     return pd.DataFrame(lines.values(), pd.MultiIndex.from_tuples([*lines], names=["part", "task"]) if lines else None,
-                        ["tokens", "prompts", "methods", "seconds"])
+                        ["tokens", "prompts", "seeds", "methods", "seconds"])
 
 def _bits(rows, kind):
     "Bits per token of the windows of a record, a column for each method, of LongPPL's tokens or of all"
@@ -122,6 +123,16 @@ def _bits(rows, kind):
     bits = table.perplexity.map(math.log2) if kind == "PPL" else (
         table.long_bits / table.long_tokens).where(table.long_tokens >= LONG)
     return table.assign(bits=bits).pivot(index=["window", "document"], columns="method", values="bits").dropna()
+
+def texts_of(
+    rows: list,     # as of `bits_above`, with the genre of each window
+) -> pd.DataFrame:  # of each genre: windows, those that count for LongPPL, those with 200 such tokens, the median
+    "How many tokens of the windows need a long context."
+    table = pd.DataFrame([x for x in rows if "perplexity" in x and x["method"] == "exact"])
+    if table.empty: return table
+    by, least = table.groupby("genre").long_tokens, lambda x: table.long_tokens.ge(x).groupby(table.genre).sum()
+    return pd.DataFrame({"windows": by.size(), f"with at least {LONG} such tokens": least(LONG),
+                         "with at least 200": least(200), "such tokens, median": by.median()})
 
 def bits_above(
     rows: list,           # of a record: of each method and window its document, perplexity, long_tokens and long_bits

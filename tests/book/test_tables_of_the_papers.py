@@ -157,7 +157,7 @@ def test_trends_are_shown_and_summed_up():
 def test_seconds_of_a_cell_count_once():
     rows = [line("exact", [1, 1], seconds=5.0), line("a", [0, 1], seconds=5.0), line("a", [1], first=2, seconds=2.4)]
     found = beside.measured(rows)
-    assert found.loc[("own", "kv")].to_dict() == dict(tokens=8, prompts=3, methods=1, seconds=7)
+    assert found.loc[("own", "kv")].to_dict() == dict(tokens=8, prompts=3, seeds="0 to 2", methods=1, seconds=7)
     assert beside.measured(rows, ("method",)).seconds.tolist() == [12] and beside.measured([]).empty
 
 
@@ -182,6 +182,14 @@ def test_text_costs():
         assert beside.text_costs(TEXTS, without)["PPL", "given back"].isna().all()
     low, value, high = beside.bits_above(TEXTS, "LongPPL", "cut")
     assert found.loc["cut", ("LongPPL", "bits above exact")] == f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def test_texts_by_genre():
+    assert beside.texts_of(ROWS).empty
+    genres = [x | dict(genre="speeches" if x["window"] else "package") for x in TEXTS]
+    found = beside.texts_of(genres)
+    assert found.loc["speeches"].tolist() == [2, 1, 1, (300 + beside.LONG - 1) / 2]
+    assert found.loc["package"].tolist() == [1, 1, 0, beside.LONG]
 
 
 def test_bits_above():
@@ -209,8 +217,8 @@ def record(path, experiment, part_of, few):
         for i, name in enumerate(names):
             row = cell._asdict() | about | dict(method=name)
             if cell.part == "long_ppl":
-                rows += [row | dict(window=x, document=f"d{x}", perplexity=8.0 + i + x % 3, long_tokens=400,
-                                    long_bits=400.0 * (3 + i + x % 2)) for x in cell.seeds]
+                rows += [row | dict(window=x, document=f"d{x}", genre="speeches", perplexity=8.0 + i + x % 3,
+                                    long_tokens=400, long_bits=400.0 * (3 + i + x % 2)) for x in cell.seeds]
                 continue
             counted = dict(density=0.02 * (i % 7 + 1), error=0.1) if cell.part == "reads" else {}
             rows.append(row | counted | dict(right=[int((7 * seed + i * (seed % 3)) % 8 > 1) for seed in cell.seeds]))
@@ -244,4 +252,4 @@ def test_the_page_shows_whatever_a_record_holds(monkeypatch, tmp_path, parts):
     measured = [sum(x != "not measured") for x in verdicts]
     assert measured[0] and [x > 0 for x in measured[1:]] == [part in parts for part in (
         "density", "delta", "saap", "sketch_walk")]
-    assert len(missing) == {0: 14, 2: 9}.get(len(parts), 0)
+    assert len(missing) == {0: 15, 2: 9}.get(len(parts), 0)
