@@ -3,8 +3,10 @@
     python -m benchmarks.run answers [--model FOLDER]
 """
 import os
+import tempfile
 import time
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
@@ -16,10 +18,12 @@ from sparse_nb.methods.magicpig import MagicPIG
 from sparse_nb.methods.one_list import OneList
 from sparse_nb.methods.quest import Quest
 from sparse_nb import Streaming, TopK, TopP, Uniform
+from sparse_nb.core.settings import read_method
 from sparse_nb.delta import Delta, delta_prefill
 from sparse_nb.evaluate import accuracy
 from sparse_nb.eviction import H2O, SnapKV
 from sparse_nb.grid import load_named, task_of
+from sparse_nb.hash_attention import HashAttention
 from sparse_nb.metrics import paired_interval
 from sparse_nb.models.capturing import Captured, capture
 from sparse_nb.compose import Then
@@ -36,12 +40,15 @@ from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.tasks import make, prompt_tokens
 from sparse_nb.vattention import VAttention
+from benchmarks.generate import random_networks, with_networks
+from benchmarks.recorder import read_record
 from benchmarks.workers import filled_in
 
 SHARE, LENGTH, PROMPTS, WATCHED = 0.1, 16384, 30, 1
 # what a method does -> prompts at once; "listen": it decodes, and observes queries of a prompt, which is read for it;
-# "blocks": it reads prompts without kernels of its own, ten of each task
-ROLES = {"decode": 10, "listen": 5, "prompt": 1, "blocks": 1}
+# "blocks": it reads prompts without kernels of its own, ten of each task; "context": it decodes the question, too, ten
+ROLES = {"decode": 10, "listen": 5, "prompt": 1, "blocks": 1, "context": 10}
+CONTEXT = "_context"       # ends the names of methods of the role "context"
 READ = "prompt", "blocks"  # roles of methods that read prompts
 TASKS = tuple(task for task in RULER if task != "ruler_qa_2")  # HotpotQA is not to be had from a package index
 SMALL = {"pocket": (("kv", 2048), ("frequent_words", 2048), ("multikey", 4096), ("multivalue", 4096)),
@@ -49,20 +56,29 @@ SMALL = {"pocket": (("kv", 2048), ("frequent_words", 2048), ("multikey", 4096), 
 
 
 def methods_of(role: str) -> dict:
-    "name -> method of a role, at the setting of the one table: a tenth of the keys where a share is chosen."
+    """name -> method of a role, at the settings of the one table (`benchmarks.configurations`), and a few beside them.
+
+    A name stands for one setting: records know methods by it. Networks that are "random" are drawn for the model.
+    """
     if role == "listen": return {"double_sparsity": DoubleSparsity(SHARE), "snapkv": SnapKV(SHARE), "h2o": H2O(SHARE)}
     if role == "prompt":
         return {"delta": Delta(), "sketch_walk_prompt": SketchWalk(), "flex_prefill": FlexPrefill(),
-                "vertical_slash": VerticalSlash(500, 1500)}
+                "vertical_slash": VerticalSlash(500, 1500), "streaming_prompt": Streaming(4, 2048)}
     if role == "blocks":
-        return {"xattention": XAttention(0.2), "hip": HiP(), "oracle_blocks": OracleBlocks(SHARE),
+        return {"xattention": XAttention(density=0.2), "hip": HiP(), "oracle_blocks": OracleBlocks(SHARE),
                 "random_blocks": RandomBlocks(SHARE)}
-    sampled = VAttention(0.1, 0.05, sinks=4, window=64, topk=0.05, base=0.01, predictor=Adamas(SHARE))
-    return {"santa": Santa(128), "santa_int8": Santa(128, keys="int8"), "vattention": sampled, "saap": Saap(SHARE),
-            "saap_5": Saap(0.05), "sketch_walk": SketchWalk(density=SHARE), "quest": Quest(SHARE),
-            "one_list": OneList(Quest(SHARE)), "adamas": Adamas(SHARE), "magicpig": MagicPIG(), "topk": TopK(SHARE),
-            "topp": TopP(0.9), "streaming": Streaming(4, SHARE), "uniform": Uniform(SHARE),
-            "then": Then(Quest(0.2), Santa(64)), "reformer": Reformer(32), "kdeformer": KDEformer(32)}
+    signs = lambda share: HashAttention(share, maps="random")
+    sampled = lambda **given: VAttention(**given, delta=0.1, topk=0.05, base=0.025, predictor=signs(0.05))
+    found = {"santa": Santa(128), "vattention": sampled(eps=0.3, plugin="plain"), "saap": Saap(SHARE),
+             "sketch_walk": SketchWalk(density=SHARE), "quest": Quest(SHARE), "adamas": Adamas(SHARE)}
+    if role == "context": return {name + CONTEXT: method for name, method in found.items()}
+    own = VAttention(0.1, 0.05, sinks=4, window=64, topk=0.05, base=0.01, predictor=Adamas(SHARE))
+    return found | {
+        "santa_int8": Santa(128, keys="int8"), "vattention_eps": sampled(eps=0.1), "vattention_adamas": own,
+        "saap_5": Saap(0.05), "one_list": OneList(Quest(SHARE)), "hash_attention": signs(SHARE),
+        "magicpig": MagicPIG(8, 32), "topk": TopK(SHARE), "topp": TopP(0.9), "streaming": Streaming(128, SHARE),
+        "uniform": Uniform(SHARE), "then": Then(Quest(0.2), Santa(64)), "reformer": Reformer(32),
+        "kdeformer": KDEformer(32)}
 
 
 class Cell(NamedTuple):
@@ -72,6 +88,23 @@ class Cell(NamedTuple):
     task: str    # as of `task_of`
     length: int  # tokens
     seeds: range
+    names: tuple = ()  # of the methods that are evaluated; none: `names_of` the role
+
+def names_of(role: str) -> list:
+    "What is evaluated in a role: its methods, and of \"decode\" exact attention, which all are compared with."
+    return ["exact"] * (role == "decode") + [*methods_of(role)]
+
+@cache
+def networks(name: str) -> str:
+    "The file of random networks of HashAttention for a model of this name."
+    config = loaded(name)[0].config.get_text_config().to_dict()
+    return random_networks(config, Path(tempfile.mkdtemp()) / "networks.safetensors")
+
+def methods_in(cell: Cell) -> dict:
+    "name -> method of a cell, with its networks; None is exact attention."
+    every = {"exact": None} | methods_of(cell.role)
+    return {name: every[name] and with_networks(every[name], networks(cell.model))
+            for name in cell.names or names_of(cell.role)}
 
 @cache
 def loaded(name: str) -> tuple:
@@ -86,13 +119,16 @@ def tasks_of(model: str) -> tuple: # of (task, tokens)
     return tuple((task, min(LENGTH, held)) for task in TASKS)
 
 def cells(models: list, quick: bool = False) -> list:
-    "Decoding first, and of the other roles ten prompts of each task before the next ten."
+    """Decoding first, "context" last; between them the small models first, and ten prompts of each task before the next
+    ten."""
     if quick: return [Cell(role, "pocket", "kv", 640, range(2)) for role in ROLES]
     asked = [(model, *task) for model in models for task in tasks_of(model)]
     parts = lambda size: [range(a, a + size) for a in range(0, PROMPTS, size)]
     found = [Cell("decode", *task, seeds) for seeds in parts(ROLES["decode"]) for task in asked]
-    found += [Cell(role, *task, seeds) for seeds in parts(10) for role in ("prompt", "listen") for task in asked]
-    return found + [Cell("blocks", *task, range(10)) for task in asked]
+    for own in [x for x in asked if x[0] in SMALL], [x for x in asked if x[0] not in SMALL]:
+        found += [Cell(role, *task, seeds) for seeds in parts(10) for role in ("prompt", "listen") for task in own]
+        found += [Cell("blocks", *task, range(10)) for task in own]
+    return found + [Cell("context", *task, range(10)) for task in asked]
 
 def of_cell(row: dict) -> tuple:
     "What tells a row's cell from others."
@@ -104,15 +140,15 @@ def evaluate(cell: Cell) -> list:
     found, its score; and of the first prompts what it read, and its error."""
     model, tokenizer = loaded(cell.model)
     task, settings = task_of(cell.task)
-    methods, given = methods_of(cell.role), dict(task_settings=settings, chat=bool(tokenizer.chat_template),
-                                                 batch=ROLES[cell.role])
+    methods, given = methods_in(cell), dict(task_settings=settings, chat=bool(tokenizer.chat_template),
+                                            batch=ROLES[cell.role])
     if cell.role in READ:
         ask = lambda name, how: accuracy(model, tokenizer, task, cell.length, {name: None}, prefill=how,
                                          chunk=cell.length, prompts=len(cell.seeds), seed=cell.seeds[0], **given)
         found = pd.concat([ask(*way) for way in methods.items()])
         shares = shares_of_pairs(cell, methods) if 0 in cell.seeds else {}
         return [_row(cell, name, own) | shares.get(name, {}) for name, own in found.groupby("method", sort=False)]
-    if cell.role == "decode": methods = {"exact": None} | methods
+    if cell.role == "context": given |= dict(setup="context")
     watched = len(range(min(WATCHED, len(cell.seeds)))) if 0 in cell.seeds else 0
     ask = lambda first, count: accuracy(model, tokenizer, task, cell.length, methods, seed=first, prompts=count,
                                         watch=first < watched, **given)
@@ -122,7 +158,7 @@ def evaluate(cell: Cell) -> list:
 
 def _row(cell, name, own):
     "The row of a method, of a table that `accuracy` makes"
-    row = cell._asdict() | dict(seeds=[cell.seeds[0], cell.seeds[-1] + 1], method=name)
+    row = dict(zip(cell._fields[:4], cell), seeds=[cell.seeds[0], cell.seeds[-1] + 1], method=name)
     if "density" in own and name != "exact":
         own_bytes = (own.bytes / own.dense_bytes).mean()
         row |= {x: round(own[x].mean(), 5) for x in ("density", "error")} | dict(bytes=round(own_bytes, 5))
@@ -131,6 +167,7 @@ def _row(cell, name, own):
 
 def share_of_pairs(method, x: Captured) -> float:
     "The share of a prompt's pairs of query and key that a method reads in a layer, mean over its heads."
+    if isinstance(method, Streaming): method = Delta(method.window, method.sinks, correction="none", tail=0)
     n, tail = x.k.shape[2], getattr(method, "tail", 0)
     if x.layer < getattr(method, "dense_layers", 0): return 1.0
     if isinstance(method, Delta):  # which keys it reads depends on their number alone
@@ -182,24 +219,57 @@ def columns(
                              low=low, high=high)
     return pd.DataFrame(found).T.astype(dict(prompts=int, exact=int, right=int))
 
+def by_setup(
+    rows: list,         # of a record of `answers`
+    model: str,         # its name there
+) -> pd.DataFrame:      # method, setup, lost, low, high (points, paired 95 %), prompts
+    """What methods lose that decode the question, too ("context"), and of the same prompts where they decode the answer
+    alone ("prompt")."""
+    found = gains(rows, model)
+    found["setup"] = found.method.str.endswith(CONTEXT).map({True: "context", False: "prompt"})
+    found["method"] = found.method.str.removesuffix(CONTEXT)
+    key = ["method", "task", "length", "seed"]
+    found = found[found.set_index(key).index.isin(found[found.setup == "context"].set_index(key).index)]
+    lines = []
+    for (method, setup), own in found.groupby(["method", "setup"], sort=False):
+        low, lost, high = (100 * x for x in paired_interval((own.exact - own.own).astype(float)))
+        lines.append(dict(method=method, setup=setup, lost=lost, low=low, high=high, prompts=len(own)))
+    return pd.DataFrame(lines, columns=["method", "setup", "lost", "low", "high", "prompts"])
+
 def hours(every: list, processes: int) -> float:
-    "How long cells will take, if each prompt takes as long as the first one of its role takes alone."
+    "How long cells will take, if each method takes as long for a prompt as those of its role for the first one alone."
     took = {}
     for role in dict.fromkeys(cell.role for cell in every):
         first = next(cell for cell in every if cell.role == role)
         began = time.monotonic()
         evaluate(first._replace(seeds=range(1)))
-        took[role] = time.monotonic() - began
-    return sum(took[cell.role] * len(cell.seeds) for cell in every) / processes / 3600
+        took[role] = (time.monotonic() - began) / _count(first)
+    return sum(took[cell.role] * len(cell.seeds) * _count(cell) for cell in every) / processes / 3600
+
+def _count(cell): return len(cell.names or names_of(cell.role)) # methods that are evaluated
+
+def methods_with(path: Path) -> dict:
+    """role -> name -> method as text: those of today, and others that a record has rows of.
+
+    Raises ValueError where a name of today stands for another setting in the record, whose rows would be taken for it.
+    """
+    found = read_record(path)["meta"].get("methods", {}) if path.exists() else {}
+    for role in ROLES:
+        for name, method in methods_of(role).items():
+            was = found.setdefault(role, {}).get(name)
+            if was and read_method(was, stored=True) != method:
+                raise ValueError(f"{path.name} must have {name} of role {role} as {method!r}, got {was}")
+            found[role][name] = repr(method)
+    return found
 
 def answers(recorder):
     "Evaluate every cell that the file lacks, and write it after each. Raises as `load_named`."
     models = [recorder.model] if recorder.model else ["qwen"] * recorder.gpu + [*SMALL]
     every = cells(models, recorder.quick)
-    about = dict(methods={role: {name: repr(x) for name, x in methods_of(role).items()} for role in ROLES})
+    about = dict(methods=methods_with(recorder.out))
     if recorder.model and not recorder.quick:
         recorder.say(f"about {hours(every, max(1, torch.cuda.device_count())):.1f} hours; what is stopped goes on")
-    filled_in(recorder, evaluate, every, of_cell, about)
+    filled_in(recorder, evaluate, every, of_cell, about, lambda cell: names_of(cell.role))
     for model in dict.fromkeys(cell.model for cell in every):
         recorder.say(f"{model}\n{columns(recorder.rows, model).round(3).to_string()}")
     return about

@@ -30,7 +30,10 @@ class Prompt(NamedTuple):
 def _choice(kind): return "choose", dict(method=kind, launch="attend")
 
 _LAUNCHED = dict(launch="merge", memory="device")
-_VATTENTION = dict(method="VAttention", topk=0.05, base=0.025)
+_VATTENTION = dict(method="VAttention", delta=0.1, sinks=128, window=128, topk=0.05, base=0.025, predictor=dict(
+    method="HashAttention", budget=0.05, maps="random"))
+_HASH = dict(method="HashAttention", budget=0.1)
+_PLAIN = dict(plugin="plain")
 SANTA = dict(method="Santa", samples=128, scheme="systematic", eps=None, keys="exact")
 _SAAP = dict(method="Saap", clusters=128, tail="first_order")
 _QUEST = dict(method="Quest", budget=0.1, page=16)
@@ -42,9 +45,10 @@ DECODE = {
     "santa": Decode("SANTA, 128 draws", SANTA, (SANTA | dict(samples=64),), ("decode", dict(
         method="santa_systematic", mode="graph", H=32, B=1, samples=128))),
     "santa_int8": Decode("SANTA, 128 draws, int8 keys", SANTA | dict(keys="int8"), of="santa"),
-    "vattention": Decode("vAttention, 10 % of keys", _VATTENTION, (_DECODED,), ("vattention", dict(
-        density=0.1, **_LAUNCHED)), {32768: dict(eps=0.3), 131072: dict(eps=0.15), 524288: dict(eps=0.1)}),
-    "vattention_eps": Decode("vAttention, eps 0.1", _VATTENTION | dict(eps=0.1), of="vattention"),
+    "vattention": Decode("vAttention, 10 % of keys", _VATTENTION, (_VATTENTION | dict(eps=0.3) | _PLAIN, _DECODED), (
+        "vattention", dict(density=0.1, **_LAUNCHED)), {32768: dict(eps=0.3) | _PLAIN, 131072: dict(
+            eps=0.15) | _PLAIN, 524288: dict(eps=0.1)}),
+    "vattention_eps": Decode("vAttention, eps 0.1", _VATTENTION | dict(eps=0.1, plugin="upper"), of="vattention"),
     "saap": Decode("SAAP, 5 % of keys", _SAAP | dict(budget=0.05),
                    (_SAAP | dict(budget=0.1),), ("saap_launches", dict(H=32, **_LAUNCHED))),
     "saap_10": Decode("SAAP, 10 % of keys", _SAAP | dict(budget=0.1), of="saap"),
@@ -56,8 +60,10 @@ DECODE = {
     "adamas": Decode("Adamas, 10 %", dict(method="Adamas", budget=0.1), (), _choice("Adamas")),
     "double_sparsity": Decode("Double Sparsity, 10 %", dict(method="DoubleSparsity", budget=0.1, channels=16,
                                                             chosen=None), (), _choice("DoubleSparsity")),
-    "hash_attention": Decode("HashAttention, 10 %", dict(method="HashAttention", budget=0.1, maps="random"),
-                             (dict(method="HashAttention", budget=0.1, maps="pocket"),), _choice("HashAttention")),
+    "hash_attention": Decode("HashAttention, 10 %, random maps", _HASH | dict(maps="random"),
+                             kernel=_choice("HashAttention")),
+    "hash_attention_learned": Decode("HashAttention, 10 %, learned maps", _HASH | dict(maps="pocket"),
+                                     of="hash_attention"),
     "one_list": Decode("Quest, 10 %, one list a group", dict(method="OneList", guess=_QUEST)),
     "magicpig": Decode("MagicPIG, 8 bits", dict(method="MagicPIG", bits=8, tables=32),
                        (dict(method="MagicPIG", bits=6, tables=42),)),

@@ -121,6 +121,7 @@ def _answers():
     "Parts of the record `answers`: record, machine, role, models, methods, answers, rows that say what was read"
     made = record("answers")
     for role, methods in made["meta"].get("methods", {}).items():
+        if role == "context": continue  # another protocol, which `benchmarks.answers.by_setup` tells of
         own = [row for row in made["rows"] if row["role"] == role or row["method"] == "exact"]
         yield "nvidia_h200_answers", made, "prompt" if role in READ else "decode", MODELS, {
             name: _settings(text) for name, text in methods.items()}, own, own

@@ -14,6 +14,9 @@ from benchmarks.recorder import read_record
 PER_GPU = int(os.environ.get("PER_GPU", 3)) # processes on a GPU, which share its memory
 TRIES = 3                                   # of a cell
 
+class GivenUp(RuntimeError):
+    "Names the cells that failed `TRIES` times, and why."
+
 def _serve(gpu, work, todo, done):
     "A process that does what it is given, on one GPU, until it runs out of memory, which it then leaves to others"
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -31,7 +34,7 @@ def evaluated(
     gpus: int,      # of this machine; 0: all is done in this process
 ): # yields (cell, rows, seconds) as they come
     """Do all cells, `PER_GPU` processes on each GPU, fewer after each that runs out of memory, whose cell is done by
-    another. RuntimeError, when all others are done, for those that failed `TRIES` times; without a GPU, what `work`
+    another. `GivenUp`, when all others are done, for those that failed `TRIES` times; without a GPU, what `work`
     raises."""
     if not gpus:
         for cell in every:
@@ -66,20 +69,37 @@ def evaluated(
             failed.append(cell)
             todo.put(cell)
     for _ in alive: todo.put(None)
-    if given_up: raise RuntimeError("; ".join(given_up))
+    if given_up: raise GivenUp("; ".join(given_up))
+
+def lacking(
+    recorder,          # of the measurement; its rows are read from its file
+    every: list,       # cells: named tuples that begin with four fields that tell them apart, and have a range of seeds
+    of_cell: Callable, # a row -> its cell's first four fields, first seed and end of the seeds
+    names: Callable | None = None, # a cell -> the methods that its rows are of; None: a cell with any row is done
+) -> list:
+    "The cells that the file lacks; one that lacks only some of its methods has their names in its field `names`."
+    if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
+    known, found = {}, []
+    for row in recorder.rows: known.setdefault(of_cell(row), {*()}).add(row.get("method"))
+    for cell in every:
+        there = known.get((*cell[:4], cell.seeds[0], cell.seeds[-1] + 1))
+        if there is None: found.append(cell)
+        elif left := [name for name in (names(cell) if names else ()) if name not in there]:
+            found.append(cell._replace(names=tuple(left)))
+    return found
 
 def filled_in(
-    recorder,         # of the measurement
-    work: Callable,   # as of `evaluated`
-    every: list,      # cells: tuples that end with a range of seeds
-    of_cell: Callable, # a row -> its cell's fields, first seed and end of the seeds last
-    about: dict,      # for `meta`
+    recorder,       # as of `lacking`
+    work: Callable, # as of `evaluated`
+    every: list,    # as of `lacking`, as the next and the last
+    of_cell: Callable,
+    about: dict,    # for `meta`
+    names: Callable | None = None,
 ):
-    "Do the cells that the recorder's file lacks, and write it after each, so that what was stopped goes on."
-    if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
-    known = {of_cell(row) for row in recorder.rows}
-    lacking = [cell for cell in every if (*cell[:-1], cell[-1][0], cell[-1][-1] + 1) not in known]
-    for cell, rows, seconds in evaluated(work, lacking, torch.cuda.device_count()):
+    "Do what the recorder's file lacks of the cells, and write it after each, so that what was stopped goes on."
+    left = lacking(recorder, every, of_cell, names)
+    for cell, rows, seconds in evaluated(work, left, torch.cuda.device_count()):
         recorder.rows += [row | dict(seconds=round(seconds, 1)) for row in rows]
         recorder.write(**about)
-        recorder.say(f"{recorder.seconds():.0f} s: {', '.join(map(str, cell))}: {seconds:.0f} s")
+        said = ", ".join(str(x) for x in cell if x != ())
+        recorder.say(f"{recorder.seconds():.0f} s: {said}: {seconds:.0f} s")

@@ -1,12 +1,18 @@
 """`python -m benchmarks.run answers`: what is asked, how what is lost is counted, and work that was stopped."""
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import answers, run, workers
-from benchmarks.answers import ROLES, Cell, cells, columns, gains, methods_of, share_of_pairs, tasks_of
-from benchmarks.recorder import Recorder
+from benchmarks.answers import (
+    ROLES, SMALL, Cell, by_setup, cells, columns, evaluate, gains, methods_of, methods_with, names_of, share_of_pairs,
+    tasks_of)
+from benchmarks.configurations import DECODE, PROMPT
+from benchmarks.recorder import Recorder, read_record, results, write_record
+from benchmarks.table import has, meant
+from sparse_nb import Streaming
 from sparse_nb.delta import Delta
 from sparse_nb.models.capturing import Captured
 from sparse_nb.sketch_walk import SketchWalk
@@ -39,8 +45,73 @@ def test_every_prompt_is_asked_once_of_each_role():
         for model in "qwen", "pocket":
             for task, length in tasks_of(model):
                 seeds = [s for c in every if c[:4] == (role, model, task, length) for s in c.seeds]
-                assert sorted(seeds) == [*range(10 if role == "blocks" else answers.PROMPTS)], (role, model, task)
-    assert not {*methods_of("decode")} & {*methods_of("prompt")} and "exact" not in methods_of("decode")
+                few = role in ("blocks", "context")
+                assert sorted(seeds) == [*range(10 if few else answers.PROMPTS)], (role, model, task)
+    names = [name for role in ROLES for name in names_of(role)]
+    assert len({*names}) == len(names) and names[0] == "exact"  # `gains` knows methods by their names alone
+
+
+def test_small_models_come_before_large_ones_and_decoding_first():
+    every = cells(["qwen", *SMALL])
+    roles = [cell.role for cell in every]
+    first, last = roles.count("decode"), roles.count("context")
+    assert {*roles[:first]} == {"decode"} and {*roles[-last:]} == {"context"}
+    models = [cell.model in SMALL for cell in every[first:-last]]
+    assert models == sorted(models, reverse=True) and True in models and False in models
+
+
+def test_what_is_timed_is_evaluated_with_the_same_settings():
+    of = lambda role: [(x, json.loads(x.to_json())) for x in methods_of(role).values()]
+    said = {"decode": [meant(x, "decode") for role in ("decode", "listen") for _, x in of(role)],
+            "prompt": [meant(x, "prompt") for role in answers.READ for _, x in of(role)]}
+    not_evaluated = {"exact",                   # what the others are compared with
+                     "hash_attention_learned"}  # there are learned maps for the pocket model alone, in another record
+    lines = [("decode", name, line) for name, line in DECODE.items()] + [
+        ("prompt", name, line) for name, line in PROMPT.items()]
+    for role, name, line in lines:
+        at = getattr(line, "at", {}).get(32768, {})  # the length nearest to that of the prompts
+        assert any(has(line.settings | at, x) for x in said[role]) != (name in not_evaluated), name
+        assert not at or line.asked[0] == line.settings | at, name  # the table finds them
+
+
+def test_names_of_the_record_stand_for_the_settings_of_today(tmp_path):
+    path = results() / "nvidia_h200_answers.json"
+    record, known = read_record(path), methods_with(path)
+    assert all({row["method"] for row in record["rows"] if row["role"] == role} <= {"exact", *names}
+               for role, names in known.items())
+    assert "vattention_adamas" in known["decode"] and "magicpig_6" in known["decode"]  # the latter of the record alone
+    record["meta"]["methods"]["blocks"]["xattention"] = "XAttention(threshold=0.2, density=None, stride=16, block=128)"
+    other = write_record(tmp_path / "x.json", record["meta"], [])
+    with pytest.raises(ValueError, match="x.json must have xattention of role blocks as .*density=0.2.*threshold=0.2"):
+        methods_with(other)
+
+
+def test_what_decodes_the_question_too_stands_beside_the_same_prompts():
+    rows = [*ROWS, row("a_context", "able", [0, 0], 1, role="context")]
+    found = by_setup(rows, "m").set_index(["method", "setup"])
+    assert {*found.index} == {("a", "context"), ("a", "prompt")} and {*found.prompts} == {2}
+    assert found.lost["a", "context"] == pytest.approx(50) and found.lost["a", "prompt"] == pytest.approx(-50)
+
+
+def test_the_question_is_decoded_in_the_role_context_alone(monkeypatch):
+    setups = {}
+    def accuracy(model, tokenizer, task, length, methods, *, seed, prompts, setup="A", **more):
+        setups[tuple(methods)] = setup
+        return answers.pd.DataFrame([dict(method=name, exact=True, characters=1.0, answer="", seed=seed)
+                                     for name in methods for _ in range(prompts)])
+    monkeypatch.setattr(answers, "accuracy", accuracy)
+    for role, names in ("decode", ("exact", "quest")), ("context", ("quest_context",)):
+        found = evaluate(Cell(role, "pocket", "kv", 640, range(2, 4), names))
+        assert [x["method"] for x in found] == [*names] and {*map(answers.of_cell, found)} == {
+            (role, "pocket", "kv", 640, 2, 4)}
+    assert setups == {("exact", "quest"): "A", ("quest_context",): "context"}
+
+
+def test_random_networks_are_those_of_the_model():
+    found = answers.methods_in(Cell("decode", "pocket", "kv", 640, range(2), ("vattention", "hash_attention", "exact")))
+    assert found["exact"] is None
+    for maps in found["hash_attention"].maps, found["vattention"].predictor.maps:
+        assert maps == answers.networks("pocket") and Path(maps).exists()
 
 
 def test_the_share_of_pairs_of_a_prompt():
@@ -54,7 +125,8 @@ def test_the_share_of_pairs_of_a_prompt():
     sinks, window = 4, 64
     rows = torch.arange(1, 513.0)
     near = rows.clamp(max=sinks + window).sum() / rows.sum()
-    assert share_of_pairs(Delta(window, sinks, 64, "none", tail=0), x) == pytest.approx(float(near))
+    for method in Delta(window, sinks, 64, "none", tail=0), Streaming(sinks, window):
+        assert share_of_pairs(method, x) == pytest.approx(float(near))
 
 
 def _double(cell):  # a worker imports it
@@ -63,7 +135,8 @@ def _double(cell):  # a worker imports it
         if "once" in cell.model: Path(cell.model).touch()
         raise torch.OutOfMemoryError("too large")
     return [dict(role=cell.role, model=cell.model, task=cell.task, length=cell.length,
-                 seeds=[cell.seeds[0], cell.seeds[-1] + 1], right=[2 * s for s in cell.seeds])]
+                 seeds=[cell.seeds[0], cell.seeds[-1] + 1], right=[2 * s for s in cell.seeds],
+                 **dict(names=[*cell.names], method=cell.names[0]) if cell.names else {})]
 
 
 def test_what_was_stopped_goes_on(tmp_path):
@@ -75,6 +148,15 @@ def test_what_was_stopped_goes_on(tmp_path):
     workers.filled_in(last, _double, every, answers.of_cell, {})
     assert len(said) == 4 and sorted(map(answers.of_cell, last.rows)) == sorted(
         (*c[:4], c.seeds[0], c.seeds[-1] + 1) for c in every)
+    added = lambda cell: ["old", "new"]
+    for row in last.rows: row["method"] = "old"
+    last.write()
+    workers.filled_in(recorder(), _double, every, answers.of_cell, {})  # any row of a cell does
+    assert len(said) == 4
+    more = recorder()
+    workers.filled_in(more, _double, every[:1], answers.of_cell, {}, added)
+    assert [row["names"] for row in more.rows[4:]] == [["new"]] and "('new',)" in said[4]
+    assert not workers.lacking(recorder(), every[:1], answers.of_cell, lambda cell: ["new"])
     with pytest.raises(ValueError, match="^no$"):
         workers.filled_in(recorder(), _double, [Cell("decode", "m", "bad", 64, range(2))], answers.of_cell, {})
 
@@ -109,10 +191,13 @@ def test_hours_are_said_beforehand(monkeypatch):
     monkeypatch.setattr(answers.time, "monotonic", lambda: clock[0])
     def evaluate(cell):
         assert cell.seeds == range(1)
-        clock[0] += each[cell.role]
+        clock[0] += each[cell.role] * len(cell.names or names_of(cell.role))
     monkeypatch.setattr(answers, "evaluate", evaluate)
     every = [Cell(role, "m", "x", 64, range(a, a + n)) for role, n in (("decode", 10), ("listen", 4)) for a in (0, n)]
-    assert answers.hours(every, 2) == pytest.approx((20 * 2 + 8 * 5) / 2 / 3600) and clock == [7.0]
+    every[1] = every[1]._replace(names=("santa", "quest"))
+    many = len(names_of("decode"))
+    assert answers.hours(every, 2) == pytest.approx((10 * 2 * (many + 2) + 8 * 5 * 3) / 2 / 3600)
+    assert clock == [2.0 * many + 5.0 * 3]
 
 
 def test_a_model_goes_with_answers_alone(capsys, tmp_path, monkeypatch):
