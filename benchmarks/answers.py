@@ -2,6 +2,8 @@
 
     python -m benchmarks.run answers [--model FOLDER]
 """
+import gc
+import math
 import os
 import tempfile
 import time
@@ -38,11 +40,11 @@ from sparse_nb.ruler import RULER
 from sparse_nb.saap import Saap
 from sparse_nb.santa import Santa
 from sparse_nb.sketch_walk import SketchWalk
-from sparse_nb.tasks import make, prompt_tokens
+from sparse_nb.tasks import make, prompt_tokens, reply_tokens
 from sparse_nb.vattention import VAttention
 from benchmarks.generate import random_networks, with_networks
 from benchmarks.recorder import read_record
-from benchmarks.workers import filled_in
+from benchmarks.workers import GivenUp, filled_in, lacking
 
 SHARE, LENGTH, PROMPTS, WATCHED = 0.1, 16384, 30, 1
 # what a method does -> prompts at once; "listen": it decodes, and observes queries of a prompt, which is read for it;
@@ -121,7 +123,7 @@ def tasks_of(model: str) -> tuple: # of (task, tokens)
 def cells(models: list, quick: bool = False) -> list:
     """Decoding first, "context" last; between them the small models first, and ten prompts of each task before the next
     ten."""
-    if quick: return [Cell(role, "pocket", "kv", 640, range(2)) for role in ROLES]
+    if quick: return [Cell(role, model, "kv", 640, range(2)) for model in models for role in ROLES]
     asked = [(model, *task) for model in models for task in tasks_of(model)]
     parts = lambda size: [range(a, a + size) for a in range(0, PROMPTS, size)]
     found = [Cell("decode", *task, seeds) for seeds in parts(ROLES["decode"]) for task in asked]
@@ -134,6 +136,26 @@ def of_cell(row: dict) -> tuple:
     "What tells a row's cell from others."
     return row["role"], row["model"], row["task"], row["length"], *row["seeds"]
 
+
+def first_prompt(model: str, task: str, length: int, seed: int = 0) -> list:
+    "Tokens of a prompt of a cell's task. Raises ValueError if the model holds too few for it, and as `make`."
+    decoder, tokenizer = loaded(model)
+    name, settings = task_of(task)
+    chat = bool(tokenizer.chat_template)
+    prompt = make(name, length, seed=seed, tokenizer=tokenizer, chat=chat, **settings)
+    tokens = prompt_tokens(prompt, tokenizer, chat)[1]
+    held = getattr(decoder.config.get_text_config(), "max_position_embeddings", math.inf)
+    if (takes := len(tokens) + reply_tokens(prompt, tokenizer, chat)) > held:
+        raise ValueError(f"prompt and reply must have at most the {held} tokens that the model holds, got {takes}")
+    return tokens
+
+def check_prompts(every: list):
+    "Make a prompt of each task of the cells. Raises ValueError that names all tasks of which there is none, and why."
+    failed = []
+    for asked in dict.fromkeys(cell[1:4] for cell in every):
+        try: first_prompt(*asked)
+        except (ValueError, OSError) as error: failed.append("{}, {} at {} tokens: ".format(*asked) + str(error))
+    if failed: raise ValueError(f"no prompt of {'; '.join(failed)}")
 
 def evaluate(cell: Cell) -> list:
     """A row for each method: what it got right, prompt by prompt, or of RULER's tasks the share of answers that it
@@ -179,11 +201,8 @@ def share_of_pairs(method, x: Captured) -> float:
 
 def shares_of_pairs(cell: Cell, methods: dict) -> dict:
     "name -> density: the share of pairs read of the cell's first prompt, mean over layers, and of each layer."
-    model, tokenizer = loaded(cell.model)
-    task, settings = task_of(cell.task)
-    chat = bool(tokenizer.chat_template)
-    prompt = make(task, cell.length, seed=cell.seeds[0], tokenizer=tokenizer, chat=chat, **settings)
-    layers = capture(model, torch.tensor([prompt_tokens(prompt, tokenizer, chat)[1]], device=model.device))
+    model = loaded(cell.model)[0]
+    layers = capture(model, torch.tensor([first_prompt(*cell[1:4], cell.seeds[0])], device=model.device))
     found = {name: [share_of_pairs(method, x) for x in layers] for name, method in methods.items()}
     return {name: dict(density=round(sum(x) / len(x), 5), layers=[round(y, 4) for y in x])
             for name, x in found.items()}
@@ -217,7 +236,46 @@ def columns(
                                 and "density" in row]).reindex(columns=["density", "bytes", "error"])
         found[method] = dict(watched.mean(), prompts=len(own), exact=own.exact.sum(), right=own.own.sum(), lost=lost,
                              low=low, high=high)
-    return pd.DataFrame(found).T.astype(dict(prompts=int, exact=int, right=int))
+    if not found: return pd.DataFrame(columns=["density", "bytes", "error", "prompts", "exact", "right", "lost"])
+    return pd.DataFrame(found).T.astype(dict(prompts=int))
+
+def scores(
+    rows: list,         # of a record of `answers`
+    model: str,         # its name there
+    least: float = 0.5, # as of `gains`
+) -> pd.DataFrame:      # task, tokens, prompts, score (mean, from 0 to 1), and "not counted" where it is under `least`
+    "What exact attention scores on each task."
+    own = [(row["task"], row["length"], x) for row in rows if (row["model"], row["method"]) == (model, "exact")
+           for x in row["right"]]
+    found = pd.DataFrame(own, columns=["task", "tokens", "score"]).groupby(["task", "tokens"], sort=False).score
+    found = found.agg(["size", "mean"]).rename(columns=dict(size="prompts", mean="score")).reset_index()
+    return found.assign(note=["" if x >= least else "not counted" for x in found.score])
+
+def indexes(model: str) -> pd.DataFrame: # method -> index_bytes (of a key and head), index_share (of key and value)
+    "What a decoding step reads of an index, at the size of the model's heads in bfloat16."
+    config = loaded(model)[0].config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    read = {name: getattr(method, "predictor", method).index_bytes(size) for role in ROLES if role not in READ
+            for name, method in methods_of(role).items()}
+    return pd.DataFrame({name: dict(index_bytes=x, index_share=x / (4 * size)) for name, x in read.items()}).T
+
+def printed(rows: list, model: str) -> str:
+    "What the command prints of a model: what exact attention scores, and the columns of the one table but for times."
+    names = {role: [*dict.fromkeys(row["method"] for row in rows if (row["model"], row["role"]) == (model, role))]
+             for role in ROLES}
+    found, index = columns(rows, model), indexes(model)
+    parts = [f"{model}: mean score of exact attention; tasks with less than half of the points are not counted",
+             scores(rows, model).round(3).to_string(index=False)]
+    for said, roles in (("decoding the answer", ("decode", "listen")), ("decoding the question, too", ("context",)),
+                        ("reading the prompt", READ)):
+        own = found[found.index.isin([name for role in roles for name in names[role]])]
+        if own.empty: continue
+        if roles == READ: own = own.rename(columns=dict(density="pairs")).drop(columns=["bytes", "error"])
+        else: own = own.rename(columns=dict(density="keys")).join(index)
+        parts += [f"{model}: {said}; lost: points, with an interval of 95 % from low to high",
+                  own.round(3).to_string(na_rep="-")]
+    if found.empty: parts.append("no task counts, so nothing can be said of what methods lose")
+    return "\n\n".join(parts)
 
 def by_setup(
     rows: list,         # of a record of `answers`
@@ -263,13 +321,27 @@ def methods_with(path: Path) -> dict:
     return found
 
 def answers(recorder):
-    "Evaluate every cell that the file lacks, and write it after each. Raises as `load_named`."
-    models = [recorder.model] if recorder.model else ["qwen"] * recorder.gpu + [*SMALL]
-    every = cells(models, recorder.quick)
-    about = dict(methods=methods_with(recorder.out))
-    if recorder.model and not recorder.quick:
-        recorder.say(f"about {hours(every, max(1, torch.cuda.device_count())):.1f} hours; what is stopped goes on")
-    filled_in(recorder, evaluate, every, of_cell, about, lambda cell: names_of(cell.role))
-    for model in dict.fromkeys(cell.model for cell in every):
-        recorder.say(f"{model}\n{columns(recorder.rows, model).round(3).to_string()}")
+    """Evaluate what the file lacks, cell by cell and method by method, write it after each cell, and print what is
+    known of each model. ValueError before all else for tasks of which there is no prompt, after all else for cells that
+    failed; else raises as `load_named`."""
+    models = [recorder.model] if recorder.model else ["pocket"] if recorder.quick else [
+        "qwen"] * recorder.gpu + [*SMALL]
+    every, about = cells(models, recorder.quick), dict(methods=methods_with(recorder.out))
+    names, failed = (lambda cell: names_of(cell.role)), None
+    left = lacking(recorder, every, of_cell, names)
+    check_prompts(left)
+    recorder.say(f"{len(left)} of {len(every)} parts are left; each is written to {recorder.out} when it is done, and "
+                 "the same command goes on where it was stopped")
+    if left and recorder.model and not recorder.quick:
+        recorder.say("one prompt of each kind is timed, to say how long all take")
+        recorder.say(f"about {hours(left, max(1, torch.cuda.device_count())):.1f} hours")
+    if recorder.gpu:  # other processes do the work, and need the memory
+        loaded.cache_clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+    try: filled_in(recorder, evaluate, every, of_cell, about, names)
+    except GivenUp as error: failed = error
+    for model in dict.fromkeys(cell.model for cell in every): recorder.say(printed(recorder.rows, model))
+    recorder.say("Times are not of this command: `sparse-nb bench --decode METHOD --model FOLDER` takes them")
+    if failed: raise ValueError(f"not evaluated: {failed}")
     return about

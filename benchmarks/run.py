@@ -70,7 +70,9 @@ def main(
     parser.add_argument("--out", type=Path, metavar="FILE", help="its place in benchmarks/results if not given")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="print each row's time over that of this file")
     parser.add_argument("--model", default="", metavar="FOLDER",
-                        help="of `answers`: your model, or qwen, smollm2 or pocket; if not given, these three")
+                        help="of `answers`: your model, or qwen, smollm2 or pocket; if not given, these three. It "
+                             "takes hours and says beforehand how many, goes on where it was stopped if given again, "
+                             "and writes GPU_answers_FOLDER.json in benchmarks/results unless --out is given")
     speed = package == "benchmarks"
     names = [name for name, entry in REGISTRY.items() if entry.path.startswith("benchmarks.") == speed]
     try: run(parser.parse_args(args), names)

@@ -200,6 +200,78 @@ def test_hours_are_said_beforehand(monkeypatch):
     assert clock == [2.0 * many + 5.0 * 3]
 
 
+def test_fractions_of_answers_are_kept_and_tasks_that_exact_attention_cannot_do_are_named():
+    rows = [row("exact", "able", [0.75, 0.5]), row("exact", "unable", [0.25, 0.5]), row("quest", "able", [0.5, 0.5])]
+    rows = [x | dict(model="pocket") for x in rows]
+    assert (columns(rows, "pocket").loc["quest", ["exact", "right"]] == [1.25, 1.0]).all()
+    text = answers.printed(rows, "pocket")
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert lines["able"] == ["able", "64", "2", "0.625"] and lines["unable"][3:] == ["0.375", "not", "counted"]
+    assert lines["quest"][-2:] == ["16.0", "0.062"]  # two corners of 64 bfloat16 numbers, of a page of 16 keys
+    none = answers.printed(rows[1:2], "pocket")
+    assert "no task counts" in none and "unable" in none
+
+
+class Small:
+    "A recorder of a model, whose words are kept."
+    def __init__(self, path, model="pocket", quick=True):
+        self.said = []
+        self.recorder = Recorder("answers", path, say=self.said.append, model=model, quick=quick)
+        self.recorder.gpu = False
+
+
+def test_the_quick_form_asks_the_model_that_is_given(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(answers, "check_prompts", lambda every: asked.extend(every))
+    monkeypatch.setattr(answers, "filled_in", lambda *given: None)
+    monkeypatch.setattr(answers, "printed", lambda rows, model: model)
+    for model in "a_folder", "":
+        asked.clear()
+        answers.answers(Small(tmp_path / "x.json", model).recorder)
+        assert {cell.model for cell in asked} == {model or "pocket"} and len(asked) == len(ROLES)
+
+
+def test_prompts_that_cannot_be_made_are_named_before_all_else(monkeypatch, tmp_path, capsys):
+    def broken(name, *given, **more):
+        if name == "kv": raise FileNotFoundError("kv is not here")
+        if name == "needle": raise ValueError("length must be more")
+        return made(name, *given, **more)
+    made = answers.make
+    monkeypatch.setattr(answers, "make", broken)
+    monkeypatch.setattr(answers, "filled_in", lambda *given: pytest.fail("worked before"))
+    monkeypatch.setitem(SMALL, "pocket", (("kv", 640), ("needle", 640), ("multikey", 640)))
+    monkeypatch.setattr(answers, "hours", lambda *given: pytest.fail("worked before"))
+    args = ["answers", "--model", "pocket", "--out", str(tmp_path / "x.json")]
+    one_line(capsys, run.main, args, "no prompt of pocket, kv at 640 tokens: kv is not here; pocket, needle at 640")
+    assert not [*tmp_path.iterdir()]
+    config = answers.loaded("pocket")[0].config
+    monkeypatch.setattr(config, "max_position_embeddings", 100)
+    with pytest.raises(ValueError, match="at most the 100 tokens that the model holds, got 6"):
+        answers.check_prompts([Cell("decode", "pocket", "multikey", 640, range(2))])
+
+
+def test_what_failed_is_said_after_the_table_and_hours_are_of_what_is_lacking(monkeypatch, tmp_path):
+    def give_up(*given): raise workers.GivenUp("cell x")
+    monkeypatch.setattr(answers, "filled_in", give_up)
+    monkeypatch.setitem(SMALL, "pocket", (("kv", 640),))
+    monkeypatch.setattr(answers, "hours", lambda every, processes: float(len(every)))
+    path, every = tmp_path / "x.json", cells(["pocket"])
+    done = [row("x", "kv", [1] * len(cell.seeds), cell.seeds[0], role=cell.role, model="pocket") | dict(
+        length=640, method=name) for cell in every[3:] for name in names_of(cell.role)]
+    write_record(path, {}, done + [row("exact", "kv", [1] * 10, model="pocket") | dict(length=640)])
+    small = Small(path, quick=False)
+    with pytest.raises(ValueError, match="^not evaluated: cell x$"): answers.answers(small.recorder)
+    left, _, took, shown, _ = small.said
+    assert left.startswith(f"3 of {len(every)} parts are left") and str(path) in left and took == "about 3.0 hours"
+    assert "mean score of exact attention" in shown
+    write_record(path, {}, [*done, *(row(name, "kv", [1] * 10, cell.seeds[0], model="pocket") | dict(length=640)
+                                     for cell in every[:3] for name in names_of("decode"))])
+    monkeypatch.setattr(answers, "hours", lambda *given: pytest.fail("nothing is lacking"))
+    monkeypatch.setattr(answers, "filled_in", lambda *given: None)
+    assert answers.answers(Small(path, quick=False).recorder)["methods"]["context"].keys() == {
+        *methods_of("context")}
+
+
 def test_a_model_goes_with_answers_alone(capsys, tmp_path, monkeypatch):
     one_line(capsys, run.main, ["exact", "--quick", "--model", "pocket"], "--model goes with answers alone, got exact")
     monkeypatch.setattr(run, "run_record", lambda name, out, **given: (_ for _ in ()).throw(ValueError(given["model"])))

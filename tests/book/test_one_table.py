@@ -116,7 +116,7 @@ def test_of_two_records_the_one_with_more_prompts_stands_and_its_own_settings_be
 
 def test_settings_that_change_with_the_length_are_no_one_setting(records):
     line = DECODE["vattention"]._replace(asked=())
-    records(asked("a", 10, dict(method="VAttention", topk=0.05, base=0.025, eps=0.15)))
+    records(asked("a", 10, line.settings | dict(eps=0.15)))
     assert table.answers(line, "decode", "m") is None and table.answers(line._replace(at={}), "decode", "m")
 
 
