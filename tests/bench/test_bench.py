@@ -767,10 +767,13 @@ def test_a_prompt_is_read_once_for_all_ways(tmp_path, monkeypatch):
 
 def test_what_cannot_be_measured_is_said_and_left_out(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    record = tiny(tmp_path, methods={"broken": HashAttention(0.1, maps="nowhere"), "quest": Quest(0.2)})
+    record = tiny(tmp_path, methods={"broken": HashAttention(0.1, maps="nowhere"), "quest": Quest(0.2),
+                                     "drawn": HashAttention(0.1, maps="random")})
     assert [(x["way"], x["n"]) for x in record["meta"]["failed"]] == [("broken", 200)]
     assert "nowhere" in record["meta"]["failed"][0]["why"]
-    assert {row["way"] for row in record["rows"]} == {generate.NO_KEYS, *generate.DENSE_WAYS, generate.PAIR[1], "quest"}
+    found = {row["way"]: row for row in record["rows"]}
+    assert {*found} == {generate.NO_KEYS, *generate.DENSE_WAYS, generate.PAIR[1], "quest", "drawn"}
+    assert json.loads(found["drawn"]["method"])["maps"] == "random"  # not a file of one run
     late = tiny(tmp_path, limit_s=-1, **FEW)
     assert late["rows"] == [] and {x["why"] for x in late["meta"]["failed"]} == {"the time is over"}
     monkeypatch.setattr(generate, "fill", lambda *a: 1 / 0)
