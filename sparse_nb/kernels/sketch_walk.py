@@ -575,6 +575,7 @@ class Tiles(NamedTuple):
     read: tuple = (32, 4, 3, 5, None) # rows at once, warps, stages, programs a multiprocessor, registers of a thread
     merge: tuple = (64, 2)            # numbers of a program, warps
     twice: tuple = (8192, 2)          # blocks beyond which a list's end is found first; warps for it up to 4,096 blocks
+    pages: tuple = (64, 2, 3, 16)     # in place of `score` for an index of sub-blocks in pages
 
 class Settings(NamedTuple):
     "What the kernels know of a `SketchWalk`."
@@ -651,6 +652,7 @@ def launch(
     pages, own = dict(zip(("table_ptr", "t_b", "PAGE"), pages)), {}
     if index.rows.ndim == 4:
         own = dict(x_p=index.rows.stride(0), f_p=index.facts.stride(0), ITEMS=index.rows.shape[2])
+        if s.index in FINE: tiles = tiles._replace(score=tiles.pages)
     sms, PDL = device_limits(q.device.index) if q.is_cuda else (2, False)
     BD, BR = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(LR))
     LP, X, room = max(4, triton.next_power_of_2(LR)), triton.cdiv(N, s.block), index.rows.shape[2]
