@@ -731,6 +731,7 @@ def no_kernel(
     if (blocks := triton.cdiv(cache_of(k, table)[0], s.block)) > MOST_BLOCKS:
         return ValueError(f"k must have at most {MOST_BLOCKS} blocks for backend='triton', got {blocks}")
 
+# %% ../../kernels/sketch_walk.ipynb #18f8712d
 def _check_index(q, k, index, s, table):
     "ValueError for an index of other keys than these, or of another kind."
     rows, kind = index.rows, f"index must be packed as {s.index!r}, got another kind"

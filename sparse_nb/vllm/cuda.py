@@ -139,6 +139,7 @@ class Reads:
         impl = self.impl
         return impl.seen.rows(impl.method, impl.number, impl.first, impl.num_heads)
 
+# %% ../../nbs/library/vllm_cuda.ipynb #e95dd53c
 class SparseImpl(Layer, PromptImpl):
     "vLLM's attention of a layer, with a method for the queries that are decoded."
     sums = seen = lists = guess = kind = None

@@ -78,6 +78,7 @@ def with_capacity(
         if type(guess).__name__ == "HashAttention": rooms.append(4 * spec.num_kv_heads * spec.block_size)
     return replace(spec, page_size_padded=size + max(rooms)) if any(rooms) else spec
 
+# %% ../../nbs/library/vllm_paged.ipynb #d4c777e3
 def box_view(
     cache: torch.Tensor, # keys and values of all blocks [blocks, G, size, 2 D], with room behind each block
     page: int,           # keys in a page
@@ -109,6 +110,7 @@ def code_view(
     "The space for signatures."
     return room_view(cache, (*cache.shape[1:3], 1), torch.int32)
 
+# %% ../../nbs/library/vllm_paged.ipynb #d4c777e4
 def mean_keys(
     method, # a `SketchWalk` whose index has kernels
 ) -> int:

@@ -61,6 +61,7 @@ def attend(
     if kind == "OneList": weight, count = None, count[:, :1].expand(-1, q.shape[1], -1)
     return gathered(q, k, v, index, weight, count, **pages)
 
+# %% ../../nbs/library/vllm_step.ipynb #3b5b4b01
 def check_sizes(
     method,        # a `SketchWalk`
     heads: int,    # of queries
