@@ -14,12 +14,13 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder)
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
-from ..kernels.engine import write_boxes, write_codes
+from ..kernels.engine import write_boxes, write_codes, write_means
+from ..methods.sketch_walk.index import signed_hadamard
 from .cuda_prompt import PromptBuilder, PromptImpl, prompts_of, requests
 from .layer import Layer, asked
 from .lists import Lists, Sizes, bytes_of, rotary_of, same_clusters
-from .paged import Worker, box_view, code_view, guess_of, with_capacity
-from .step import Bounds, Seen, Step, layer_streams, step
+from .paged import Worker, box_view, code_view, guess_of, mean_view, with_capacity
+from .step import Bounds, Seen, Step, check_sizes, layer_streams, step
 
 # %% ../../nbs/library/vllm_cuda.ipynb #71bbf401
 def clustered(
@@ -67,7 +68,7 @@ class SparseBuilder(PromptBuilder):
         for name in self.layer_names:
             impl = self.layers[name].impl
             impl.seen, impl.lists = self.seen, None
-            if impl.chosen(self.layers[name]) is not None: impl.learn(self.device)
+            if impl.chosen(self.layers[name]) is not None: impl.learn(self.device, self.model_config.max_model_len)
         self.lists = [(names, Lists(method, len(names), sizes_of(self.vllm_config, self.kv_cache_spec), self.device,
                                     get_tensor_model_parallel_rank()))
                       for names, method in clustered(self.layers, self.layer_names)]
@@ -138,35 +139,46 @@ class Reads:
         impl = self.impl
         return impl.seen.rows(impl.method, impl.number, impl.first, impl.num_heads)
 
+# %% ../../nbs/library/vllm_cuda.ipynb #e95dd53c
 class SparseImpl(Layer, PromptImpl):
     "vLLM's attention of a layer, with a method for the queries that are decoded."
-    sums = seen = lists = guess = None
-    networks = ()
+    sums = seen = lists = guess = kind = None
+    constants = ()
 
     def ready(self):
         "As `Layer.ready`: statistics are kept where a method is."
         if self.method is not None: self.sums = Reads(self)
 
-    def learn(self, device):
-        "Look networks up, where the method has some: no graph copies them from the host."
-        self.guess, self.networks = guess_of(self.method), ()
-        if type(self.guess).__name__ != "HashAttention": return
+    def learn(self, device, keys):
+        """Look networks and signs up, where the method has some: no graph copies them from the host.
+
+        ValueError for a method without kernels for requests of so many keys.
+        """
+        self.guess, self.constants = guess_of(self.method), ()
+        self.kind = type(self.guess).__name__
+        if self.kind == "SketchWalk":
+            check_sizes(self.guess, self.num_heads, self.num_kv_heads, self.head_size, keys, device)
+            self.constants = signed_hadamard(self.head_size, None)[:, 0].sign().float().to(device),
+        if self.kind != "HashAttention": return
         state = self.guess.new_state()
         state.part = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self.of_keys = state.networks(device, "k", self.num_kv_heads)
-        self.networks = state.networks(device, "q", self.num_heads)
+        self.constants = state.networks(device, "q", self.num_heads)
 
     def rows(self, kv_cache):
         "What blocks hold of the method's index, or None."
-        if type(self.guess).__name__ == "Quest": return box_view(kv_cache, self.guess.page)
-        return code_view(kv_cache) if self.networks else None
+        if self.kind == "Quest": return box_view(kv_cache, self.guess.page)
+        if self.kind == "SketchWalk": return mean_view(kv_cache, self.guess)
+        return code_view(kv_cache) if self.kind == "HashAttention" else None
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        "Write new keys and values, and boxes of the pages that have got keys or the signatures of these."
+        "Write new keys and values, and what the method keeps of them: boxes, signatures, or means that are full."
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.chosen(layer) is None or (rows := self.rows(kv_cache)) is None: return
-        if self.networks: write_codes(key, rows, slot_mapping, self.of_keys)
-        else: write_boxes(kv_cache[..., :self.head_size], rows, slot_mapping)
+        keys = kv_cache[..., :self.head_size]
+        if self.kind == "HashAttention": write_codes(key, rows, slot_mapping, self.of_keys)
+        elif self.kind == "SketchWalk": write_means(keys, rows, *self.constants, slot_mapping)
+        else: write_boxes(keys, rows, slot_mapping)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,
                 output_block_scale=None):
@@ -180,7 +192,7 @@ class SparseImpl(Layer, PromptImpl):
             super().forward(layer, query[n:], key[n:], value[n:], kv_cache, of.rest, output[n:], *scales)
         if n:
             step(self.method, of, query, kv_cache, output, self.scale, self.number, self.lists,
-                 rows=self.rows(kv_cache), networks=self.networks)
+                 rows=self.rows(kv_cache), constants=self.constants)
         return output
 
 # %% ../../nbs/library/vllm_cuda.ipynb #8e841784

@@ -21,6 +21,7 @@ from ..core.settings import read_method
 from ..methods.exact import Exact
 from ..models.plan import by_layer
 from .kept import KINDS, row_keys
+from .paged import mean_keys
 from .step import BY_KERNELS, LISTED
 
 # %% ../../nbs/library/vllm.ipynb #dd1a2aba
@@ -107,7 +108,8 @@ def read_serving(
         raise ValueError(f"decode must be a method that keeps nothing of a request, got {wrong[0]}")
     if device != "cpu": _check_kernels(busy)
     _check_readers([m for m in prefills.values() if m is not None], device)
-    rows = [row_keys(state) for m in busy if isinstance(state := m.new_state(), KINDS)]
+    rows = [mean_keys(m) if device != "cpu" and type(m).__name__ == "SketchWalk" else row_keys(state)
+            for m in busy if isinstance(state := m.new_state(), KINDS)]
     return Serving(chosen, seed, math.lcm(*rows) if rows else 0, methods + readers, prefills)
 
 # %% ../../nbs/library/vllm.ipynb #5d960c64
@@ -133,10 +135,12 @@ def _check_kernels(methods):
             asked = m.guarantee, m.bound, m.plugin == "printed", type(m.predictor).__name__
             fits = asked == ("denominator", "clt", False, "HashAttention")
         elif name == "OneList": fits = type(m.guess).__name__ in LISTED
+        elif name == "SketchWalk": fits = m.unsupported_reason() is None
         else: fits = known and (name in LISTED or m.new_state() is None)
         if fits: continue
-        raise ValueError(f"decode must be a method that has kernels here, {', '.join(BY_KERNELS)}, got {name}"
-                         f"{', whose index they do not read' if known else ''}")
+        why = ", whose index they do not read" if known else ""
+        if name == "SketchWalk": why = f", whose {m.unsupported_reason()}".replace(" for backend='triton'", "")
+        raise ValueError(f"decode must be a method that has kernels here, {', '.join(BY_KERNELS)}, got {name}{why}")
 
 def _check_whole(scheduler):
     "ValueError where prompts do not come whole."

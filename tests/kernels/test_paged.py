@@ -16,16 +16,17 @@ from inputs import DEVICE, INTERPRETED, kernel, poisoned
 
 pytest.importorskip("triton")
 from sparse_nb.core.bounds import output_levels, tail_levels
+from sparse_nb.core.exact import assert_close
 from sparse_nb.hash_attention import PARTS, HashAttention
 from sparse_nb.kernels import (
-    adamas, double_sparsity, exact, gather, hash_attention, quest, saap, saap_index, santa, sketch_walk, topk,
+    adamas, double_sparsity, engine, exact, gather, hash_attention, quest, saap, saap_index, santa, sketch_walk, topk,
     vattention)
 from sparse_nb.kernels.common import PageTable
 from sparse_nb.kernels.top_budget import Place, Tiles
 from sparse_nb.methods.adamas import CUT, Adamas
 from sparse_nb.methods.double_sparsity import DoubleSparsity
 from sparse_nb.methods.quest import Quest
-from sparse_nb.methods.sketch_walk.index import signed_hadamard
+from sparse_nb.methods.sketch_walk.index import FINE, signed_hadamard
 from sparse_nb.santa_keys import quantise
 from sparse_nb.sketch_walk import SketchWalk
 
@@ -292,6 +293,71 @@ def test_sketch_walk(page, layout, dtype, kind, heads):
     want = step(x.q, x.k, x.v, kv_end=x.lengths)
     same(poisoned(lambda: step(x.q, x.pages_k, x.pages_v, table=x.table)), want)
     assert (want[1] < 5).any()
+
+
+def means_in_pages(x, kind):
+    "Space for the means of a cache's sub-blocks, pages apart, and the signs of the rotation."
+    (P, G, page, D), fine = x.pages_k.shape, FINE.get(kind, 32)
+    def new(dtype, *size):
+        memory = torch.full((P, 16 + G * page // fine * math.prod(size)), 77, dtype=dtype, device=DEVICE)
+        return memory[:, 16:].unflatten(1, (G, page // fine, *size))
+    rows = new(BF16, D) if kind == "mean" else new(torch.uint8, 2**math.ceil(math.log2(D)) // 2)
+    index = rows, new(torch.int32), new(FP32) if kind == "fine16" else None
+    return index, signed_hadamard(D, None)[:, 0].sign().float().to(DEVICE)
+
+
+@kernel
+@pytest.mark.parametrize("page, layout, dtype, kind, heads, D", [
+    (16, "NHD", BF16, "fine4", "group", 64), (16, "HND", FP32, "fine16", "each", 40),
+    (64, "NHD", FP16, "fine16", "group", 64), (64, "HND", BF16, "mean", "group", 40)], ids=str)
+def test_sketch_walk_with_an_index_in_pages(page, layout, dtype, kind, heads, D):
+    "Its numbers are those of an index of sequences, a radius to rounding, and the same numbers make the same step."
+    x = cache(page, layout, dtype, lengths=(230, 1, 97, 64, 20), R=3, D=D, seed=2)
+    s, fine = SketchWalk(32, index=kind, heads=heads), FINE.get(kind, 32)
+    state = s.state_of(x.q, x.k.nan_to_num(0), None, dict(causal=False, kv_start=None, kv_end=None))
+    index, sign = means_in_pages(x, kind)
+    packed = sketch_walk.pack(kind, state.rows, state.begin, sign)
+    slots = [at * page + i for at, b, first in x.places for i in range(min(page, x.lengths[b] - first))]
+    engine.write_means(x.pages_k, index, sign, torch.tensor([*slots, -1], device=DEVICE))
+    for got, want in zip(index[:2 + (kind == "fine16")], packed):
+        want, known = want.view(5, 2, -1, *want.shape[4:]), torch.zeros(len(got), page // fine, dtype=torch.bool)
+        for b, n in enumerate(x.lengths.tolist()):
+            for i in range(n // fine):
+                at, place = int(x.table.numbers[b, i * fine // page]), i % (page // fine)
+                known[at, place] = True
+                if got.dtype != FP32: assert torch.equal(got[at, :, place], want[b, :, i])
+                else: assert_close(got[at, :, place], want[b, :, i], rtol=1e-6)
+                want[b, :, i] = got[at, :, place]
+        assert (got.transpose(1, 2)[~known.to(DEVICE)] == 77).all()             # all others are left alone
+    def step(*tensors, index, **given):
+        found = sketch_walk.decode(*tensors, index, sketch_walk.Settings(32, 0.4, kind, heads), **given)
+        there = torch.arange(found.blocks.shape[2], device=DEVICE)
+        return found.out, found.count, found.blocks.where(there < found.count[..., None], 0), found.score.where(
+            there < (x.lengths[:, None, None] + 31) // 32, 0)
+    *want, score = step(x.q, x.k, x.v, index=packed, kv_end=x.lengths)
+    whole, before = sketch_walk.Index(*index, state.begin, sign), [y.clone() for y in index if y is not None]
+    *got, ours = poisoned(lambda: step(x.q, x.pages_k, x.pages_v, index=whole, table=x.table))
+    same(got, want)
+    assert_close(ours, score, rtol=1e-6)                                        # two kernels: a GPU may fuse other sums
+    assert (want[1] < 8).any() and all(map(torch.equal, before, (y for y in index if y is not None)))
+
+
+@kernel
+@pytest.mark.parametrize("change, said", [
+    (dict(rows=lambda x: x[:, :1]), r"\[pages, G, sub-blocks of a page\] = \[11, 2, 4\], got \[11, 1, 4\]"),
+    (dict(rows=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)), "must lie side by side within a page, got"),
+    (dict(radius=lambda x: x.contiguous()), "facts and radii as far apart"),
+    (dict(rows=lambda x: x.bfloat16()), "packed as 'fine16', got another kind")], ids=str)
+def test_an_index_in_pages_that_does_not_fit(change, said):
+    x = cache(64, lengths=(150, 33), D=64)
+    index, sign = means_in_pages(x, "fine16")
+    whole = sketch_walk.Index(*index, torch.zeros(2, dtype=torch.int64, device=DEVICE), sign)
+    wrong = whole._replace(**{name: make(getattr(whole, name)) for name, make in change.items()})
+    settings = sketch_walk.Settings(32, 0.4, "fine16")
+    with pytest.raises(ValueError, match=said):
+        sketch_walk.decode(x.q, x.pages_k, x.pages_v, wrong, settings, table=x.table)
+    with pytest.raises(ValueError, match="index must be of"):
+        sketch_walk.decode(x.q, x.k, x.v, whole, settings, kv_end=x.lengths)
 
 
 # SAAP

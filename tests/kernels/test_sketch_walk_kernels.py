@@ -609,35 +609,42 @@ if not INTERPRETED:
     def usage(name, capability, kind, D, *, index="fine4", block=64, warps=4, registers=None, **own):
         "Registers, spills and shared memory of a kernel with the shipped tiles."
         triton = pytest.importorskip("triton")
-        from sparse_nb.kernels import sketch_walk as kernels
+        from sparse_nb.kernels import engine, sketch_walk as kernels
         from sparse_nb.kernels.common import compiled_usage, merge_kernel
         BD, s = triton.next_power_of_2(D), kernels.Settings(block, 0.1, index)
         types = dict.fromkeys(("fact_ptr", "len_ptr", "list_ptr", "count_ptr", "off_ptr", "key_ptr", "cut_ptr",
-                               "reader_ptr"), "i32")
+                               "reader_ptr", "table_ptr"), "i32")
         types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), kind) | dict(
-            start_ptr="i64", begin_ptr="i64", share="i64", row_ptr="bf16" if index == "mean" else "u8",
+            start_ptr="i64", begin_ptr="i64", slot_ptr="i64", share="i64", row_ptr="bf16" if index == "mean" else "u8",
             digit_ptr="bf16" if index == "mean" else "i8")
         known = dict(LR=4, LP=4, D=D, W=BD, BD=BD, BR=16, STEPS=BD.bit_length() - 1, PDL=capability >= 90,
                      MEAN=index == "mean", RADIUS=index == "fine16", REACH=0.5, FINE=s.fine, BLOCK=block, WARPS=warps,
                      BF=128, EACH=0, peak_ptr=None, mass_ptr=None, BB=kernels.score_tile(kernels.Tiles(), s, BD))
+        if "ITEMS" not in own: known |= dict(ITEMS=0, x_p=None, f_p=None)
         if index != "fine16": known |= dict(radius_ptr=None)
-        kernel_ = merge_kernel if name == "merge" else getattr(kernels, f"_{name}_kernel")
+        kernel_ = dict(merge=merge_kernel, mean=engine._mean_kernel).get(name) or getattr(kernels, f"_{name}_kernel")
         return compiled_usage(kernel_, known | own, types, capability, warps, registers)
 
     @pytest.mark.kernels
-    @pytest.mark.budget(15)
+    @pytest.mark.budget(20)
     @pytest.mark.parametrize("capability, kind, D, index", [
         (80, "fp16", 128, "mean"), (90, "bf16", 128, "fine4"), (90, "fp32", 80, "fine16")])
     def test_registers_and_spills(capability, kind, D, index):
         triton = pytest.importorskip("triton")
-        from sparse_nb.kernels.sketch_walk import Tiles, read_tile
+        from sparse_nb.kernels.sketch_walk import Settings, Tiles, read_tile, score_tile
         tiles = Tiles()
         _, warps, stages, _ = tiles.score
         few, BT, _ = tiles.select
         found = {"score": usage("score", capability, kind, D, index=index, warps=warps, STAGES=stages),
                  "ask": usage("ask", capability, kind, D, index=index, warps=1),
+                 "means in pages": usage("mean", capability, kind, D, index=index, warps=1, SIZE=64, x_p=4096, f_p=99),
                  "share": usage("share", capability, kind, D, BT=BT, BS=64),
                  "join": usage("join", capability, kind, D, warps=few, BM=4096, BT=BT)}
+        s, paged = Settings(index=index), tiles if index == "mean" else tiles._replace(score=tiles.pages)
+        _, warps, stages, _ = paged.score
+        found["score in pages"] = usage(
+            "score", capability, kind, D, index=index, warps=warps, WARPS=warps, STAGES=stages, PAGE=64,
+            ITEMS=64 // s.fine, BB=score_tile(paged, s, triton.next_power_of_2(D)))
         for BM in (2048, 8192, 16384, 32768):
             scaled = lambda least: min(32, least * max(1, BM // 4096))
             chosen = dict(BM=BM, BT=BT, MOST=60 if capability >= 90 else 0)

@@ -16,15 +16,18 @@ from inputs import DEVICE, INTERPRETED, fast, kernel
 
 pytest.importorskip("triton")
 import fake_vllm
-from sparse_nb.core.exact import attention
+from sparse_nb.core.exact import assert_close, attention
 from sparse_nb.core.settings import read_method
 from sparse_nb.core.streams import fold_in
-from sparse_nb.kernels import engine, saap_index
-from sparse_nb.methods.quest import page_box
+from sparse_nb.kernels import engine, saap_index, sketch_walk
+from sparse_nb.methods.quest import Quest, page_box
+from sparse_nb.methods.sketch_walk.index import signed_hadamard
 from sparse_nb.saap import Saap
+from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vllm import lists
-from sparse_nb.vllm.paged import box_view, streams_at
+from sparse_nb.vllm.paged import box_view, mean_keys, mean_view, streams_at, with_capacity
 from sparse_nb.vllm.serving import RELEASES, SIZES
+from sparse_nb.vllm.step import reads
 
 BF16, H, G, D, LAYERS = torch.bfloat16, 4, 2, 16, 2
 
@@ -135,7 +138,12 @@ CASES = [("Exact", "NHD", 16), ("Streaming(sinks=4, window=16)", "HND", 16), ("S
          ("OneList(guess=Quest(budget=0.3))", "NHD", 16),
          ("HashAttention(budget=0.3, maps='MAPS')", "HND", 16),
          ("OneList(guess=HashAttention(budget=0.3, maps='MAPS'))", "NHD", 32),
-         ("VAttention(sinks=2, window=4, topk=0.1, base=4, eps=0.3, predictor=HashAttention(maps='MAPS'))", "NHD", 16)]
+         ("VAttention(sinks=2, window=4, topk=0.1, base=4, eps=0.3, predictor=HashAttention(maps='MAPS'))", "NHD", 16),
+         ("SketchWalk(block=8, density=0.3, dense_layers=0)", "NHD", 16),
+         ("SketchWalk(block=16, density=0.3, index='fine16', heads='each', dense_layers=0)", "HND", 32),
+         ("SketchWalk(block=32, density=0.3, index='fine4', dense_layers=0)", "HND", 16),
+         ("SketchWalk(block=16, density=0.3, index='mean', dense_layers=0)", "NHD", 32)]
+ROOM = {"block=8": 8 * (32 + 4), "fine16": 4 * (32 + 8), "block=32": 8 * (32 + 4), "mean": 4 * (80 + 4)} # of its means
 
 
 def caches_of(cuda, own, layout, block):
@@ -168,17 +176,19 @@ def run_step(own, builder, caches, requests, lengths, fill, *methods):
 
 
 @kernel
-@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5, 6, 8, 9, 11), ids=str)
+@pytest.mark.parametrize("decode, layout, block", fast(CASES, 0, 1, 2, 5, 6, 8, 9, 11, 12, 13), ids=str)
 def test_steps(served, monkeypatch, tmp_path, decode, layout, block):
     generator, maps = torch.Generator().manual_seed(1), tmp_path / "maps.safetensors"
     new = lambda *size: torch.randn(*size, generator=generator)
     save_file({f"1.{side}_{name}": new(heads, *size) for side, heads in (("k", G), ("q", H))
                for name, size in (("w1", (D, 8)), ("b1", (8,)), ("w2", (8, 32)), ("b2", (32,)))}, maps)
     decode = decode.replace("MAPS", str(maps))
+    if "Walk" in decode: monkeypatch.setitem(globals(), "D", 40)  # its kernels take heads of more than 32 numbers
     cuda, own = served(decode, block)
     if "drop" in decode: monkeypatch.setattr(lists, "EVERY", 2)  # lists are made anew after two tokens
     spec, caches = caches_of(cuda, own, layout, block)
     more = 4 * G * block if "Hash" in decode else spec.unpadded_page_size_bytes // 16 if "Quest" in decode else 0
+    more = next((room + -room % 16 for name, room in ROOM.items() if name in decode), more)
     assert spec.page_size_bytes == spec.unpadded_page_size_bytes + more
     builder = cuda.SparseBuilder(spec, [*own.compilation_config.static_forward_context], own, torch.device(DEVICE))
     requests, decoded, method = Requests([37, 16, 50, 33], 4, block), 0, read_method(decode)
@@ -247,6 +257,17 @@ def test_layers_with_more_than_plain_attention_are_refused(served, layer, said):
         served("quest", **layer)
     assert not served("quest", sliding_window=8, **layer)[1].compilation_config.static_forward_context[
         "model.layers.1.self_attn.attn"].impl.served
+
+
+@kernel
+@pytest.mark.parametrize("decode, keys, said", [
+    ("SketchWalk(dense_layers=0)", 96, "q must have a head size above 32 for .* index='fine4', got 16"),
+    ("SketchWalk(block=16, index='mean', dense_layers=0)", 2**20, "k must have at most 32768 blocks .*, got 65536")])
+def test_sizes_without_kernels_are_refused_before_a_request_comes(served, decode, keys, said):
+    cuda, own = served(decode)
+    own.model_config.max_model_len = keys
+    with pytest.raises(ValueError, match=said):
+        cuda.SparseBuilder(None, [*own.compilation_config.static_forward_context], own, torch.device(DEVICE))
 
 
 def test_a_decoding_request_behind_a_prompt_is_no_order_of_vllms(served):
@@ -384,6 +405,48 @@ def test_boxes_of_pages_that_get_keys(dtype, layout, page):
                 want = page_box(part[None, :, None], part.new_ones(1, 1, 1, part.shape[1], 1).bool())[0, :, 0]
                 assert torch.equal(got.nan_to_num(99), want.nan_to_num(99))
     assert (boxes[[1, 4, 6]] == 5).all()
+
+
+@kernel
+@pytest.mark.parametrize("dtype, layout, size, index", [
+    (BF16, "NHD", 16, "fine4"), (torch.float16, "HND", 32, "fine16"), (BF16, "HND", 64, "mean")], ids=str)
+def test_means_of_sub_blocks_that_new_keys_fill(dtype, layout, size, index):
+    "In steps of any length, for several requests at once: those of the method, packed; others are left alone."
+    method, n, wide, generator = SketchWalk(block=32, index=index), 90, 48, torch.Generator().manual_seed(size)
+    spec = with_capacity(fake_vllm.Spec(size, G, wide, dtype), [Quest(page=16), method])
+    cache, fine = spec.cache(14, layout, DEVICE, 5.0), mean_keys(method)
+    k, sign = torch.randn(2, n, G, wide, generator=generator).to(DEVICE, dtype), signed_hadamard(wide, None)[:, 0]
+    blocks, sign = torch.randperm(14, generator=generator)[:12].view(2, 6), sign.sign().float().to(DEVICE)
+    slots = (blocks[..., None] * size + torch.arange(size)).flatten(1)[:, :n].to(DEVICE)
+    views, done = mean_view(cache, method), 0
+    before = [None if x is None else x.clone() for x in views]
+    for step in (fine + 1, 1, 1, 20, 2 * fine - 1):
+        at = slots[:, done:done + step].flatten()
+        cache[at // size, :, at % size, :wide] = k[:, done:done + step].flatten(0, 1)
+        engine.write_means(cache[..., :wide], views, sign, torch.cat([at, at[:2] * 0 - 1]))
+        done = min(n, done + step)
+        state = method.new_state()
+        state.append(*[k[:, :done].transpose(1, 2)] * 2)
+        want = sketch_walk.pack(index, state.rows, state.begin, sign)
+        for got, old, whole in zip(views, before, want):
+            if got is None: continue
+            for i, j in ((i, j) for i in range(2) for j in range(done // fine)):
+                at = int(slots[i, j * fine])
+                old[at // size, :, at % size // fine] = whole.flatten(2, 3)[i, :, j]
+            if got.dtype == torch.float32: assert_close(got, old, rtol=1e-6)
+            else: assert torch.equal(got, old)
+
+
+@pytest.mark.parametrize("line", ["SketchWalk(block=8, density=0.3)", "SketchWalk(block=64, density=1.0)",
+                                  "SketchWalk(block=4, density=0.01)", "Quest(budget=0.1)", "TopK(budget=9)"])
+def test_what_a_query_reads_follows_from_its_keys(line):
+    method = read_method(line)
+    for n in (1, 4, 8, 9, 16, 65, 200):
+        q, k, v = torch.randn(1, 2, 1, 64), *torch.randn(2, 1, 1, n, 64)
+        stats, found = method.decode(q, k, v, return_stats=True)[1], reads(method, n)
+        for name in ("density", "keys_scored", "values_read"):
+            assert getattr(stats, name)[0, 0, 0].item() == pytest.approx(found[name], rel=1e-6), (n, name)
+        assert found["visible"] == n
 
 
 @kernel

@@ -24,7 +24,7 @@ from sparse_nb.vllm.serving import (
 LAYERS = 4
 WHOLE = dict(enable_chunked_prefill=False, long_prefill_token_threshold=0)
 KERNELS = "decode must be a method that has kernels here, Exact, Streaming, TopK, Santa, Quest, HashAttention, " \
-    "OneList, VAttention, Saap, got"
+    "OneList, VAttention, Saap, SketchWalk, got"
 PLAIN = "model must be one with plain causal attention, got "
 
 
@@ -92,6 +92,9 @@ def test_layers_may_keep_rows_of_other_numbers_of_keys():
     asked = {"0": "Quest(page=24)", "1": "SketchWalk(block=16)", "2": "santa(keys='int8')"}
     assert read_serving(dict(decode=asked), LAYERS).page == 48
     assert read_serving(dict(decode="sketchwalk"), LAYERS).methods[1] is None  # its first two layers are exact
+    for index, keys in dict(fine4=4, fine16=16, mean=64).items():  # whole blocks on a CPU, on a GPU what a mean is of
+        found = [read_serving(dict(decode=f"SketchWalk(index='{index}')"), LAYERS, x).page for x in ("cpu", "cuda")]
+        assert found == [64, keys]
 
 
 @pytest.mark.parametrize("given, error, said", [
@@ -175,6 +178,12 @@ def test_an_engine_that_was_not_tried_is_refused(change, said):
     (dict(decode="vattention"), f"{KERNELS} VAttention, whose index they do not read"),
     (dict(decode="Santa(eps=0.1, delta=0.1)"), f"{KERNELS} Santa, whose index they do not read"),
     (dict(decode="Saap(router='centroid')"), f"{KERNELS} Saap, whose index they do not read"),
+    (dict(decode="SketchWalk(index='oracle')"),
+     f"{KERNELS} SketchWalk, whose index must be one of fine4, fine16, mean, got 'oracle'"),
+    (dict(decode="SketchWalk(heads='averaged')"), f"{KERNELS} SketchWalk, whose heads must be one of group, each, got "
+                                                  "'averaged'"),
+    (dict(decode="SketchWalk(index='mean')", block=16),
+     "block_size must be a multiple of 64, the keys in a page of the method, got 16"),
     (dict(decode="OneList(guess=DoubleSparsity())"),
      "decode must be a method that keeps nothing of a request, got OneList with DoubleSparsity, which codes keys less "
      "the mean of all keys of a request"),
