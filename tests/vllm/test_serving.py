@@ -447,10 +447,10 @@ def test_counters_grow_by_what_came():
     said = Meter("d", registry).add([x | unknown for x in rows(1, 10.)])
     assert said.endswith("of which the workers cannot know what they read") and "nan" not in said
     assert counted(registry, "c") == [1, 200, 20, None]
-    known = Meter("d", registry)
+    known = Meter("e", registry)
     known.add(rows(2, 100.))  # all below the crossover, and read; then one more, of which the worker cannot know
     known.add([x | dict(values_read=float("nan")) for x in rows(3, 100.)])
-    assert counted(registry, "d") == [3, 600, 600, 200]
+    assert counted(registry, "e") == [3, 600, 600, 200]
     Meter("b", registry).add(rows(1, 20.))
     assert counted(registry, "b") == [1, 200, 40, 20] and counted(registry, "a")[0] == 10
 
