@@ -69,6 +69,9 @@ VERSIONS = [Wrong(*x) for x in [
      "release, release == RELEASES[device]", "release, True"),
     ("vllm-wraps-twice", "vllm/serving.py", "vllm/test_serving.py::test_the_entry_point_may_be_called_twice",
      "create_engine_config.by_sparse_nb = True", "create_engine_config.by_other = True"),
+    ("vllm-at-crossover", "vllm/step.py",
+     "vllm/test_cuda.py::test_a_query_with_as_many_keys_as_the_crossover_is_the_methods",
+     "self.crossover - 1, 0, out=few", "self.crossover, 0, out=few"),
     # predictors
     ("adamas-as-they-are", "methods/adamas.py",
      "methods/test_baselines.py::test_a_vector_added_to_all_keys_changes_no_choice",

@@ -16,6 +16,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadataBuilder)
 
+from ..methods.exact import Exact
 from .kept import Kept
 from .layer import Layer, asked
 from .paged import Sums, parts_of, rows_of, streams_at
@@ -136,14 +137,16 @@ class SparseImpl(Layer, CPUAttentionBackendImpl):
             output[token] = out.view_as(output[token])
 
     def decoded(self, layer, query, kv_cache, table, n):
-        "The method's output [1, H, 1, D] for a query that sees n keys, in the blocks of a table."
+        "The output [1, H, 1, D] for a query that sees n keys in the blocks of a table; exact below the crossover."
         k, v, k_place, v_place = self.halves(kv_cache, layer)
         blocks, given = table[:-(-n // k.shape[2])].long(), {}
+        method = Exact() if n < self.crossover else self.method
         keys, values = (rows_of(x, place, blocks)[:, :, :n] for x, place in ((k, k_place), (v, v_place)))
-        if (kept := self.held(kv_cache)) is not None: given["state"] = kept.index(kv_cache, blocks, keys)
-        if self.method.random: given["seed"] = streams_at(self.serving.seed, self.sums.layer, self.heads, n - 1)
-        out, stats = self.method.decode(query.view(1, self.num_heads, 1, -1), keys, values, scale=self.scale,
-                                        return_stats=True, **given)
+        if method is self.method and (kept := self.held(kv_cache)) is not None:
+            given["state"] = kept.index(kv_cache, blocks, keys)
+        if method.random: given["seed"] = streams_at(self.serving.seed, self.sums.layer, self.heads, n - 1)
+        out, stats = method.decode(query.view(1, self.num_heads, 1, -1), keys, values, scale=self.scale,
+                                   return_stats=True, **given)
         self.sums.add(stats)
         return out
 

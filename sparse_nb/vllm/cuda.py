@@ -27,12 +27,13 @@ def clustered(
     layers: dict, # name -> attention layer
     names,        # of those that are requested
 ) -> list:        # of names, and the method of the first
-    "Layers that decode with SAAP, those that agree in `same_clusters` together."
+    "Layers that decode with SAAP, those that agree in `same_clusters` and in their crossover together."
     found = {}
     for name in names:
         impl = layers[name].impl
         method = impl.chosen(layers[name]) if isinstance(impl, SparseImpl) else None
-        if type(method).__name__ == "Saap": found.setdefault(same_clusters(method), ([], method))[0].append(name)
+        if type(method).__name__ != "Saap": continue
+        found.setdefault((same_clusters(method), impl.crossover), ([], method))[0].append(name)
     return [*found.values()]
 
 def sizes_of(
@@ -54,23 +55,26 @@ class SparseBuilder(PromptBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.serving, self.seen = asked(vllm_config), Seen()
         if self.serving is None: return
-        room, heads, streams = vllm_config.scheduler_config.max_num_seqs, self.num_heads_q, None
+        heads, self.streams = self.num_heads_q, None
         if any(getattr(m, "random", False) for m in self.serving.methods.values()):
             first = get_tensor_model_parallel_rank() * heads
-            streams = layer_streams(self.serving.seed, len(self.serving.methods), first, heads)
-        self.bounds = Bounds(room, device, streams)
+            self.streams = layer_streams(self.serving.seed, len(self.serving.methods), first, heads)
         self.batch, self.rotaries = None, {} # slots of a step's requests on both sides; of layers, by name
         self.reset_layers()
 
     def reset_layers(self):
-        "Tell the layers where their queries are counted, and make space for lists."
+        "Tell the layers where their queries are counted, and make space for bounds and lists."
         self.layers = self.vllm_config.compilation_config.static_forward_context
+        crossovers, room = set(), self.vllm_config.scheduler_config.max_num_seqs
         for name in self.layer_names:
             impl = self.layers[name].impl
             impl.seen, impl.lists = self.seen, None
-            if impl.chosen(self.layers[name]) is not None: impl.learn(self.device, self.model_config.max_model_len)
+            if impl.chosen(self.layers[name]) is None: continue
+            impl.learn(self.device, self.model_config.max_model_len)
+            crossovers.add(impl.crossover)
+        self.bounds = {x: Bounds(room, self.device, self.streams, x) for x in crossovers}
         self.lists = [(names, Lists(method, len(names), sizes_of(self.vllm_config, self.kv_cache_spec), self.device,
-                                    get_tensor_model_parallel_rank()))
+                                    get_tensor_model_parallel_rank(), self.layers[names[0]].impl.crossover))
                       for names, method in clustered(self.layers, self.layer_names)]
         for names, lists in self.lists:
             for i, name in enumerate(names):
@@ -95,7 +99,7 @@ class SparseBuilder(PromptBuilder):
         if self.reads is not None: self.reads.add(prompts_of(common))
         if n < common.num_reqs: few = super().build(0, requests(common, n, common.num_reqs), True)
         if n:
-            self.bounds.fill(common.seq_lens[:n], rest[:n])
+            for bounds in self.bounds.values(): bounds.fill(common.seq_lens[:n], rest[:n])
             ends = common.seq_lens_cpu_upper_bound[:len(rest)][:n][~rest[:n]].tolist()
             self.seen.add(x for x in ends if x > 1)                 # a decoded query sees a prompt and itself
         own.step = Step(n, common.block_table_tensor[:n], self.bounds, self.model_config.max_model_len, few)
@@ -137,7 +141,7 @@ class Reads:
     def rows(self):
         "As `Seen.rows`."
         impl = self.impl
-        return impl.seen.rows(impl.method, impl.number, impl.first, impl.num_heads)
+        return impl.seen.rows(impl.method, impl.number, impl.first, impl.num_heads, impl.crossover)
 
 # %% ../../nbs/library/vllm_cuda.ipynb #e95dd53c
 class SparseImpl(Layer, PromptImpl):
@@ -192,7 +196,7 @@ class SparseImpl(Layer, PromptImpl):
             super().forward(layer, query[n:], key[n:], value[n:], kv_cache, of.rest, output[n:], *scales)
         if n:
             step(self.method, of, query, kv_cache, output, self.scale, self.number, self.lists,
-                 rows=self.rows(kv_cache), constants=self.constants)
+                 self.crossover, rows=self.rows(kv_cache), constants=self.constants)
         return output
 
 # %% ../../nbs/library/vllm_cuda.ipynb #8e841784

@@ -27,7 +27,7 @@ class Layer:
     "Comes before a class of vLLM's for the attention of a layer."
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.serving, self.method, self.number = asked(), None, None
+        self.serving, self.method, self.number, self.crossover = asked(), None, None, 0
         self.served = self.sliding_window in ALL_KEYS and self.attn_type == AttentionType.DECODER
         if not self.served: return
         lost = dict(ALiBi=self.alibi_slopes is not None, sinks=self.sinks is not None)
@@ -42,7 +42,7 @@ class Layer:
         if self.served and self.number is None:
             self.number, self.first = extract_layer_index(layer.layer_name), self.num_heads
             self.first *= get_tensor_model_parallel_rank()
-            self.method = self.serving.methods[self.number]
+            self.method, self.crossover = self.serving.methods[self.number], self.serving.crossover_of(self.number)
             self.ready()
         return self.method
 

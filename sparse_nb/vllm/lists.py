@@ -64,7 +64,7 @@ def same_clusters(
 
 # %% ../../nbs/library/vllm_lists.ipynb #5aa91e09
 class Lists:
-    "Clusters of the requests' keys, for layers that agree in `same_clusters`."
+    "Clusters of the requests' keys, for layers that agree in `same_clusters` and in their crossover."
     def __init__(
         self,
         method,             # a `Saap` with moments of the context, of any of the layers
@@ -72,9 +72,11 @@ class Lists:
         sizes: Sizes,
         device,
         part: int = 0,      # which part of the heads is here, where workers share them
+        crossover: int = 0, # a decoded query that sees fewer keys has no lists: all its keys are read
     ):
         from sparse_nb.kernels.saap_index import Index
         self.method, self.layers, self.sizes, self.part = method, layers, sizes, part
+        self.crossover = crossover
         (S, N, G, D, dtype), C, L = sizes, method.clusters, layers
         new = partial(torch.zeros, device=device)
         rows, numbers = partial(new, L, S, G, C, D, dtype=dtype), partial(new, dtype=torch.int32)
@@ -112,7 +114,8 @@ class Lists:
             if prompt:
                 if self.keys[slot] >= 0: self.forget(slot)
                 continue
-            if self.keys[slot] < 0 or 0 < self.keys[slot] <= n - EVERY: self.make(slot, n, blocks[i], caches, rotaries)
+            due = self.keys[slot] < 0 or 0 < self.keys[slot] <= n - EVERY
+            if due and n >= self.crossover: self.make(slot, n, blocks[i], caches, rotaries)
             if n > 1: self.seen.add([n], self.far[slot]) # a decoded query sees a prompt and itself
 
     def forget(self, slot):

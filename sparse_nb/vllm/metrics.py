@@ -57,7 +57,7 @@ class Meter:
         for row in rows: layers[row["layer"]].append(row)
         for layer, found in layers.items():
             total, old = _total(found), self.known.get(layer, {})
-            if any(total.get(name, 0) < x for name, x in old.items()): old = {}
+            if any(total.get(name, x) < x for name, x in old.items()): old = {}
             self.known[layer], came[layer] = total, {name: x - old.get(name, 0) for name, x in total.items()}
             for name, x in came[layer].items(): self.counters[name].labels(self.model, layer).inc(x)
         said = [_decoded({layer: x for layer, x in came.items() if x["decoded_tokens"]}), _prompts(came.values())]

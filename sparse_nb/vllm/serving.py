@@ -12,6 +12,7 @@ import functools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -19,7 +20,7 @@ from ..core.checks import check_integer
 from ..core.method import Method
 from ..core.settings import read_method
 from ..methods.exact import Exact
-from ..models.plan import by_layer
+from ..models.plan import by_layer, crossovers_of
 from .kept import KINDS, row_keys
 from .paged import mean_keys
 from .step import BY_KERNELS, LISTED
@@ -55,8 +56,13 @@ class Serving:
     page: int     # keys that the rows of the indexes in blocks are made of, or a multiple; 0: blocks hold no index
     given: tuple = () # the methods as they were given, before each layer got its own
     prefills: dict = field(default_factory=dict) # likewise the method that reads prompts
+    crossover: int | str | None = None # as in `sparsify`
 
-SETTINGS = "decode", "prefill", "dense_layers", "seed"
+    def crossover_of(self, layer):
+        "Below how many keys a layer decodes exactly; where that is 'auto' this process looks at its GPU."
+        return crossovers_of(SimpleNamespace(decode={layer: self.methods[layer]}), self.crossover).get(layer, 0)
+
+SETTINGS = "decode", "prefill", "dense_layers", "crossover", "seed"
 
 def _method(what, text):
     "The method that a setting names, checked; raises TypeError or ValueError."
@@ -83,7 +89,7 @@ def _numbers(given, layers):
 
 # %% ../../nbs/library/vllm.ipynb #5ecf72aa
 def read_serving(
-    given: dict, # decode, prefill, dense_layers and seed
+    given: dict, # those of `SETTINGS`
     layers: int, # of the model
     device: str = "cpu", # "cpu" or "cuda"
 ) -> Serving:
@@ -98,6 +104,7 @@ def read_serving(
         raise ValueError(f"sparse_nb must have the setting decode or prefill, got {', '.join(given) or 'none'}")
     dense, seed = _numbers(given.get("dense_layers", ()), layers), given.get("seed", 0)
     check_integer("seed", seed)
+    crossovers_of(SimpleNamespace(decode={}), crossover := given.get("crossover"))  # checks it
     chosen, methods = _by_layer("decode", given.get("decode"), layers)
     prefills, readers = _by_layer("prefill", given.get("prefill"), layers)
     own = lambda i, m: i in dense or isinstance(m, Exact) and device == "cpu"
@@ -110,7 +117,7 @@ def read_serving(
     _check_readers([m for m in prefills.values() if m is not None], device)
     rows = [mean_keys(m) if device != "cpu" and type(m).__name__ == "SketchWalk" else row_keys(state)
             for m in busy if isinstance(state := m.new_state(), KINDS)]
-    return Serving(chosen, seed, math.lcm(*rows) if rows else 0, methods + readers, prefills)
+    return Serving(chosen, seed, math.lcm(*rows) if rows else 0, methods + readers, prefills, crossover)
 
 # %% ../../nbs/library/vllm.ipynb #5d960c64
 READERS = "Delta", "SketchWalk" # classes of methods whose kernels read prompts on a GPU

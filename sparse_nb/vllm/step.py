@@ -13,6 +13,7 @@ import torch
 
 from ..core.selection import budget_slots
 from ..core.streams import fold_in
+from ..methods.exact import Exact
 from ..methods.vattention.step import kernel_settings
 from .paged import guess_of
 
@@ -96,8 +97,10 @@ class Bounds:
         room: int,                       # queries of a step at most
         device,
         streams: torch.Tensor | None = None, # of layers and heads [L, H], int64; None: nobody draws
+        crossover: int = 0,              # a decoded query that sees fewer keys is answered with all of them
     ):
         new = partial(torch.zeros, device=device)
+        self.crossover = min(crossover, 2**31 - 1)
         self.ends, self.few, self.whole = new(3, room, dtype=torch.int32)
         self.begin = new(room, dtype=torch.int64)
         self.base = self.drawn = None
@@ -110,16 +113,17 @@ class Bounds:
         rest: torch.Tensor, # which of the first of them still read a prompt [m], m <= n, bool, on the CPU
     ):
         "Write a step down."
-        n = len(ends)
-        torch.clamp(ends, min=1, out=self.ends[:n])
-        self.few[:n].copy_(self.ends[:n])
-        self.whole[:n].zero_()
+        seen, few, whole = (x[:len(ends)] for x in (self.ends, self.few, self.whole))
+        torch.clamp(ends, min=1, out=seen)
+        torch.threshold(seen, self.crossover - 1, 0, out=few)  # 0 below the crossover
+        torch.sub(seen, few, out=whole)
+        few.clamp_(min=1)
         if bool(rest.any()):
             at = rest.nonzero()[:, 0].to(ends.device)
-            self.few[at], self.whole[at] = 1, self.ends[at]
+            few[at], whole[at] = 1, seen[at]
         if self.base is None: return
         from sparse_nb.kernels.engine import write_streams
-        write_streams(self.base, self.ends[:n], self.drawn)
+        write_streams(self.base, seen, self.drawn)
 
 def layer_streams(
     seed: int,   # of the user
@@ -136,7 +140,7 @@ class Step:
     "The decoded queries of a step."
     count: int           # how many there are
     blocks: torch.Tensor # numbers of the blocks of each [count, blocks], int32
-    bounds: Bounds       # what they see
+    bounds: dict         # crossover of a layer -> `Bounds`: what they see
     keys: int            # that one sees at most
     rest: object = None  # what the engine's own attention knows of the other queries; None: there are none
 
@@ -149,13 +153,14 @@ def step(
     scale: float,                      # factor on the dot products
     layer: int = 0,                    # number of the layer, for its streams
     lists: tuple | None = None,        # for SAAP: as `Lists.of` says
+    crossover: int = 0,                # of the layer
     **index,                           # rows and constants, as in `attend`
 ):
     "Decode the first queries of a step."
     from sparse_nb.kernels.common import PageTable
     from sparse_nb.kernels.engine import put
     from sparse_nb.kernels.exact import attend_all
-    n, bounds, (k, v) = of.count, of.bounds, cache.chunk(2, 3)
+    n, bounds, (k, v) = of.count, of.bounds[crossover], cache.chunk(2, 3)
     q, table = query[:n, :, None], lambda ends: PageTable(of.blocks, ends[:n], of.keys)
     if type(method).__name__ in ("Exact", "Saap"):  # without lists the latter reads all keys
         lists = lists and (lists[0], lists[1][:n])
@@ -206,10 +211,12 @@ class Seen:
         layer: int, # its number
         first: int, # number of its first head here
         heads: int, # how many heads are here
+        crossover: int = 0, # of the layer
     ) -> list:      # of dicts
         "The means over these queries, a row for each head, as `Sums.rows`."
         total = sum(self.counts.values())
         if not total: return []
-        found = [(count, reads(method, *seen)) for seen, count in self.counts.items()]
+        found = [(count, reads(Exact() if n < crossover else method, n, far))
+                 for (n, far), count in self.counts.items()]
         means = {name: float(sum(count * x[name] for count, x in found)) / total for name in found[0][1]}
         return [dict(layer=layer, head=first + i, queries=total, **means) for i in range(heads)]

@@ -22,18 +22,19 @@ from sparse_nb.core.streams import fold_in
 from sparse_nb.kernels import engine, saap_index, sketch_walk
 from sparse_nb.methods.quest import Quest, page_box
 from sparse_nb.methods.sketch_walk.index import signed_hadamard
+from sparse_nb.models import plan
 from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.vllm import lists
 from sparse_nb.vllm.paged import box_view, mean_keys, mean_view, streams_at, with_capacity
-from sparse_nb.vllm.serving import RELEASES, SIZES
-from sparse_nb.vllm.step import reads
+from sparse_nb.vllm.serving import RELEASES, SIZES, read_serving
+from sparse_nb.vllm.step import Bounds, reads
 
 BF16, H, G, D, LAYERS = torch.bfloat16, 4, 2, 16, 2
 
 
-def config(decode, block, prefill=None, **other):
-    "A configuration of vLLM's for a model of two layers, the first of which keeps vLLM's own attention."
+def config(decode, block, prefill=None, crossover=None, **other):
+    "A configuration of vLLM's for a model whose first layer keeps vLLM's own attention."
     model = dict(runner_type="generate", use_mla=False, is_encoder_decoder=False, is_hybrid=False, rswa_window=None,
                  is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, get_total_num_hidden_layers=lambda: LAYERS)
     parallel = dict.fromkeys(SIZES, 1) | dict(worker_cls="auto")
@@ -41,7 +42,8 @@ def config(decode, block, prefill=None, **other):
                  device=dict(device_type="cuda"), attention=dict(backend=None),
                  scheduler=dict(max_num_seqs=6, enable_chunked_prefill=False, long_prefill_token_threshold=0),
                  compilation=dict(static_forward_context={}))
-    methods = {x: y for x, y in dict(decode=decode, prefill=prefill).items() if y is not None}
+    given = dict(decode=decode, prefill=prefill, crossover=crossover)
+    methods = {x: y for x, y in given.items() if y is not None}
     given = dict(sparse_nb=dict(methods, dense_layers=[0], seed=5)) if methods else {}
     return SimpleNamespace(**{f"{x}_config": SimpleNamespace(**y) for x, y in parts.items()}, additional_config=given,
                            speculative_config=None, kv_transfer_config=None, use_v2_model_runner=True, heads=H, **other)
@@ -49,9 +51,9 @@ def config(decode, block, prefill=None, **other):
 
 @pytest.fixture
 def served(monkeypatch):
-    "`served(decode, block, prefill)`: the module, and a configuration with two layers in its context."
-    def make(decode, block=16, prefill=None, **layer):
-        own = config(decode, block, prefill)
+    "`served(decode, block, prefill, crossover)`: the module, and a configuration with layers in its context."
+    def make(decode, block=16, prefill=None, crossover=None, **layer):
+        own = config(decode, block, prefill, crossover)
         fake_vllm.put_in_place(monkeypatch, own, RELEASES["cuda"])
         cuda = importlib.import_module("sparse_nb.vllm.cuda")
         kind = cuda.SparseBackend.get_impl_cls()
@@ -77,7 +79,7 @@ class Requests:
         of = lambda heads: [[torch.randn(n, heads, D, generator=generator).to(BF16) for n in total]
                             for _ in range(LAYERS)]
         self.q, self.k, self.v, self.done = of(H), of(G), of(G), [0] * len(prompts)
-        self.whole = ()  # requests whose prompt comes in one step
+        self.whole, self.crossover = (), {}  # requests whose prompt comes in one step; of layers
         self.shared = 32 // block
         for x in (self.k, self.v):
             for layer in x: layer[-1][:32] = layer[-2][:32]
@@ -114,16 +116,18 @@ class Requests:
             prompt = (y[:self.prompts[i]].transpose(0, 1)[None].float() for y in x)
             return reads.prefill(*prompt)[0, :, place]
         q, (k, v) = x[0][place][None, :, None].float(), [y[:place + 1].transpose(0, 1)[None].float() for y in x[1:]]
-        if layer == 0 or method is None or place < self.prompts[i]: return attention(q, k, v)[0, :, 0]
-        given, prompt = {}, self.prompts[i]
+        method, least = plan.at_layer(method, layer), self.crossover.get(layer, 0)
+        if layer == 0 or method is None or place < self.prompts[i] or place + 1 < least:
+            return attention(q, k, v)[0, :, 0]
+        given, first = {}, max(self.prompts[i] + 1, least)
         if method.random: given["seed"] = streams_at(5, layer, torch.arange(H), place)
         if type(method).__name__ == "VAttention": given["backend"] = "triton"  # its order, and a larger base sample
-        if isinstance(method, Saap):  # clusters of the prompt, and lists that were made some tokens ago
+        if isinstance(method, Saap):  # clusters of what was there first, and lists made some tokens ago
             given["state"] = state = method.new_state()
-            state.append(k[:, :, :prompt + 1], v[:, :, :prompt + 1], k_pre_rope=None, shown=None)
-            method.decode(q, k[:, :, :prompt + 1], v[:, :, :prompt + 1], **given)
-            if place > prompt: state.append(k[:, :, prompt + 1:], v[:, :, prompt + 1:], k_pre_rope=None)
-            method = replace(method, window=method.window + (place - prompt) % lists.EVERY)
+            state.append(k[:, :, :first], v[:, :, :first], k_pre_rope=None, shown=None)
+            method.decode(q, k[:, :, :first], v[:, :, :first], **given)
+            if place >= first: state.append(k[:, :, first:], v[:, :, first:], k_pre_rope=None)
+            method = replace(method, window=method.window + (place + 1 - first) % lists.EVERY)
         return method.decode(q, k, v, **given)[0, :, 0]
 
 
@@ -202,6 +206,68 @@ def test_steps(served, monkeypatch, tmp_path, decode, layout, block):
     assert {(x["prompt_tokens"], x["dense_tokens"]) for x in rows} == {(0, 0)}
     assert cuda.SparseWorker(own, {}).compile_or_warm_up_model() == "times"
     assert cuda.SparseWorker(own, {}).sparse_nb_stats() == []  # what warming up has counted is forgotten
+
+
+# methods of layers, and below how many keys each decodes exactly; a request of PLAN reaches 39
+CROSSED = [({1: CASES[6][0], 2: CASES[6][0].replace("0.2", "0.3"), 3: "Santa(samples=16)", 4: CASES[1][0]},
+            {1: 39, 2: 52, 3: 18, 4: 39}),
+           ({1: "Quest(budget=0.3)", 2: "Quest(budget=0.3)"}, {1: 39, 2: 39}),
+           ({1: "SketchWalk(block=8, density=0.3)", 2: "TopK(budget=0.3)"}, {1: 39, 2: 52})]
+
+
+@kernel
+@pytest.mark.parametrize("lines, crossovers", fast(CROSSED, 0), ids=str)
+def test_queries_below_the_crossover_read_all_keys(served, monkeypatch, lines, crossovers):
+    "Each by itself, beside others in its step; layers that differ in it, clusters made on the way, statistics."
+    monkeypatch.setitem(globals(), "LAYERS", len(lines) + 1)
+    if "Walk" in lines[1]: monkeypatch.setitem(globals(), "D", 40)
+    methods, same = {i: read_method(x) for i, x in lines.items()}, len({*crossovers.values()}) == 1
+    monkeypatch.setattr(plan, "crossover_keys", lambda m: next(crossovers[i] for i, x in methods.items() if x == m))
+    cuda, own = served({str(i): x for i, x in lines.items()}, crossover=39 if same else "auto")
+    spec, caches = caches_of(cuda, own, "NHD", 16)
+    builder = cuda.SparseBuilder(spec, [*own.compilation_config.static_forward_context], own, torch.device(DEVICE))
+    assert {*builder.bounds} == {*crossovers.values()}
+    requests, decoded = Requests([37, 16, 50, 33], 4, 16), []
+    requests.crossover = crossovers
+    for lengths, fill in PLAN:
+        if 3 in lengths and not requests.done[3]: requests.done[3] = 32
+        places = run_step(own, builder, caches, requests, lengths, fill, methods)
+        decoded += [(i, place + 1) for i, place in places if place >= requests.prompts[i]]
+    assert {n - 39 for _, n in decoded} >= {-1, 0, 1}
+    rows = {(x["layer"], x["head"]): x for x in cuda.SparseWorker(own, {}).sparse_nb_stats()}
+    assert {*rows} == {(i, h) for i in lines for h in range(H)}
+    for (i, _), row in rows.items():
+        def scored(request, n):
+            if n < crossovers[i]: return n
+            made = max(requests.prompts[request] + 1, crossovers[i])
+            return reads(methods[i], n, max(made - 8, 2) - 2 if "Saap" in lines[i] else 0)["keys_scored"]
+        assert row["queries"] == len(decoded)
+        assert row["keys_scored"] == pytest.approx(sum(scored(*x) for x in decoded) / len(decoded))
+    slots = [[-1, 0, -1, 0, 39, 51], [-1, 0, -1, 0, -1, 52]] # keys when lists were made
+    assert [x.keys for _, x in builder.lists] == (slots if "Saap" in lines[1] else [])
+
+
+def test_another_crossover_in_a_running_engine(served):
+    "A layer that gets other settings is asked anew when its builder is reset."
+    cuda, own = served("Quest(budget=0.3)", crossover=20)
+    layers = own.compilation_config.static_forward_context
+    builder = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*layers], own, "cpu")
+    assert [*builder.bounds] == [20]
+    for crossover, want in ((30, 30), (None, 0), (10**12, 10**12)):
+        given = dict(decode="Quest(budget=0.3)", dense_layers=[0], crossover=crossover)
+        for x in layers.values(): x.impl.serving, x.impl.number = read_serving(given, LAYERS, "cuda"), None
+        builder.reset_layers()
+        assert [*builder.bounds] == [want]
+        builder.build(0, Requests([9, 9], 1, 16).step({0: 1, 1: 1}, 0)[1])
+
+
+def test_a_query_with_as_many_keys_as_the_crossover_is_the_methods():
+    for crossover, few in ((0, [1, 7, 8]), (1, [1, 7, 8]), (8, [1, 1, 8]), (9, [1, 1, 1]), (10**12, [1, 1, 1])):
+        bounds = Bounds(5, "cpu", crossover=crossover)
+        bounds.fill(torch.tensor([1, 7, 8, 9], dtype=torch.int32), torch.tensor([False] * 3 + [True]))
+        assert bounds.few.tolist() == [*few, 1, 0] and bounds.ends.tolist() == [1, 7, 8, 9, 0]
+        whole = [n if n < crossover else 0 for n in (1, 7, 8)]
+        assert bounds.whole.tolist() == [*whole, 9, 0]  # the last reads a prompt
 
 
 # the second step has a decoded query, a whole prompt, the rest of one whose beginning is shared, and a whole prompt

@@ -77,13 +77,14 @@ def written(model, prompt, new=NEW):
 def sparsified():
     "Tokens of `sparsify` after a prompt alone, by a method in a line, or of the model's own attention for None."
     model, known = pocket.load()[0], {}
-    def tokens(decode, prompts=PROMPTS, new=NEW, prefill=None):
-        key = str(decode), str(prompts), new, prefill
+    def tokens(decode, prompts=PROMPTS, new=NEW, prefill=None, crossover=None):
+        key = str(decode), str(prompts), new, prefill, crossover
         if key not in known:
             layers = isinstance(decode, dict) and {int(i): read_method(x) for i, x in decode.items()}
             method = layers or decode and read_method(decode)
             reads = prefill and read_method(prefill)
-            with sparsify(model, prefill=reads, decode=method, dense_layers=[] if layers else [0]):
+            with sparsify(model, prefill=reads, decode=method, dense_layers=[] if layers else [0],
+                          crossover=crossover):
                 known[key] = [written(model, x, new) for x in prompts]
         return known[key]
     return tokens
@@ -134,10 +135,16 @@ def test_ragged_prompts_in_one_batch(start, sparsified):
     "Each method that is served, in one engine: some on all prompts, the others on two."
     work = {x: (PROMPTS, NEW) for x in SOME} | {x: (PROMPTS[1:3], 6) for x in (*ALL, *MORE)}
     rounds = [dict(prompts=prompts, new=new, settings=settings(x)) for x, (prompts, new) in work.items()]
+    least = sorted(map(len, PROMPTS))[1] + 4  # one request lies below this crossover, and one reaches it
+    rounds.append(dict(prompts=PROMPTS, new=NEW, settings=settings(SOME[0]) | dict(crossover=least)))
     answer = start(engine=ENGINE | own(WIDE), rounds=rounds)
     wanted = {x: sparsified(None if x in ALL else x, *given) for x, given in work.items()}
-    found = answer()
+    late, found = sparsified(SOME[0], crossover=least), answer()
     assert found["attention"] == ["SparseImpl"]
+    crossed = found["rounds"].pop()
+    assert crossed["tokens"] == late and late != wanted[SOME[0]]
+    whole = sum(len(x) + i < least for x in PROMPTS for i in range(1, NEW)) / (len(PROMPTS) * (NEW - 1))
+    assert all(0.1 <= (x - whole) / (1 - whole) < 0.103 for x in crossed["stats"]["density"])
     rounds = dict(zip(work, found["rounds"]))
     assert {x: rounds[x]["tokens"] for x in work} == wanted
     assert sum(a != b for a, b in zip(wanted[SOME[0]], sparsified(None))) > 1  # a method that does something
@@ -249,7 +256,7 @@ def test_what_was_not_tried_is_refused_before_a_model_is_loaded(start, tmp_path)
             dict(additional_config=dict(sparse_nb=dict(decode="topk", dense_layers=[6]))),
         "decode must be a method that keeps nothing of a request, got H2O, which drops keys, and requests share them":
             own("h2o"),
-        "sparse_nb has no setting 'prompts', it has decode, prefill, dense_layers, seed":
+        "sparse_nb has no setting 'prompts', it has decode, prefill, dense_layers, crossover, seed":
             dict(additional_config=dict(sparse_nb=dict(decode="topk", prompts="delta"))),
         "enable_chunked_prefill must be False with prefill, whose method reads whole prompts, got True":
             own("topk", "delta"),

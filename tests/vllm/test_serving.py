@@ -88,6 +88,20 @@ def test_prompts_in_parts_are_refused(change, said):
     assert check_engine(config(asked, **{f"scheduler__{x}": y for x, y in WHOLE.items()}), RELEASES["cpu"]) is not None
 
 
+def test_below_the_crossover_layers_decode_exactly(monkeypatch):
+    asked = dict(decode={"0": "Quest(budget=0.1)", "1": "Santa(samples=64)", "2": "topk"}, dense_layers=[3])
+    for given, want in ((None, [0] * 4), (0, [0] * 4), (512, [512] * 3 + [0])):
+        found = read_serving(json.loads(json.dumps(dict(asked, crossover=given))), LAYERS)
+        assert [found.crossover_of(i) for i in range(LAYERS)] == want
+    assert read_serving(asked, LAYERS).crossover_of(0) == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("what reads settings must not look at a GPU"))
+    found = read_serving(dict(asked, crossover="auto"), LAYERS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpu, want in {"NVIDIA H200": [524288, 4096, 0, 0], "another": [0] * 4}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+        assert [found.crossover_of(i) for i in range(LAYERS)] == want
+
+
 def test_layers_may_keep_rows_of_other_numbers_of_keys():
     asked = {"0": "Quest(page=24)", "1": "SketchWalk(block=16)", "2": "santa(keys='int8')"}
     assert read_serving(dict(decode=asked), LAYERS).page == 48
@@ -101,7 +115,7 @@ def test_layers_may_keep_rows_of_other_numbers_of_keys():
     ([], TypeError, "sparse_nb must be an object of settings, got []"),
     ({}, ValueError, "sparse_nb must have the setting decode or prefill, got none"),
     (dict(decode="topk", layers=2), ValueError,
-     "sparse_nb has no setting 'layers', it has decode, prefill, dense_layers, seed"),
+     "sparse_nb has no setting 'layers', it has decode, prefill, dense_layers, crossover, seed"),
     (dict(prefill=3), TypeError, "prefill must be a method in a line, got 3"),
     (dict(prefill="quest"), ValueError, "prefill must be a method that can prefill, got Quest, which cannot"),
     (dict(prefill={"4": "delta"}), ValueError, "prefill must be for layers 0 to 3, got 4"),
@@ -121,6 +135,11 @@ def test_layers_may_keep_rows_of_other_numbers_of_keys():
     (dict(decode="topk", dense_layers=[4]), ValueError, "dense_layers must be among layers 0 to 3, got 4"),
     (dict(decode="topk", seed=-1), ValueError, "seed must lie in [0, 2**63), got -1"),
     (dict(decode="topk", seed=None), TypeError, "seed must be an int or an integer tensor, got NoneType"),
+    (dict(decode="topk", crossover=-1), ValueError, "crossover must be at least 0, got -1"),
+    (dict(decode="topk", crossover=0.5), TypeError, "crossover must be an int, got float"),
+    (dict(decode="topk", crossover=[8]), TypeError, "crossover must be an int, got list"),
+    (dict(decode="topk", crossover=True), TypeError, "crossover must be an int, got bool"),
+    (dict(decode="topk", crossover="soon"), ValueError, "crossover must be a count of keys or 'auto', got 'soon'"),
     (dict(decode="VAttention(predictor=Saap())"), ValueError, "got VAttention with Saap, which keeps clusters"),
 ])
 def test_wrong_settings_are_named(given, error, said):
@@ -428,6 +447,10 @@ def test_counters_grow_by_what_came():
     said = Meter("d", registry).add([x | unknown for x in rows(1, 10.)])
     assert said.endswith("of which the workers cannot know what they read") and "nan" not in said
     assert counted(registry, "c") == [1, 200, 20, None]
+    known = Meter("e", registry)
+    known.add(rows(2, 100.))  # all below the crossover, and read; then one more, of which the worker cannot know
+    known.add([x | dict(values_read=float("nan")) for x in rows(3, 100.)])
+    assert counted(registry, "e") == [3, 600, 600, 200]
     Meter("b", registry).add(rows(1, 20.))
     assert counted(registry, "b") == [1, 200, 40, 20] and counted(registry, "a")[0] == 10
 
