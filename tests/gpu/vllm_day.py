@@ -44,12 +44,13 @@ def attempt(name, run, *given):
         say(what=name, error=f"{type(error).__name__}: {error}"[:600], tail=traceback.format_exc()[-2500:])
 
 
-def switch(worker, line, dense, page, layers, prefill=None):
+def switch(worker, line, dense, page, layers, prefill=None, crossover=None):
     "Another method in the running engine, with new graphs, and one for prompts; None: vLLM's own attention."
     import torch
     from sparse_nb.vllm.serving import read_serving
     settings = {name: x for name, x in dict(decode=line, prefill=prefill).items() if x}
     settings = settings | dict(dense_layers=dense) if settings else dict(decode="Exact", dense_layers=[*range(layers)])
+    if crossover: settings["crossover"] = crossover
     serving = dataclasses.replace(read_serving(settings, layers, "cuda"), page=page)
     context = worker.vllm_config.compilation_config.static_forward_context
     for layer in context.values():
@@ -303,14 +304,17 @@ def speed_part():
         generate(llm, prompts, 1)
         say(what="prompt", case=name, seconds=round(time.time() - began, 2))
     for name, prompts in cases.items(): attempt(f"prompts, {name}", first, prompts, name)
-    def one(line):
-        made, name = llm.collective_rpc(switch, args=(line, [0], 16, ARGS.layers))[0], line or "vLLM's own"
-        for case, prompts in cases.items():
+    def one(line, wanted=cases, crossover=None):
+        made = llm.collective_rpc(switch, args=(line, [0], 16, ARGS.layers, None, crossover))[0]
+        name = f"{line}, crossover {crossover}" if crossover else line or "vLLM's own"
+        for case, prompts in wanted.items():
             say(what="speed", method=name, case=case, **ms(llm.llm_engine, prompts), **made)
-        if ARGS.gpus == 1 and line in (None, *SPED[:2], SPED[5]):
+        if ARGS.gpus == 1 and not crossover and line in (None, *SPED[:2], SPED[5]):
             say(what="profile", method=name, kernels=kernels_of(llm.llm_engine, cases[f"{KEYS} x 1"]))
-    for line in (None, *SPED):
-        attempt(line, one, line)
+    short = {name: prompts for name, prompts in cases.items() if name.startswith(f"{FEW} ")}
+    for line in (None, *SPED[:6]): attempt(line, one, line)
+    for line in SPED[:2] if short else (): attempt(f"{line}, crossover", one, line, short, 2 * FEW)
+    for line in SPED[6:]: attempt(line, one, line)
     if ARGS.gpus > 1: return  # workers have memory of their own
     say(what="memory", peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1),
         reserved_gb=round(torch.cuda.memory_reserved() / 1e9, 1))
