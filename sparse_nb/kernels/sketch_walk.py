@@ -359,14 +359,14 @@ def _score_kernel(k_ptr, row_ptr, fact_ptr, radius_ptr, sign_ptr, begin_ptr, sta
         start = begin.to(tl.int64) + own * BLOCK
         code, facts, widest = entry_of(p_k, table_ptr, bg // G, t_b, sign_ptr, start, end, k_b, k_n, k_d, MEAN, RADIUS,
                                        FINE, C, D, W, STEPS, PAGE)
-        if ITEMS == 0:
-            place, whole = (bg * room + own) * C + tl.arange(0, C), start + BLOCK <= end
-            put_entry(row_ptr, fact_ptr, radius_ptr, code, facts, widest, place, whole, MEAN, RADIUS, C, D, W)
         if PDL: gdc_wait()
         b_q = tl.load(p_ask + o_r[:, None] * W + tl.arange(0, W)[None, :])
         reach = tl.load(p_ask + LP * (W + 4) + o_r)
         b_z = _own_score(code, facts, widest, b_q, factor, reach * (tl.abs(scale) * REACH), MEAN, RADIUS, C, LP, W)
         tl.store(score_ptr + (bg * LR + o_r) * X + own, b_z, mask=o_r < LR)
+        if ITEMS == 0:
+            place, whole = (bg * room + own) * C + tl.arange(0, C), start + BLOCK <= end
+            put_entry(row_ptr, fact_ptr, radius_ptr, code, facts, widest, place, whole, MEAN, RADIUS, C, D, W)
         m, l = tl.where(b_z == b_z, tl.maximum(b_z, -1e38), -1e38), tl.full([LP], 1, tl.float32)
     else:
         o_i = tl.arange(0, 4 * LP)
