@@ -576,6 +576,7 @@ class Tiles(NamedTuple):
     merge: tuple = (64, 2)            # numbers of a program, warps
     twice: tuple = (8192, 2)          # blocks beyond which a list's end is found first; warps for it up to 4,096 blocks
     pages: tuple = (64, 2, 3, 16)     # in place of `score` for an index of sub-blocks in pages
+    apart: tuple = (32, 4, 6, 4, None) # in place of `read` for a cache in pages
 
 class Settings(NamedTuple):
     "What the kernels know of a `SketchWalk`."
@@ -650,6 +651,7 @@ def launch(
     kv_start, kv_end = contiguous(kv_start, kv_end if table is None else table.lengths)
     (B, H, _, D), G, LR, (N, pages) = q.shape, k.shape[1], q.shape[1] // k.shape[1], cache_of(k, table)
     pages, own = dict(zip(("table_ptr", "t_b", "PAGE"), pages)), {}
+    if table is not None: tiles = tiles._replace(read=tiles.apart)
     if index.rows.ndim == 4:
         own = dict(x_p=index.rows.stride(0), f_p=index.facts.stride(0), ITEMS=index.rows.shape[2])
         if s.index in FINE: tiles = tiles._replace(score=tiles.pages)
@@ -685,7 +687,7 @@ def launch(
     BN = read_tile(tiles, BD, q.element_size(), each)
     _read_kernel[P, B * G](
         q, k, v, blocks, readers, count, *place, m, l, o, scale, *of_q, *k.stride(), *v.stride(), N, G, X, share,
-        BLOCK=s.block, D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2] + (table is not None), **pages,
+        BLOCK=s.block, D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2], **pages,
         **launch_limits(tiles.read[1], tiles.read[4]), **same, **more)
     BW = min(BD, tiles.merge[0])
     merge_kernel[B * H, triton.cdiv(D, BW)](

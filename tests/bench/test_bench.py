@@ -405,19 +405,23 @@ def test_every_result_belongs_to_a_record():
 def test_a_day_inside_vllm_is_joined_to_its_record(tmp_path):
     day = ROOT / "tests" / "gpu" / "vllm_day.py"
     def joined(*parts):
-        for part, date, ms in parts:
-            facts = [dict(what="start", machine=dict(gpu="a GPU", date=date)), dict(what="speed", method="own", ms=ms),
-                     dict(what="late", skipped="3 s left"), dict(what="end")]
+        for part, date, found in parts:
+            facts = [dict(what="start", machine=dict(gpu="a GPU", date=date)), *found, dict(what="late", skipped="3 s"),
+                     dict(what="wrong", error="ValueError"), dict(what="end")]
             lines = [json.dumps(dict(part=part, **x, at_s=1.0)) for x in facts]
             (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
         files = [tmp_path / f"{part}.jsonl" for part, *_ in parts]
-        subprocess.run([sys.executable, day, "record", tmp_path / "found.json", *files], check=True)
+        made = subprocess.run([sys.executable, day, "record", tmp_path / "found.json", *files], capture_output=True,
+                              text=True)
+        assert made.returncode == 0 and made.stderr.count("left out: ") == len(parts), made.stderr
         return read_record(tmp_path / "found.json")
-    row = lambda part, ms: dict(part=part, what="speed", method="own", ms=ms)
-    assert joined(("speed", "Monday", 1), ("two", "Monday", 2))["rows"] == [row("speed", 1), row("two", 2)]
-    again = joined(("speed", "Tuesday", 3))  # the other part keeps its rows
-    assert again["rows"] == [row("two", 2), row("speed", 3)]
-    assert again["meta"]["dates"] == dict(speed="Tuesday", two="Monday")
+    row = lambda method, x: dict(what="tokens", method=method, equal=x)
+    of = lambda part, *rows: [dict(part=part, **x) for x in rows]
+    first = joined(("speed", "Monday", [row("a", 1), row("b", 1)]), ("pocket", "Monday", [row("a", 2), row("b", 2)]))
+    assert first["rows"] == of("speed", row("a", 1), row("b", 1)) + of("pocket", row("a", 2), row("b", 2))
+    again = joined(("speed", "Tuesday", [row("a", 3)]), ("pocket", "Tuesday", [row("b", 4)]))
+    assert again["rows"] == of("pocket", row("a", 2)) + of("speed", row("a", 3)) + of("pocket", row("b", 4))
+    assert joined(("whole", "Friday", []))["meta"]["dates"] == dict(speed="Tuesday", pocket="Tuesday", whole="Friday")
 
 
 def test_records_that_cannot_be_made(tmp_path, monkeypatch):

@@ -242,9 +242,7 @@ SHAPE = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size
 KEYS, SMALL, FEW = 131072, 32768, 8192
 CASES = {1: {KEYS: (1,), SMALL: (8,), FEW: (1, 8)}, 2: {KEYS: (1,), SMALL: (8, 32)}}  # by GPUs: keys -> sequences
 SPED = "Saap(budget=0.1)", "SketchWalk(density=0.1)", "Saap(budget=0.05)", "Exact", "Santa(samples=128)", \
-    "Streaming(sinks=4, window=0.1)", "OneList(guess=Quest(budget=0.1))", "HashAttention(budget=0.1, maps='random')", \
-    "VAttention(0.15, 0.1, sinks=128, window=128, topk=0.05, base=0.025, plugin='plain', " \
-    "predictor=HashAttention(0.05, maps='random'))", "Quest(budget=0.1)", "TopK(budget=0.1)"
+    "Streaming(sinks=4, window=0.1)", "OneList(guess=Quest(budget=0.1))", "Quest(budget=0.1)", "TopK(budget=0.1)"
 
 
 def steps_of(engine, prompts, new):
@@ -367,17 +365,27 @@ def prompt_part():
 
 # the record
 
+TIMED = "speed", "two_speed", "prompt"  # parts whose rows are compared, so that they are of one run
+
+
+def same(row):
+    "What tells rows of a part apart."
+    return tuple(str(row.get(x)) for x in ("part", "what", "method", "prefill", "more"))
+
+
 def join(out, files):
-    "Write what parts have found as a record; a part that is not among them keeps the rows that the record has."
+    "Write what parts have found as a record; what was not found anew keeps its rows, of timed parts all or none."
     from benchmarks.recorder import read_record, write_record
     facts = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
     parts = {x["part"]: x["machine"] for x in facts if x["what"] == "start"}
-    old = read_record(out) if out.exists() else dict(meta={}, rows=[])
-    rows = [x for x in old["rows"] if x["part"] not in parts]
-    rows += [x for x in facts if x["what"] not in ("start", "end") and "skipped" not in x]
+    new = [x for x in facts if x["what"] not in ("start", "end") and not {"skipped", "error"} & x.keys()]
+    for x in facts:
+        if "error" in x: print(f"left out: {x['part']}, {x['what']}: {x['error']}", file=sys.stderr)
+    old, found = read_record(out) if out.exists() else dict(meta={}, rows=[]), {same(x) for x in new}
+    rows = [x for x in old["rows"] if not (x["part"] in parts and x["part"] in TIMED or same(x) in found)] + new
     dates = old["meta"].get("dates", {}) | {part: x["date"] for part, x in parts.items()}
     meta = parts[facts[-1]["part"]] | dict(dates=dates, command="python tests/gpu/vllm_day.py PART FILE")
-    write_record(out, meta, [{name: x for name, x in row.items() if name not in ("at_s", "tail")} for row in rows])
+    write_record(out, meta, [{name: x for name, x in row.items() if name != "at_s"} for row in rows])
 
 
 def began():
