@@ -15,11 +15,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from benchmarks import served
+
 README, FIGURE = ROOT / "README.md", ROOT / "nbs" / "images" / "front.png"
 MISSING = "–"
 FOUND = json.loads((ROOT / "benchmarks" / "results" / "table.json").read_text(encoding="utf-8"))
 TABLE, MODELS = {row["name"]: row for row in FOUND["rows"]}, FOUND["meta"]["models"]
-VLLM = ROOT / "benchmarks" / "results" / "nvidia_h200_vllm.json"
 LENGTHS = {"32k": 32768, "131k": 131072, "524k": 524288}
 DRAWN = "santa", "vattention", "saap", "sketch_walk"  # one configuration of each of the papers' decoding methods
 OURS = [name for name, row in TABLE.items() if row["group"] == "papers" and row["model_131k"]]
@@ -52,11 +53,9 @@ def of(name, column, what="value", form=str):
 def ms(x): return f"{x:.1f} ms"
 
 
-def served():
+def inside_vllm():
     "Lines of table A inside vLLM: its own attention, and SAAP over it in the same run."
-    rows = json.loads(VLLM.read_text(encoding="utf-8"))["rows"]
-    at = {(row["method"], row["case"]): row["ms_a_step"] for row in rows if (row["what"], row["run"]) == ("speed", 3)}
-    cases, own, saap = ("131072 x 1", "32768 x 8"), "vLLM's own", "Saap(budget=0.1)"
+    at, cases, own, saap = served.steps(), ("131072 x 1", "32768 x 8"), served.OWN, "Saap(budget=0.1)"
     return [[label, MISSING, long, MISSING, eight] for label, (long, eight) in (
         ("exact attention, vLLM's", [ms(at[own, case]) for case in cases]),
         (f"{TABLE['saap_10']['label']}, in vLLM", [times(at[own, case] / at[saap, case]) for case in cases]))]
@@ -67,7 +66,7 @@ def speed():
     lines = [[label, *(of(name, f"model_{x}", "ms", ms) for x in PLACES)] for name, label in (
         ("stock", TABLE["stock"]["label"]), ("exact", "exact attention, ours"))]
     lines += [[TABLE[name]["label"], *(of(name, f"model_{x}", form=times) for x in PLACES)] for name in OURS]
-    lines += served()
+    lines += inside_vllm()
     return table(["8B-shaped model", *PLACES.values()], *lines)
 
 
