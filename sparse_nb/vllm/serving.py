@@ -146,8 +146,8 @@ def _check_kernels(methods):
         else: fits = known and (name in LISTED or m.new_state() is None)
         if fits: continue
         why = ", whose index they do not read" if known else ""
-        if name == "VAttention": why = " with other than guarantee='denominator', bound='clt', predictor=HashAttention()"
-        if name == "Santa": why = " with other than a number of samples and keys='exact'"
+        if name == "VAttention": why = " but for guarantee='denominator', bound='clt', predictor=HashAttention()"
+        if name == "Santa": why = " but for a number of samples and keys='exact'"
         if name == "SketchWalk": why = f", whose {m.unsupported_reason()}".replace(" for backend='triton'", "")
         raise ValueError(f"decode must be a method that has kernels here, {', '.join(BY_KERNELS)}, got {name}{why}")
 

@@ -194,8 +194,9 @@ def test_an_engine_that_was_not_tried_is_refused(change, said):
      "attention_backend must be auto, FLASH_ATTN or CUSTOM, got FLASHINFER"),
     (dict(parallel__worker_cls="my.Worker"), "worker_cls must be auto, got my.Worker"),
     (dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER must be 1, or unset for a model that it is for, got 0"),
-    (dict(decode="vattention"), f"{KERNELS} VAttention with other than guarantee='denominator'"),
-    (dict(decode="Santa(eps=0.1, delta=0.1)"), f"{KERNELS} Santa with other than a number of samples"),
+    (dict(decode="vattention"), f"{KERNELS} VAttention but for guarantee='denominator', bound='clt', "
+     "predictor=HashAttention()"),
+    (dict(decode="Santa(eps=0.1, delta=0.1)"), f"{KERNELS} Santa but for a number of samples and keys='exact'"),
     (dict(decode="Saap(router='centroid')"), f"{KERNELS} Saap, whose index they do not read"),
     (dict(decode="SketchWalk(index='oracle')"),
      f"{KERNELS} SketchWalk, whose index must be one of fine4, fine16, mean, got 'oracle'"),
