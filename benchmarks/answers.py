@@ -78,8 +78,9 @@ def methods_of(role: str) -> dict:
     return found | {
         "santa_int8": Santa(128, keys="int8"), "vattention_eps": sampled(eps=0.1), "vattention_adamas": own,
         "saap_5": Saap(0.05), "one_list": OneList(Quest(SHARE)), "hash_attention": signs(SHARE),
-        "magicpig": MagicPIG(8, 32), "topk": TopK(SHARE), "topp": TopP(0.9), "streaming": Streaming(128, SHARE),
-        "uniform": Uniform(SHARE), "then": Then(Quest(0.2), Santa(64)), "reformer": Reformer(32),
+        "magicpig": MagicPIG(8, 32), "magicpig_6": MagicPIG(), "topk": TopK(SHARE), "topp": TopP(0.9),
+        "streaming": Streaming(128, SHARE), "streaming_4": Streaming(4, SHARE), "uniform": Uniform(SHARE),
+        "then": Then(Quest(0.2), Santa(64)), "reformer": Reformer(32),
         "kdeformer": KDEformer(32)}
 
 

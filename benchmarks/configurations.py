@@ -45,17 +45,19 @@ DECODE = {
     "santa": Decode("SANTA, 128 draws", SANTA, (SANTA | dict(samples=64),), ("decode", dict(
         method="santa_systematic", mode="graph", H=32, B=1, samples=128))),
     "santa_int8": Decode("SANTA, 128 draws, int8 keys", SANTA | dict(keys="int8"), of="santa"),
-    "vattention": Decode("vAttention, 10 % of keys", _VATTENTION, (_VATTENTION | dict(eps=0.3) | _PLAIN, _DECODED), (
+    "vattention": Decode("vAttention, 10 %, random maps", _VATTENTION, (_VATTENTION | dict(eps=0.3) | _PLAIN,), (
         "vattention", dict(density=0.1, **_LAUNCHED)), {32768: dict(eps=0.3) | _PLAIN, 131072: dict(
             eps=0.15) | _PLAIN, 524288: dict(eps=0.1)}),
-    "vattention_eps": Decode("vAttention, eps 0.1", _VATTENTION | dict(eps=0.1, plugin="upper"), of="vattention"),
+    "vattention_adamas": Decode("vAttention over Adamas, eps 0.1", _DECODED, of="vattention"),
+    "vattention_eps": Decode("vAttention, eps 0.1, random maps", _VATTENTION | dict(eps=0.1, plugin="upper"),
+                             of="vattention"),
     "saap": Decode("SAAP, 5 % of keys", _SAAP | dict(budget=0.05),
                    (_SAAP | dict(budget=0.1),), ("saap_launches", dict(H=32, **_LAUNCHED))),
     "saap_10": Decode("SAAP, 10 % of keys", _SAAP | dict(budget=0.1), of="saap"),
     "sketch_walk": Decode("Sketch&Walk, 10 % of blocks", _WALK | dict(density=0.1, pool="mean"), (), (
         "sketch_walk_launches", dict(H=32, index="fine4", block=64, heads="group", asked=0.1, **_LAUNCHED))),
-    "streaming": Decode("window, 10 %", dict(method="Streaming", sinks=128, window=0.1),
-                        (dict(method="Streaming", sinks=4, window=0.1),)),
+    "streaming": Decode("window, 10 %", dict(method="Streaming", sinks=128, window=0.1)),
+    "streaming_4": Decode("window, 10 %, 4 sinks", dict(method="Streaming", sinks=4, window=0.1), of="streaming"),
     "quest": Decode("Quest, 10 %", _QUEST, (), _choice("Quest")),
     "adamas": Decode("Adamas, 10 %", dict(method="Adamas", budget=0.1), (), _choice("Adamas")),
     "double_sparsity": Decode("Double Sparsity, 10 %", dict(method="DoubleSparsity", budget=0.1, channels=16,
@@ -65,8 +67,8 @@ DECODE = {
     "hash_attention_learned": Decode("HashAttention, 10 %, learned maps", _HASH | dict(maps="pocket"),
                                      of="hash_attention"),
     "one_list": Decode("Quest, 10 %, one list a group", dict(method="OneList", guess=_QUEST)),
-    "magicpig": Decode("MagicPIG, 8 bits", dict(method="MagicPIG", bits=8, tables=32),
-                       (dict(method="MagicPIG", bits=6, tables=42),)),
+    "magicpig": Decode("MagicPIG, 8 bits", dict(method="MagicPIG", bits=8, tables=32)),
+    "magicpig_6": Decode("MagicPIG, 6 bits", dict(method="MagicPIG", bits=6, tables=42), of="magicpig"),
     "reformer": Decode("Reformer, 32 bins", dict(method="Reformer", bins=32)),
     "kdeformer": Decode("KDEformer, 32 bins", dict(method="KDEformer", bins=32)),
     "h2o": Decode("H2O, 10 %", dict(method="H2O", budget=0.1), (dict(method="H2O", budget=0.2),)),
