@@ -51,6 +51,7 @@ SHARE, LENGTH, PROMPTS, WATCHED = 0.1, 16384, 30, 1
 # "blocks": it reads prompts without kernels of its own, ten of each task; "context": it decodes the question, too, ten
 ROLES = {"decode": 10, "listen": 5, "prompt": 1, "blocks": 1, "context": 10}
 CONTEXT = "_context"       # ends the names of methods of the role "context"
+TOGETHER = 6               # methods of a cell that are evaluated, and written, at once: what is stopped loses no more
 READ = "prompt", "blocks"  # roles of methods that read prompts
 TASKS = tuple(task for task in RULER if task != "ruler_qa_2")  # HotpotQA is not to be had from a package index
 SMALL = {"pocket": (("kv", 2048), ("frequent_words", 2048), ("multikey", 4096), ("multivalue", 4096)),
@@ -329,9 +330,9 @@ def answers(recorder):
         "qwen"] * recorder.gpu + [*SMALL]
     every, about = cells(models, recorder.quick), dict(methods=methods_with(recorder.out))
     names, failed = (lambda cell: names_of(cell.role)), None
-    left = lacking(recorder, every, of_cell, names)
+    left = lacking(recorder, every, of_cell, names, TOGETHER)
     check_prompts(left)
-    recorder.say(f"{len(left)} of {len(every)} parts are left; each is written to {recorder.out} when it is done, and "
+    recorder.say(f"{len(left)} parts are left; each is written to {recorder.out} when it is done, and "
                  "the same command goes on where it was stopped")
     if left and recorder.model and not recorder.quick:
         recorder.say("one prompt of each kind is timed, to say how long all take")
@@ -340,7 +341,7 @@ def answers(recorder):
         loaded.cache_clear()
         gc.collect()
         torch.cuda.empty_cache()
-    try: filled_in(recorder, evaluate, every, of_cell, about, names)
+    try: filled_in(recorder, evaluate, every, of_cell, about, names, TOGETHER)
     except GivenUp as error: failed = error
     for model in dict.fromkeys(cell.model for cell in every): recorder.say(printed(recorder.rows, model))
     recorder.say("Times are not of this command: `sparse-nb bench --decode METHOD --model FOLDER` takes them")

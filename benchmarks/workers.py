@@ -76,16 +76,17 @@ def lacking(
     every: list,       # cells: named tuples that begin with four fields that tell them apart, and have a range of seeds
     of_cell: Callable, # a row -> its cell's first four fields, first seed and end of the seeds
     names: Callable | None = None, # a cell -> the methods that its rows are of; None: a cell with any row is done
+    together: int = 10**9,         # methods of a cell that are evaluated and written at once, the others after them
 ) -> list:
-    "The cells that the file lacks; one that lacks only some of its methods has their names in its field `names`."
+    "What the file lacks of the cells: where that is not all methods, they stand in the field `names`."
     if recorder.out.exists(): recorder.rows = read_record(recorder.out)["rows"]
     known, found = {}, []
     for row in recorder.rows: known.setdefault(of_cell(row), {*()}).add(row.get("method"))
     for cell in every:
-        there = known.get((*cell[:4], cell.seeds[0], cell.seeds[-1] + 1))
-        if there is None: found.append(cell)
-        elif left := [name for name in (names(cell) if names else ()) if name not in there]:
-            found.append(cell._replace(names=tuple(left)))
+        there, every_name = known.get((*cell[:4], cell.seeds[0], cell.seeds[-1] + 1)), names(cell) if names else ()
+        left = [name for name in every_name if name not in (there or ())]
+        if there is None and len(left) <= together: found.append(cell)
+        else: found += [cell._replace(names=tuple(left[i:i + together])) for i in range(0, len(left), together)]
     return found
 
 def filled_in(
@@ -94,10 +95,10 @@ def filled_in(
     every: list,    # as of `lacking`, as the next and the last
     of_cell: Callable,
     about: dict,    # for `meta`
-    names: Callable | None = None,
+    *pieces,        # names and together, likewise
 ):
     "Do what the recorder's file lacks of the cells, and write it after each, so that what was stopped goes on."
-    left = lacking(recorder, every, of_cell, names)
+    left = lacking(recorder, every, of_cell, *pieces)
     for cell, rows, seconds in evaluated(work, left, torch.cuda.device_count()):
         recorder.rows += [row | dict(seconds=round(seconds, 1)) for row in rows]
         recorder.write(**about)
