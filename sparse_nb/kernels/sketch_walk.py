@@ -576,7 +576,7 @@ class Tiles(NamedTuple):
     merge: tuple = (64, 2)            # numbers of a program, warps
     twice: tuple = (8192, 2)          # blocks beyond which a list's end is found first; warps for it up to 4,096 blocks
     pages: tuple = (64, 2, 3, 16)     # in place of `score` for an index of sub-blocks in pages
-    apart: tuple = (32, 4, 6, 4, None) # in place of `read` for a cache in pages
+    apart: int = 4                    # programs that read on a multiprocessor, for a cache in pages: as many as fit
 
 class Settings(NamedTuple):
     "What the kernels know of a `SketchWalk`."
@@ -651,7 +651,7 @@ def launch(
     kv_start, kv_end = contiguous(kv_start, kv_end if table is None else table.lengths)
     (B, H, _, D), G, LR, (N, pages) = q.shape, k.shape[1], q.shape[1] // k.shape[1], cache_of(k, table)
     pages, own = dict(zip(("table_ptr", "t_b", "PAGE"), pages)), {}
-    if table is not None: tiles = tiles._replace(read=tiles.apart)
+    programs_read = tiles.read[3] if table is None else tiles.apart
     if index.rows.ndim == 4:
         own = dict(x_p=index.rows.stride(0), f_p=index.facts.stride(0), ITEMS=index.rows.shape[2])
         if s.index in FINE: tiles = tiles._replace(score=tiles.pages)
@@ -663,7 +663,7 @@ def launch(
     S = max(2, min(triton.cdiv(X, BB) + 1, programs * sms // (B * G)))
     each = LR if s.heads == "each" else 0
     rows = min(X, (math.ceil(X * s.density) + 2) * max(each, 1)) * s.block
-    P = max(1, min(512, tiles.read[3] * sms // (B * G), triton.cdiv(rows, 16)))
+    P = max(1, min(512, programs_read * sms // (B * G), triton.cdiv(rows, 16)))
     integers, floats = (functools.partial(torch.empty, device=q.device, dtype=x) for x in (torch.int32, torch.float32))
     score, (part_m, part_l), blocks, count = floats(B, H, X), floats(2, B * H, S), integers(B, G, X), integers(B, G)
     readers = integers(B, G, X) if each else None
@@ -687,7 +687,7 @@ def launch(
     BN = read_tile(tiles, BD, q.element_size(), each)
     _read_kernel[P, B * G](
         q, k, v, blocks, readers, count, *place, m, l, o, scale, *of_q, *k.stride(), *v.stride(), N, G, X, share,
-        BLOCK=s.block, D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2], **pages,
+        BLOCK=s.block, D=D, BR=BR, BN=BN, BD=BD, STAGES=tiles.read[2] + (table is not None), **pages,
         **launch_limits(tiles.read[1], tiles.read[4]), **same, **more)
     BW = min(BD, tiles.merge[0])
     merge_kernel[B * H, triton.cdiv(D, BW)](

@@ -669,7 +669,7 @@ def _sizes(q, N, s, L, vectors=False, paged=False):
     def parts(n, rows, stages, programs):
         return max(1, min(256, programs * sms // (B * L), triton.cdiv(n, 2 * fit(rows))))
     def launch_of(rows, stages, programs, places):
-        far = 2 * (paged and B * L > 16)                                          # loads ahead of a look-up of pages
+        far = 2 * (paged and B * L > 16)                                          # timed with 8 and with 64 lists
         return dict(BN=fit(rows), STAGES=stages + far, BC=max(128, min(1024, triton.next_power_of_2(places))),
                     LR=LR, D=D, BR=max(16, triton.next_power_of_2(LR)), BD=BD, LEAST=s.least, PDL=PDL, num_warps=4)
     CP = max(4, parts(K + _most(s.base, N), *look) // 4 * 4)  # a quarter has the first quarter of the base sample

@@ -656,6 +656,12 @@ if not INTERPRETED:
             BN = read_tile(tiles, triton.next_power_of_2(D), 4 if kind == "fp32" else 2, each)
             found["read" + each] = usage("read", capability, kind, D, warps=warps, registers=registers, BN=BN,
                                          STAGES=stages, **more)
+        found["read in pages"] = usage(
+            "read", capability, kind, D, warps=warps, registers=registers, STAGES=stages + 1, PAGE=16, reader_ptr=None,
+            BN=read_tile(tiles, triton.next_power_of_2(D), 4 if kind == "fp32" else 2, ""))
+        if kind != "fp32":  # as many programs as are started at once have their registers, in pages one fewer
+            assert found["read"]["registers"] * 32 * warps * tiles.read[3] <= 2**16, found["read"]
+            assert found["read in pages"]["registers"] * 32 * warps * tiles.apart <= 2**16, found["read in pages"]
         found["merge"] = usage("merge", capability, kind, D, warps=tiles.merge[1], BP=64, BW=tiles.merge[0])
         for name, used in found.items():
             print(name, used)
