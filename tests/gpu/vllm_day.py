@@ -242,7 +242,10 @@ SHAPE = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size
 KEYS, SMALL, FEW = 131072, 32768, 8192
 CASES = {1: {KEYS: (1,), SMALL: (8,), FEW: (1, 8)}, 2: {KEYS: (1,), SMALL: (8, 32)}}  # by GPUs: keys -> sequences
 SPED = "Saap(budget=0.1)", "SketchWalk(density=0.1)", "Saap(budget=0.05)", "Exact", "Santa(samples=128)", \
-    "Streaming(sinks=4, window=0.1)", "OneList(guess=Quest(budget=0.1))", "Quest(budget=0.1)", "TopK(budget=0.1)"
+    "Streaming(sinks=4, window=0.1)", "OneList(guess=Quest(budget=0.1))", "Quest(budget=0.1)", "TopK(budget=0.1)", \
+    "HashAttention(budget=0.1, maps='random')", \
+    "VAttention(eps=0.3, delta=0.1, topk=0.05, base=0.025, plugin='plain', " \
+    "predictor=HashAttention(budget=0.05, maps='random'))"
 
 
 def steps_of(engine, prompts, new):
@@ -281,11 +284,12 @@ def kernels_of(engine, prompts, skipped=16, watched=8):
 
 def speed_part():
     import torch
+    from benchmarks.generate import random_networks
     from vllm import LLM
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(dict(SHAPE, num_hidden_layers=ARGS.layers)))
     mixed = {str(i): "Quest(budget=0.1)" for i in range(1, ARGS.layers)} | {"0": "Santa"}
-    most = max(CASES[ARGS.gpus][SMALL])
+    most, maps = max(CASES[ARGS.gpus][SMALL]), random_networks(SHAPE, folder / "networks.safetensors")
     began = time.time()
     llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, **two_gpus(),
               max_model_len=KEYS + 256, max_num_batched_tokens=16384, max_num_seqs=most, block_size=ARGS.block,
@@ -303,7 +307,8 @@ def speed_part():
         say(what="prompt", case=name, seconds=round(time.time() - began, 2))
     for name, prompts in cases.items(): attempt(f"prompts, {name}", first, prompts, name)
     def one(line, wanted=cases, crossover=None):
-        made = llm.collective_rpc(switch, args=(line, [0], 16, ARGS.layers, None, crossover))[0]
+        own = line and line.replace("random", maps)
+        made = llm.collective_rpc(switch, args=(own, [0], 16, ARGS.layers, None, crossover))[0]
         name = f"{line}, crossover {crossover}" if crossover else line or "vLLM's own"
         for case, prompts in wanted.items():
             say(what="speed", method=name, case=case, **ms(llm.llm_engine, prompts), **made)
