@@ -118,7 +118,7 @@ LINES = "Saap(budget=0.1, clusters=32, window=64)", "Quest(budget=0.1)", "TopK(b
 WHOLE = "Exact", "Saap(budget=1.0)", "Quest(budget=1.0)", "TopK(budget=1.0)", "Santa(samples=8192)"
 
 
-def expected(model, line, prompts, prefill=None):
+def expected(model, line, prompts, prefill=None, crossover=None):
     import torch
     from sparse_nb import sparsify
     from sparse_nb.core.settings import read_method
@@ -127,7 +127,8 @@ def expected(model, line, prompts, prefill=None):
         return found[0, len(prompt):].tolist()
     if line is None and prefill is None: return [written(x) for x in prompts]
     methods = {name: read_method(x) for name, x in dict(decode=line, prefill=prefill).items() if x}
-    with sparsify(model, **methods, dense_layers=[0], seed=0): return [written(x) for x in prompts]
+    with sparsify(model, **methods, dense_layers=[0], seed=0, crossover=crossover):
+        return [written(x) for x in prompts]
 
 
 def pocket_part():
@@ -165,8 +166,8 @@ def tokens_part(path, load, prompts, lines, length, chunk):
               additional_config=dict(sparse_nb=dict(decode=mixed)))
     started(llm, Path(path).name, began)
     model = load()
-    def one(line, want):
-        made = llm.collective_rpc(switch, args=(line, [0], 16, layers))[0]
+    def one(line, want, crossover=None):
+        made = llm.collective_rpc(switch, args=(line, [0], 16, layers, None, crossover))[0]
         began = time.time()
         llm.reset_prefix_cache()
         tokens, _ = generate(llm, prompts, NEW)
@@ -174,11 +175,15 @@ def tokens_part(path, load, prompts, lines, length, chunk):
         rows = [x for w in llm.collective_rpc("sparse_nb_stats") for x in w]
         stats = {x: rows[0][x] for x in ("queries", "density", "keys_scored", "values_read")} if rows else None
         again, cached = generate(llm, prompts, NEW)
-        say(what="tokens", method=line or "vLLM's own", **equal(tokens, want), seconds=round(took, 2), stats=stats,
+        name = f"{line}, crossover {crossover}" if crossover else line or "vLLM's own"
+        say(what="tokens", method=name, **equal(tokens, want), seconds=round(took, 2), stats=stats,
             hits_equal=equal(again, tokens), cached=cached, tokens=tokens[0], **made)
         return tokens
     dense = attempt("own tokens", lambda: one(None, expected(model, None, prompts)))
     for line in lines: attempt(line, lambda: one(line, expected(model, line, prompts)))
+    least = sorted(map(len, prompts))[len(prompts) // 2] + NEW // 2  # one of the requests reaches it while it decodes
+    for line in lines[:2]:
+        attempt(f"{line}, crossover", lambda: one(line, expected(model, line, prompts, crossover=least), least))
     for line in WHOLE: attempt(line, lambda: one(line, dense))  # against vLLM's own
 
 

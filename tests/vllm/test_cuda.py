@@ -166,7 +166,8 @@ def run_step(own, builder, caches, requests, lengths, fill, *methods):
     slots = np.array([(4, 0, 5, 2, 1)[i] for i in dict.fromkeys(i for i, _ in places)], np.int32)
     builder.batch = slots, torch.from_numpy(slots).to(DEVICE)
     step = (builder.build_for_cudagraph_capture if fill else lambda x: builder.build(0, x))(common)
-    assert step.scheduled and (step.step.rest is None or not step.step.rest.scheduled)
+    rest = getattr(getattr(step, "step", None), "rest", None)
+    assert step.scheduled and (rest is None or not rest.scheduled)
     for i, layer in enumerate(own.compilation_config.static_forward_context.values()):
         q, k, v = (requests.rows(x, i, places, fill) for x in (requests.q, requests.k, requests.v))
         layer.impl.do_kv_cache_update(layer, k, v, caches[i], common.slot_mapping)
@@ -227,13 +228,15 @@ def test_queries_below_the_crossover_read_all_keys(served, monkeypatch, lines, c
     spec, caches = caches_of(cuda, own, "NHD", 16)
     builder = cuda.SparseBuilder(spec, [*own.compilation_config.static_forward_context], own, torch.device(DEVICE))
     assert {*builder.bounds} == {*crossovers.values()}
-    requests, decoded = Requests([37, 16, 50, 33], 4, 16), []
+    requests, decoded, short = Requests([37, 16, 50, 33], 4, 16), [], []
     requests.crossover = crossovers
     for lengths, fill in PLAN:
         if 3 in lengths and not requests.done[3]: requests.done[3] = 32
         places = run_step(own, builder, caches, requests, lengths, fill, methods)
-        decoded += [(i, place + 1) for i, place in places if place >= requests.prompts[i]]
+        new = [(i, place + 1) for i, place in places if place >= requests.prompts[i]]
+        decoded, short = decoded + new, short + [(builder.short, all(n < builder.least for _, n in new))]
     assert {n - 39 for _, n in decoded} >= {-1, 0, 1}
+    assert {*short} == {(True, True), (False, False)}  # steps of vLLM's own attention alone, and others
     rows = {(x["layer"], x["head"]): x for x in cuda.SparseWorker(own, {}).sparse_nb_stats()}
     assert {*rows} == {(i, h) for i in lines for h in range(H)}
     for (i, _), row in rows.items():
@@ -408,6 +411,14 @@ def test_lists_leave_the_cache_less_memory(served):
     assert worker.determine_available_memory() == 0
 
 
+class Manager:
+    "What a worker looks at of vLLM's graphs: they are named by what was captured last."
+    def __init__(self): self.graphs = {}
+    def capture(self, builder, sizes):
+        for n in sizes: self.graphs[n] = f"{n} {'own' if builder.fixed else 'method'}"
+    def run_fullgraph(self, n): return self.graphs[n]
+
+
 class Runner:
     "What a worker looks at of vLLM's runner: a model with a rotary embedding, groups of layers, a state."
     def __init__(self, builder, layers, rotary):
@@ -415,6 +426,7 @@ class Runner:
         self.model = SimpleNamespace(modules=lambda: [around])
         self.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda ubatch: builder)]]
         self.model_state = SimpleNamespace(prepare_attn=lambda batch, more: (batch, more))
+        self.cudagraph_manager = Manager()
 
 
 def test_builders_learn_slots_and_rotary_embeddings(served):
@@ -433,6 +445,31 @@ def test_builders_learn_slots_and_rotary_embeddings(served):
     step(5)
     assert builder.lists[0][1].keys == [0, 0, 0, -1, 0, 0]
     with pytest.raises(RuntimeError, match="must know the slots of 2 requests, got 1"): step(5, 5)
+
+
+def test_steps_below_the_crossover_are_graphs_of_vllms_own(served):
+    "All their decoded queries are below it; without a crossover, or without a method, graphs are captured once."
+    def graphs_of(**given):
+        cuda, own = served(**given)
+        context = own.compilation_config.static_forward_context
+        builder, manager = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*context], own, "cpu"), Manager()
+        graphs = cuda.Graphs(manager, [builder])
+        for _ in range(2): manager.capture(builder, [1, 2])  # as after other settings
+        assert builder.fixed is None
+        def replayed(*ends):
+            requests = Requests([8, 8], 60, 16)
+            requests.done = [n - 1 for n in ends]
+            builder.build(0, requests.step({i: 1 for i in range(len(ends))}, 2 - len(ends))[1])
+            return manager.run_fullgraph(len(ends))
+        return graphs, replayed
+    graphs, replayed = graphs_of(decode="topk", crossover=20)
+    assert [*map(len, graphs.sets)] == [2, 2]
+    assert [replayed(19), replayed(20), replayed(10, 19), replayed(10, 20), replayed(8)] == [
+        "1 own", "1 method", "2 own", "2 method", "1 own"]  # the last reads the end of a prompt
+    graphs, replayed = graphs_of(decode="topk")
+    assert [*map(len, graphs.sets)] == [2, 0] and replayed(12) == replayed(60) == "1 method"
+    graphs, replayed = graphs_of(decode=None, prefill="Delta(window=8, gamma=8)")
+    assert [*map(len, graphs.sets)] == [2, 0] and replayed(12) == "1 method"
 
 
 def test_keys_before_a_rotary_embedding_that_is_not_known(served):
