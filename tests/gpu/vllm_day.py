@@ -1,11 +1,12 @@
 """What a method does inside vLLM on one CUDA GPU; facts go to a file, a JSON object a line, as soon as each is known:
 
-    python tests/gpu/vllm_day.py pocket FILE [--budget 110]   tokens of the pocket model against those of `sparsify`
-    python tests/gpu/vllm_day.py qwen FILE [--budget 150]     the same of Qwen2.5-Coder-1.5B, which was fetched
-    python tests/gpu/vllm_day.py speed FILE [--budget 215]    ms per token of an 8B shape, dummy weights, beside vLLM's
+    python tests/gpu/vllm_day.py pocket FILE [--budget 180]   tokens of the pocket model against those of `sparsify`
+    python tests/gpu/vllm_day.py qwen FILE [--budget 240]     the same of Qwen2.5-Coder-1.5B, which was fetched
+    python tests/gpu/vllm_day.py speed FILE [--budget 350]    ms per token of an 8B shape, dummy weights, beside vLLM's
+    python tests/gpu/vllm_day.py qwen_speed FILE                 the same of Qwen2.5-Coder's shape, with 32,768 keys
     python tests/gpu/vllm_day.py whole FILE [--budget 110]    the first part with prompts that a method reads whole
-    python tests/gpu/vllm_day.py prompt FILE [--budget 170]   seconds to the first token of such, beside vLLM's
-    python tests/gpu/vllm_day.py two FILE [--budget 150]      the first part on two GPUs that share the heads
+    python tests/gpu/vllm_day.py prompt FILE [--budget 260]   seconds to the first token of such, beside vLLM's
+    python tests/gpu/vllm_day.py two FILE [--budget 330]      the first part on two GPUs that share the heads
     python tests/gpu/vllm_day.py two_speed FILE [--budget 200]  the third part on two such GPUs
     python tests/gpu/vllm_day.py record FILE PART.jsonl...    what these parts have found, as a record of the book
 
@@ -244,8 +245,12 @@ SHAPE = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size
              num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256,
              max_position_embeddings=262144, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act="silu", bos_token_id=0,
              eos_token_id=1, tie_word_embeddings=False, dtype="bfloat16", torch_dtype="bfloat16")
+QWEN = SHAPE | dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=1536, intermediate_size=8960,
+                    num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936,
+                    rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True)
 KEYS, SMALL, FEW = 131072, 32768, 8192
-CASES = {1: {KEYS: (1,), SMALL: (8,), FEW: (1, 8)}, 2: {KEYS: (1,), SMALL: (8, 32)}}  # by GPUs: keys -> sequences
+CASES = dict(speed={KEYS: (1,), SMALL: (8,), FEW: (1, 8)}, two_speed={KEYS: (1,), SMALL: (8, 32)},
+             qwen_speed={SMALL: (1, 8, 32)})  # part -> keys -> sequences
 SPED = "Saap(budget=0.1)", "SketchWalk(density=0.1)", "Saap(budget=0.05)", "Exact", "Santa(samples=128)", \
     "Streaming(sinks=4, window=0.1)", "OneList(guess=Quest(budget=0.1))", "Quest(budget=0.1)", "TopK(budget=0.1)", \
     "HashAttention(budget=0.1, maps='random')", \
@@ -291,21 +296,21 @@ def speed_part():
     import torch
     from benchmarks.generate import random_networks
     from vllm import LLM
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(dict(SHAPE, num_hidden_layers=ARGS.layers)))
+    folder, sizes = Path(tempfile.mkdtemp()), CASES[ARGS.part]
+    (folder / "config.json").write_text(json.dumps(ARGS.shape))
     mixed = {str(i): "Quest(budget=0.1)" for i in range(1, ARGS.layers)} | {"0": "Santa"}
-    most, maps = max(CASES[ARGS.gpus][SMALL]), random_networks(SHAPE, folder / "networks.safetensors")
+    most, maps = max(sizes[SMALL]), random_networks(ARGS.shape, folder / "networks.safetensors")
     began = time.time()
     llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, **two_gpus(),
-              max_model_len=KEYS + 256, max_num_batched_tokens=16384, max_num_seqs=most, block_size=ARGS.block,
+              max_model_len=max(sizes) + 256, max_num_batched_tokens=16384, max_num_seqs=most, block_size=ARGS.block,
               gpu_memory_utilization=0.85, enable_prefix_caching=True,
               compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 32][:4 + (most > 8)]),
               additional_config=dict(sparse_nb=dict(decode=mixed)))
-    started(llm, "8B", began)
+    started(llm, ARGS.shape["model_type"], began)
     generator = torch.Generator().manual_seed(0)
     ids = lambda n: torch.randint(10, 128000, (n,), generator=generator).tolist()
-    cases = {f"{n} x {size}": prompts[:size] for n, sizes in CASES[ARGS.gpus].items()
-             for prompts in [[ids(n) for _ in range(max(sizes))]] for size in sizes}
+    cases = {f"{n} x {size}": prompts[:size] for n, few in sizes.items()
+             for prompts in [[ids(n) for _ in range(max(few))]] for size in few}
     def first(prompts, name):
         began = time.time()
         generate(llm, prompts, 1)
@@ -318,7 +323,7 @@ def speed_part():
         for case, prompts in wanted.items():
             say(what="speed", method=name, case=case, **ms(llm.llm_engine, prompts), **made)
         if ARGS.gpus == 1 and not crossover and line in (None, *SPED[:2], SPED[5]):
-            say(what="profile", method=name, kernels=kernels_of(llm.llm_engine, cases[f"{KEYS} x 1"]))
+            say(what="profile", method=name, kernels=kernels_of(llm.llm_engine, cases[f"{max(sizes)} x 1"]))
     short = {name: prompts for name, prompts in cases.items() if name.startswith(f"{FEW} ")}
     for line in (None, *SPED[:6]): attempt(line, one, line)
     for line in SPED[:2] if short else (): attempt(f"{line}, crossover", one, line, short, 2 * FEW)
@@ -345,7 +350,7 @@ def prompt_part():
     import torch
     from vllm import LLM
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(dict(SHAPE, num_hidden_layers=ARGS.layers)))
+    (folder / "config.json").write_text(json.dumps(ARGS.shape))
     began = time.time()
     llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
               max_model_len=KEYS + 256, max_num_batched_tokens=KEYS + 256, enable_chunked_prefill=False, max_num_seqs=2,
@@ -375,7 +380,7 @@ def prompt_part():
 
 # the record
 
-TIMED = "speed", "two_speed", "prompt"  # parts whose rows are compared, so that they are of one run
+TIMED = "speed", "two_speed", "qwen_speed", "prompt"  # parts whose rows are compared, so that they are of one run
 
 
 def same(row):
@@ -405,7 +410,7 @@ def began():
 
 
 PARTS = dict(pocket=pocket_part, qwen=qwen_part, speed=speed_part, whole=whole_part, prompt=prompt_part,
-             two=pocket_part, two_speed=speed_part)
+             two=pocket_part, two_speed=speed_part, qwen_speed=speed_part)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -414,10 +419,13 @@ if __name__ == "__main__":
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--budget", type=float, default=200)
     parser.add_argument("--block", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int)
     ARGS = parser.parse_args()
     if ARGS.part == "record": sys.exit(join(ARGS.file, ARGS.files))
-    ARGS.gpus, ARGS.pages = 2 if ARGS.part.startswith("two") else 1, {}
+    ARGS.gpus, ARGS.pages, ARGS.shape = 2 if ARGS.part.startswith("two") else 1, {}, SHAPE
+    if ARGS.part == "qwen_speed": ARGS.shape = QWEN
+    ARGS.layers = ARGS.layers or ARGS.shape["num_hidden_layers"]
+    ARGS.shape = ARGS.shape | dict(num_hidden_layers=ARGS.layers)
     attempt("start", began)
     attempt(ARGS.part, PARTS[ARGS.part])
     say(what="end")
