@@ -373,9 +373,9 @@ def refusals(
     if fast is None or fast["value"] is None: found.append("not timed in a whole model at 131k keys")
     elif fast.get("alone"): found.append("exact attention was timed in another run")
     elif fast["value"] <= 1: found.append("not faster than exact attention at 131k keys")
-    if gap is None: found.append("not evaluated on the largest model")
-    elif "settings" in gap: found.append("evaluated on the largest model with other settings")
-    elif gap["high"] >= margin: found.append(f"may lose {gap['high']:.1f} points, by {gap['prompts']} prompts")
+    if gap is None: return [*found, "not evaluated on the largest model"]
+    if "settings" in gap: found.append("evaluated on the largest model with other settings")
+    if gap["high"] >= margin: found.append(f"may lose {gap['high']:.1f} points, by {gap['prompts']} prompts")
     elif any(x["low"] > margin for x in gap["also"]): found.append("loses more in another record")
     return found
 

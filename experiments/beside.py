@@ -98,6 +98,13 @@ def summary(
         if len(lines): parts.append(f"{len(lines)} {says}" + f" ({'; '.join(lines)})" * (word in named))
     return f"Of {len(table)} differences: {', '.join(parts)}."
 
+def spans(
+    numbers: set, # whole ones
+) -> str:         # "0 to 439, 660 to 1318"
+    "Which numbers these are."
+    first, last = (sorted(n for n in numbers if n + step not in numbers) for step in (-1, 1))
+    return ", ".join(f"{a} to {b}" for a, b in zip(first, last))
+
 def measured(
     rows: list,              # of a record
     each: tuple = (),        # further fields that tell apart what was timed by itself
@@ -111,7 +118,7 @@ def measured(
         line["methods"].add(row["method"])
         line["cells"][(*row["seeds"], *(row[x] for x in each))] = row["seconds"]
     lines = {key: dict(tokens=x["tokens"], prompts=len(x["prompts"]),
-                       seeds=f"{min(x['prompts'])} to {max(x['prompts'])}", methods=len(x["methods"] - {"exact"}),
+                       seeds=spans(x["prompts"]), methods=len(x["methods"] - {"exact"}),
                        seconds=round(sum(x["cells"].values()))) for key, x in found.items()}
     return pd.DataFrame(lines.values(), pd.MultiIndex.from_tuples([*lines], names=["part", "task"]) if lines else None,
                         ["tokens", "prompts", "seeds", "methods", "seconds"])

@@ -1,5 +1,6 @@
 """The papers' tables of answers, as far as a model of 1.5 billion weights can fill them: RULER's hard tasks against
-the share of keys read, SAAP's budgets, Sketch&Walk in prompts and steps, Delta on three bases, and LongPPL"""
+the share of keys read, SAAP's budgets, Sketch&Walk in prompts and steps, Delta on three bases, LongPPL, and questions
+about documents of several lengths"""
 from functools import cache
 from hashlib import sha1
 from importlib import metadata
@@ -24,7 +25,7 @@ from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.text import speeches, text_bits, windows
 from sparse_nb.vattention import VAttention
-from benchmarks.answers import loaded
+from benchmarks.answers import loaded, methods_of
 from benchmarks.workers import filled_in
 from experiments.real_model import Cell, of_cell, row_of
 
@@ -36,6 +37,7 @@ HARD = ("ruler_niah_multikey_2", "ruler_niah_multikey_3", "ruler_niah_multivalue
 TASKS = {"saap": ("ruler_niah_single_2", "ruler_niah_multikey_1", "ruler_niah_multikey_3", "ruler_vt", "ruler_qa_1"),
          "sketch_walk": ("qasper", "ruler_qa_1", "ruler_niah_multikey_1", "ruler_vt"), "delta": HARD, "density": HARD}
 LENGTHS = {"sketch_walk": 16384}
+QUESTIONS, SIZES = ("ruler_qa_1", "qasper"), (4096, 8192, 16384, 32768) # about documents, and tokens of a prompt
 GROUPS = "density", "density listening", "density sampled"  # cells of one part, by how long their methods take
 
 
@@ -71,11 +73,17 @@ def based() -> dict:
     return {f"{name} {x}": own for name, base in bases.items() for x, own in (
         ("none", base), ("delta", Delta.paper(base=base)), ("tangent", Delta(base=base)))}
 
+def answering() -> dict:
+    "name -> method of the papers, at README's settings: four decode the answer, the last two read the prompt."
+    decoding, reading = methods_of("decode"), methods_of("prompt")
+    return {name: decoding[name] for name in ("santa", "vattention_adamas", "saap", "sketch_walk")} | {
+        name: reading[name] for name in ("delta", "sketch_walk_prompt")}
+
 def methods() -> dict:
     "part -> name -> method."
     both = {f"{way}-{x}": SketchWalk(density=x) for x in (0.1, 0.2) for way in ("prompt", "step", "both")}
     return densities() | dict(saap=budgets(), sketch_walk=both, delta=corrected(), bases=based(),
-                long_ppl=corrected())
+                long_ppl=corrected(), qa=answering())
 
 
 def cells(quick: bool = False) -> list:
@@ -87,7 +95,8 @@ def cells(quick: bool = False) -> list:
     fives = [range(a, a + AT_ONCE) for a in range(0, 30, AT_ONCE)]
     texts_of = [Cell("long_ppl", "qwen", "text", LENGTH, range(a, a + 2)) for a in range(0, WINDOWS, 2)]
     few = [Cell(part, "qwen", task, LENGTH, range(WATCHED)) for part in ("reads", "bases") for task in HARD]
-    return [x for part in TASKS for x in of(part, fives[0])] + texts_of + few + [
+    about = [Cell("qa", "qwen", task, n, seeds) for seeds in fives[:4] for task in QUESTIONS for n in SIZES]
+    return [x for part in TASKS for x in of(part, fives[0])] + texts_of + few + about + [
         x for seeds in fives[1:] for part in TASKS for x in of(part, seeds)]
 
 def evaluate(cell: Cell) -> list:
@@ -98,9 +107,10 @@ def evaluate(cell: Cell) -> list:
         return _asked(cell, {name: x for some in every for name, x in some.items()}, watch=True)
     own = methods()[cell.part]
     if cell.part == "sketch_walk": return _prompts_and_steps(cell, own)
-    if cell.part in ("delta", "bases"):
-        return [row for name, method in own.items() for row in _asked(cell, {name: None}, prefill=method)] + (
-            _asked(cell, {"exact": None}))
+    if cell.part in ("delta", "bases", "qa"):
+        read = {name: x for name, x in own.items() if cell.part != "qa" or name in methods_of("prompt")}
+        return [row for name, method in read.items() for row in _asked(cell, {name: None}, prefill=method)] + (
+            _asked(cell, {"exact": None} | {name: x for name, x in own.items() if name not in read}))
     return _asked(cell, own if cell.part in GROUPS[1:] else {"exact": None} | own)
 
 def _prompts_and_steps(cell, own):
@@ -169,12 +179,14 @@ def table_of(rows: list, part: str, least: float = 0.5) -> pd.DataFrame:
     """Of each method of a part: prompts, right answers of exact attention and its own, points lost with a paired 95 %
     interval, over the tasks on which exact attention has at least the share `least` of the points, and the share of
     keys read with the error, of the part "reads"."""
-    flat = pd.DataFrame([(row["method"], row["task"], row["seeds"][0] + i, x) for row in rows if row["part"] == part
-                         for i, x in enumerate(row["right"])], columns=["method", "task", "seed", "own"])
+    prompt = ["task", "length", "seed"]
+    flat = pd.DataFrame([(row["method"], row["task"], row["length"], row["seeds"][0] + i, x) for row in rows
+                         if row["part"] == part for i, x in enumerate(row["right"])],
+                        columns=["method", *prompt, "own"])
     exact = flat[flat.method == "exact"].drop(columns="method").rename(columns=dict(own="exact"))
-    can = exact[exact.groupby("task").exact.transform("mean") >= least]
+    can = exact[exact.groupby(prompt[:2]).exact.transform("mean") >= least]
     found = {}
-    for method, own in flat[flat.method != "exact"].merge(can, on=["task", "seed"]).groupby("method", sort=False):
+    for method, own in flat[flat.method != "exact"].merge(can, on=prompt).groupby("method", sort=False):
         low, lost, high = (100 * x for x in paired_interval((own.exact - own.own).astype(float)))
         counted = pd.DataFrame([row for row in rows if (row["part"], row["method"]) == ("reads", method)])
         counted = counted.reindex(columns=["density", "error"]).mean()

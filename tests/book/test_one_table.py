@@ -191,13 +191,20 @@ def test_ten_prompts_without_a_loss_are_too_few(records):
     (invented("x", 9.0, 4.0, 5.0), "may lose 5.0 points"), (invented("x", None, 0.0, 1.0), "not timed"),
     (invented("x", 9.0, None, None), "not evaluated"),
     (invented("x", 9.0, 1.0, 3.0, model_131k=dict(value=9.0, alone=True)), "in another run"),
-    (invented("x", 9.0, 0, 0, lost_qwen=dict(value=0.0, low=-1.0, high=1.0, prompts=999, settings="X(2)")),
+    (invented("x", 9.0, 0, 0, lost_qwen=dict(value=0.0, low=-1.0, high=1.0, prompts=999, settings="X(2)",
+                                               also=[])),
      "with other settings"),
     (invented("x", 9.0, 0, 0, lost_qwen=dict(value=0.0, low=-1.0, high=1.0, prompts=999, also=[dict(low=5.5)])),
      "in another record")])
 def test_what_may_not_be_the_default(other, why):
     [said] = table.refusals(other)
     assert why in said and table.default([other, GOOD]) == "good" and table.default([other]) is None
+
+
+def test_a_method_with_other_settings_may_lose_too_much_as_well():
+    lost = dict(value=70.0, low=60.0, high=80.0, prompts=99, settings="X(2)")
+    assert table.refusals(invented("x", 9.0, 0, 0, lost_qwen=lost)) == [
+        "evaluated on the largest model with other settings", "may lose 80.0 points, by 99 prompts"]
 
 
 def test_the_fastest_of_those_that_may_wins_and_none_where_none_is_faster_than_exact_attention():

@@ -204,6 +204,15 @@ def test_bits_above():
     assert beside.bits_above(together, "LongPPL", "cut") is None
 
 
+def test_which_prompts_were_given():
+    for numbers, said in (({}, ""), ({3}, "3 to 3"), ({0, 1, 2, 5, 6, 9}, "0 to 2, 5 to 6, 9 to 9")):
+        assert beside.spans({*numbers}) == said
+    row = dict(part="a", task="t", length=8, method="exact", seconds=1.0)
+    rows = [row | dict(seeds=seeds) for seeds in ([0, 5], [10, 15])]
+    assert beside.measured(rows).iloc[0].to_dict() | dict(tokens=8) == dict(
+        tokens=8, prompts=10, seeds="0 to 4, 10 to 14", methods=0, seconds=2)
+
+
 def record(path, experiment, part_of, few):
     "A record of some cells of an experiment, whose answers are invented: exact attention right three times in four."
     rows = []
@@ -252,4 +261,4 @@ def test_the_page_shows_whatever_a_record_holds(monkeypatch, tmp_path, parts):
     measured = [sum(x != "not measured") for x in verdicts]
     assert measured[0] and [x > 0 for x in measured[1:]] == [part in parts for part in (
         "density", "delta", "saap", "sketch_walk")]
-    assert len(missing) == {0: 15, 2: 9}.get(len(parts), 0)
+    assert len(missing) == {0: 17, 2: 11}.get(len(parts), 0)

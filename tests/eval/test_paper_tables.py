@@ -8,9 +8,10 @@ from experiments.paper_tables import Cell
 
 
 def test_cells_hold_each_prompt_once():
-    found = Counter((x.part, x.task, seed) for x in room.cells() for seed in x.seeds)
+    found = Counter((x.part, x.task, x.length, seed) for x in room.cells() for seed in x.seeds)
     assert {*found.values()} == {1}
-    count = Counter(key[:2] for key in found)
+    count, qa = Counter(key[:2] for key in found), Counter(key[1:3] for key in found if key[0] == "qa")
+    assert qa == {(task, n): 20 for task in ("ruler_qa_1", "qasper") for n in (4096, 8192, 16384, 32768)}
     assert all(count[part, task] == 30 for part, tasks in room.TASKS.items() for task in tasks)
     assert count["long_ppl", "text"] == room.WINDOWS
     assert {key[0] for key in found} == {"reads", *room.methods()}
@@ -21,6 +22,17 @@ def test_prompts_and_steps_are_of_the_method_that_is_named():
     assert {row["method"] for row in rows} == {"exact", *room.methods()["sketch_walk"]}
     answers = {row["method"]: row["answers"] for row in rows}
     assert rows[0]["method"] == "exact" and rows[0]["right"] == [1, 1] and len({*map(tuple, answers.values())}) > 1
+
+
+def test_questions_are_read_or_decoded_by_the_method_that_is_named(monkeypatch):
+    given = []
+    asked = lambda cell, methods, prefill=None: given.append((methods, prefill)) or []
+    monkeypatch.setattr(room, "_asked", asked)
+    assert room.evaluate(Cell("qa", "pocket", "kv", 640, range(2))) == []
+    own = room.methods()["qa"]
+    assert given[:2] == [({x: None}, own[x]) for x in ("delta", "sketch_walk_prompt")]
+    assert given[2:] == [({"exact": None} | {x: own[x] for x in ("santa", "vattention_adamas", "saap", "sketch_walk")},
+                          None)]
 
 
 def test_reads_are_counted():
@@ -50,4 +62,6 @@ def test_the_table_pairs_prompts_and_leaves_out_what_exact_attention_cannot():
     rows += [read | dict(task="a", density=0.2, error=0.3), read | dict(task="b", density=0.4, error=0.1)]
     found = room.table_of(rows, "saap").loc["budget-0.1"]
     assert (found.prompts, found.exact, found.right, found.lost) == (4, 3, 3, 0)
+    longer = [dict(x, length=128, right=[1, 0, 0, 0]) for x in rows if x["task"] == "a" and x["part"] == "saap"]
+    assert room.table_of(rows + longer, "saap").loc["budget-0.1", "prompts"] == 4  # the length is another prompt
     assert found.low < 0 < found.high and (found.density, found.error) == (pytest.approx(0.3), pytest.approx(0.2))
