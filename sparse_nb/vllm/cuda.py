@@ -220,7 +220,9 @@ class Graphs:
     def capture(self, *args, **kwargs):
         "As the manager's, once or twice."
         for x in self.sets: x.clear()
-        twice = 0 < min((x.least for x in self.builders), default=0) < math.inf
+        least = min((x.least for x in self.builders), default=0)
+        for x in self.builders: x.least = least # a graph with methods reads what all builders write
+        twice = 0 < least < math.inf
         for short in (False, True)[:1 + twice]:
             for x in self.builders: x.fixed = short
             self.manager.graphs = self.sets[short]

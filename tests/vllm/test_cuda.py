@@ -472,6 +472,27 @@ def test_steps_below_the_crossover_are_graphs_of_vllms_own(served):
     assert [*map(len, graphs.sets)] == [2, 0] and replayed(12) == "1 method"
 
 
+@pytest.mark.parametrize("least", [0, 20])
+def test_builders_agree_on_the_graphs_of_a_step(served, monkeypatch, least):
+    "Layers of two groups have two crossovers: a graph with the methods finds all of its `Bounds` written."
+    monkeypatch.setitem(globals(), "LAYERS", 3)
+    monkeypatch.setattr(plan, "crossover_keys", lambda m: 50 if isinstance(m, Quest) else least)
+    cuda, own = served({"1": "topk", "2": "Quest(budget=0.3)"}, crossover="auto")
+    context, manager = own.compilation_config.static_forward_context, Manager()
+    builders = [cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), names, own, "cpu")
+                for names in zip(context)]
+    cuda.Graphs(manager, builders)
+    manager.capture(builders[0], [1])
+    def replayed(n):
+        requests = Requests([8, 8], 60, 16)
+        requests.done = [n - 1, 0]
+        common = requests.step({0: 1}, 0)[1]
+        for x in builders: x.build(0, common)
+        return manager.run_fullgraph(1), [int(b.ends[0]) for x in builders for b in x.bounds.values()]
+    assert replayed(30) == ("1 method", [30, 30]) and replayed(55) == ("1 method", [55, 55])
+    if least: assert replayed(19)[0] == "1 own"
+
+
 def test_keys_before_a_rotary_embedding_that_is_not_known(served):
     cuda, own = served("Saap(clusters=4, before_rope=True)")
     context = own.compilation_config.static_forward_context
