@@ -472,6 +472,30 @@ def test_steps_below_the_crossover_are_graphs_of_vllms_own(served):
     assert [*map(len, graphs.sets)] == [2, 0] and replayed(12) == "1 method"
 
 
+@pytest.mark.parametrize("sizes", [[], [1]], ids=["eager or in pieces", "graphs"])
+def test_trial_steps_below_the_crossover_warm_the_methods_up(served, monkeypatch, sizes):
+    "Their kernels are compiled then, not when the first request reaches the crossover."
+    cuda, own = served("topk", crossover=50)
+    context, found = own.compilation_config.static_forward_context, []
+    for name, x in context.items(): context[name] = Hashed(**vars(x))
+    builder = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*context], own, "cpu")
+    runner, worker = Runner(builder, [*context.values()], None), cuda.SparseWorker(own, {})
+    def trial():
+        requests = Requests([8, 8], 60, 16)
+        requests.done = [9, 0]
+        found.append(hasattr(builder.build(0, requests.step({0: 1}, 0)[1]), "step"))
+        if sizes: found.append(runner.cudagraph_manager.run_fullgraph(1))
+    def warm(worker):
+        runner.cudagraph_manager.capture(builder, sizes)
+        trial()
+        return "times"
+    monkeypatch.setattr(fake_vllm.Worker, "compile_or_warm_up_model", warm)
+    worker.initialize_from_config(runner)
+    assert worker.compile_or_warm_up_model() == "times"
+    trial()
+    assert found == ([True, "1 method", False, "1 own"] if sizes else [True, False])
+
+
 @pytest.mark.parametrize("least", [0, 20])
 def test_builders_agree_on_the_graphs_of_a_step(served, monkeypatch, least):
     "Layers of two groups have two crossovers: a graph with the methods finds all of its `Bounds` written."
