@@ -135,7 +135,7 @@ class SparseBuilder(PromptBuilder):
         if common.max_query_len == 1: return common.num_reqs        # some only fill a graph up and have none
         single = common.query_start_loc_cpu.diff() == 1
         n = int((~single).int().argmax())
-        if bool((single[n:] & ~common.is_prefilling[n:]).any()):
+        if bool((single[n:len(common.is_prefilling)] & ~common.is_prefilling[n:]).any()):
             raise RuntimeError("sparse_nb must get requests that decode first and with one query, got another order")
         return n
 

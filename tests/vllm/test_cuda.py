@@ -472,6 +472,17 @@ def test_steps_below_the_crossover_are_graphs_of_vllms_own(served):
     assert [*map(len, graphs.sets)] == [2, 0] and replayed(12) == "1 method"
 
 
+def test_prompts_may_stand_before_requests_that_only_fill_a_graph_up(served):
+    "As with VLLM_USE_BREAKABLE_CUDAGRAPH=1, where steps that read prompts are filled up, too."
+    cuda, own = served("topk")
+    context = own.compilation_config.static_forward_context
+    builder = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*context], own, "cpu")
+    requests = Requests([8, 9, 9, 12], 60, 16)
+    requests.done[0] = 9
+    step = builder.build(0, requests.step({0: 1, 1: 4, 2: 5, 3: 6}, 3)[1]).step
+    assert step.count == 1 and step.rest.query_start_loc.tolist() == [0, 4, 9, 15, 15, 15, 15]
+
+
 @pytest.mark.parametrize("sizes", [[], [1]], ids=["eager or in pieces", "graphs"])
 def test_trial_steps_below_the_crossover_warm_the_methods_up(served, monkeypatch, sizes):
     "Their kernels are compiled then, not when the first request reaches the crossover."
