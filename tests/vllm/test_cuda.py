@@ -36,7 +36,8 @@ BF16, H, G, D, LAYERS = torch.bfloat16, 4, 2, 16, 2
 def config(decode, block, prefill=None, crossover=None, **other):
     "A configuration of vLLM's for a model whose first layer keeps vLLM's own attention."
     model = dict(runner_type="generate", use_mla=False, is_encoder_decoder=False, is_hybrid=False, rswa_window=None,
-                 is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, get_total_num_hidden_layers=lambda: LAYERS)
+                 is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, enable_sleep_mode=False,
+                 get_total_num_hidden_layers=lambda: LAYERS)
     parallel = dict.fromkeys(SIZES, 1) | dict(worker_cls="auto")
     parts = dict(model=model, parallel=parallel, cache=dict(cache_dtype="auto", block_size=block),
                  device=dict(device_type="cuda"), attention=dict(backend=None),
