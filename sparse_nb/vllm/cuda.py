@@ -223,11 +223,13 @@ class Graphs:
         least = min((x.least for x in self.builders), default=0)
         for x in self.builders: x.least = least # a graph with methods reads what all builders write
         twice, before = 0 < least < math.inf, [x.fixed for x in self.builders]
-        for short in (False, True)[:1 + twice]:
-            for x in self.builders: x.fixed = short
-            self.manager.graphs = self.sets[short]
-            self.own_capture(*args, **kwargs)
-        for x, fixed in zip(self.builders, before): x.fixed = fixed
+        try:
+            for short in (False, True)[:1 + twice]:
+                for x in self.builders: x.fixed = short
+                self.manager.graphs = self.sets[short]
+                self.own_capture(*args, **kwargs)
+        finally:
+            for x, fixed in zip(self.builders, before): x.fixed = fixed
 
     def run_fullgraph(self, desc):
         "As the manager's."

@@ -455,6 +455,7 @@ def test_steps_below_the_crossover_are_graphs_of_vllms_own(served):
         context = own.compilation_config.static_forward_context
         builder, manager = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*context], own, "cpu"), Manager()
         graphs = cuda.Graphs(manager, [builder])
+        with pytest.raises(TypeError): manager.capture(builder, None)  # as without memory for graphs
         for _ in range(2): manager.capture(builder, [1, 2])  # as after other settings
         assert builder.fixed is None
         def replayed(*ends):
