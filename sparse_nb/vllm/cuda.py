@@ -52,7 +52,7 @@ class SparseBuilder(PromptBuilder):
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
     short = None # do all decoded queries of the step see fewer keys than their layers' crossovers?
-    fixed = None # what a capture has `short` be
+    fixed = None # what a capture or warming up has `short` be
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -135,7 +135,7 @@ class SparseBuilder(PromptBuilder):
         if common.max_query_len == 1: return common.num_reqs        # some only fill a graph up and have none
         single = common.query_start_loc_cpu.diff() == 1
         n = int((~single).int().argmax())
-        if bool((single[n:] & ~common.is_prefilling[n:]).any()):
+        if bool((single[n:len(common.is_prefilling)] & ~common.is_prefilling[n:]).any()):
             raise RuntimeError("sparse_nb must get requests that decode first and with one query, got another order")
         return n
 
@@ -220,12 +220,16 @@ class Graphs:
     def capture(self, *args, **kwargs):
         "As the manager's, once or twice."
         for x in self.sets: x.clear()
-        twice = 0 < min((x.least for x in self.builders), default=0) < math.inf
-        for short in (False, True)[:1 + twice]:
-            for x in self.builders: x.fixed = short
-            self.manager.graphs = self.sets[short]
-            self.own_capture(*args, **kwargs)
-        for x in self.builders: x.fixed = None
+        least = min((x.least for x in self.builders), default=0)
+        for x in self.builders: x.least = least # a graph with methods reads what all builders write
+        twice, before = 0 < least < math.inf, [x.fixed for x in self.builders]
+        try:
+            for short in (False, True)[:1 + twice]:
+                for x in self.builders: x.fixed = short
+                self.manager.graphs = self.sets[short]
+                self.own_capture(*args, **kwargs)
+        finally:
+            for x, fixed in zip(self.builders, before): x.fixed = fixed
 
     def run_fullgraph(self, desc):
         "As the manager's."
@@ -253,6 +257,7 @@ class SparseBackend(FlashAttentionBackend):
 # %% ../../nbs/library/vllm_cuda.ipynb #8e841785
 class SparseWorker(Worker, GPUWorker):
     "vLLM's worker, with space for what methods keep, and statistics."
+    builders = ()
     def get_kv_cache_spec(self):
         "The memory of a block, of all layers."
         methods = [x for x in asked(self.vllm_config).methods.values() if x is not None]
@@ -275,7 +280,7 @@ class SparseWorker(Worker, GPUWorker):
         layers, state = self.context(), self.model_runner.model_state
         around = {child: module for module in self.model_runner.model.modules() for child in module.children()}
         builders = [group.get_metadata_builder(0) for groups in self.model_runner.attn_groups for group in groups]
-        builders = [x for x in builders if isinstance(x, SparseBuilder)]
+        self.builders = builders = [x for x in builders if isinstance(x, SparseBuilder)]
         for x in builders: x.rotaries = {name: rotary_of(around.get(layers[name])) for name in x.layer_names}
         for x in builders: x.check_rotaries()
         Graphs(self.model_runner.cudagraph_manager, builders)
@@ -291,8 +296,10 @@ class SparseWorker(Worker, GPUWorker):
         return self.vllm_config.compilation_config.static_forward_context
 
     def compile_or_warm_up_model(self):
-        "Warm up, and forget what was decoded meanwhile."
+        "Warm up with the methods, however short trial steps are, and forget what was decoded meanwhile."
+        for x in self.builders: x.fixed = False
         taken = super().compile_or_warm_up_model()
+        for x in self.builders: x.fixed = None
         for x in self.context().values():
             if getattr(getattr(x, "impl", None), "seen", None) is not None: x.impl.seen.counts.clear()
             if getattr(getattr(x, "impl", None), "read", None) is not None: x.impl.read.clear()

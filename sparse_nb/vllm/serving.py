@@ -193,6 +193,8 @@ def _refusals_on_a_gpu(config):
     yield "block_size", "a power of two of at least 16", size, size >= 16 and not size & size - 1
     yield "attention_backend", f"auto, FLASH_ATTN or {OWN}", backend, backend in (None, "FLASH_ATTN", OWN)
     yield "worker_cls", "auto", worker, worker in (GPU_WORKER, "auto", "vllm.v1.worker.gpu_worker.Worker")
+    sleeps = config.model_config.enable_sleep_mode # what builders look up lies beside the cache, which sleep empties
+    yield "enable_sleep_mode", "False", sleeps, not sleeps
     yield "VLLM_USE_V2_MODEL_RUNNER", "1, or unset for a model that it is for", "0", config.use_v2_model_runner
 
 def check_engine(

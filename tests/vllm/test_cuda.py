@@ -36,7 +36,8 @@ BF16, H, G, D, LAYERS = torch.bfloat16, 4, 2, 16, 2
 def config(decode, block, prefill=None, crossover=None, **other):
     "A configuration of vLLM's for a model whose first layer keeps vLLM's own attention."
     model = dict(runner_type="generate", use_mla=False, is_encoder_decoder=False, is_hybrid=False, rswa_window=None,
-                 is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, get_total_num_hidden_layers=lambda: LAYERS)
+                 is_mm_prefix_lm=False, dtype=BF16, max_model_len=96, enable_sleep_mode=False,
+                 get_total_num_hidden_layers=lambda: LAYERS)
     parallel = dict.fromkeys(SIZES, 1) | dict(worker_cls="auto")
     parts = dict(model=model, parallel=parallel, cache=dict(cache_dtype="auto", block_size=block),
                  device=dict(device_type="cuda"), attention=dict(backend=None),
@@ -454,6 +455,7 @@ def test_steps_below_the_crossover_are_graphs_of_vllms_own(served):
         context = own.compilation_config.static_forward_context
         builder, manager = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*context], own, "cpu"), Manager()
         graphs = cuda.Graphs(manager, [builder])
+        with pytest.raises(TypeError): manager.capture(builder, None)  # as without memory for graphs
         for _ in range(2): manager.capture(builder, [1, 2])  # as after other settings
         assert builder.fixed is None
         def replayed(*ends):
@@ -470,6 +472,62 @@ def test_steps_below_the_crossover_are_graphs_of_vllms_own(served):
     assert [*map(len, graphs.sets)] == [2, 0] and replayed(12) == replayed(60) == "1 method"
     graphs, replayed = graphs_of(decode=None, prefill="Delta(window=8, gamma=8)")
     assert [*map(len, graphs.sets)] == [2, 0] and replayed(12) == "1 method"
+
+
+def test_prompts_may_stand_before_requests_that_only_fill_a_graph_up(served):
+    "As with VLLM_USE_BREAKABLE_CUDAGRAPH=1, where steps that read prompts are filled up, too."
+    cuda, own = served("topk")
+    context = own.compilation_config.static_forward_context
+    builder = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*context], own, "cpu")
+    requests = Requests([8, 9, 9, 12], 60, 16)
+    requests.done[0] = 9
+    step = builder.build(0, requests.step({0: 1, 1: 4, 2: 5, 3: 6}, 3)[1]).step
+    assert step.count == 1 and step.rest.query_start_loc.tolist() == [0, 4, 9, 15, 15, 15, 15]
+
+
+@pytest.mark.parametrize("sizes", [[], [1]], ids=["eager or in pieces", "graphs"])
+def test_trial_steps_below_the_crossover_warm_the_methods_up(served, monkeypatch, sizes):
+    "Their kernels are compiled then, not when the first request reaches the crossover."
+    cuda, own = served("topk", crossover=50)
+    context, found = own.compilation_config.static_forward_context, []
+    for name, x in context.items(): context[name] = Hashed(**vars(x))
+    builder = cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), [*context], own, "cpu")
+    runner, worker = Runner(builder, [*context.values()], None), cuda.SparseWorker(own, {})
+    def trial():
+        requests = Requests([8, 8], 60, 16)
+        requests.done = [9, 0]
+        found.append(hasattr(builder.build(0, requests.step({0: 1}, 0)[1]), "step"))
+        if sizes: found.append(runner.cudagraph_manager.run_fullgraph(1))
+    def warm(worker):
+        runner.cudagraph_manager.capture(builder, sizes)
+        trial()
+        return "times"
+    monkeypatch.setattr(fake_vllm.Worker, "compile_or_warm_up_model", warm)
+    worker.initialize_from_config(runner)
+    assert worker.compile_or_warm_up_model() == "times"
+    trial()
+    assert found == ([True, "1 method", False, "1 own"] if sizes else [True, False])
+
+
+@pytest.mark.parametrize("least", [0, 20])
+def test_builders_agree_on_the_graphs_of_a_step(served, monkeypatch, least):
+    "Layers of two groups have two crossovers: a graph with the methods finds all of its `Bounds` written."
+    monkeypatch.setitem(globals(), "LAYERS", 3)
+    monkeypatch.setattr(plan, "crossover_keys", lambda m: 50 if isinstance(m, Quest) else least)
+    cuda, own = served({"1": "topk", "2": "Quest(budget=0.3)"}, crossover="auto")
+    context, manager = own.compilation_config.static_forward_context, Manager()
+    builders = [cuda.SparseBuilder(fake_vllm.Spec(16, G, D, BF16), names, own, "cpu")
+                for names in zip(context)]
+    cuda.Graphs(manager, builders)
+    manager.capture(builders[0], [1])
+    def replayed(n):
+        requests = Requests([8, 8], 60, 16)
+        requests.done = [n - 1, 0]
+        common = requests.step({0: 1}, 0)[1]
+        for x in builders: x.build(0, common)
+        return manager.run_fullgraph(1), [int(b.ends[0]) for x in builders for b in x.bounds.values()]
+    assert replayed(30) == ("1 method", [30, 30]) and replayed(55) == ("1 method", [55, 55])
+    if least: assert replayed(19)[0] == "1 own"
 
 
 def test_keys_before_a_rotary_embedding_that_is_not_known(served):

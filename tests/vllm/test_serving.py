@@ -33,6 +33,7 @@ def config(given=None, block=128, **other):
     parts = dict(
         model=dict(runner_type="generate", use_mla=False, is_encoder_decoder=False, is_hybrid=False,
                    is_mm_prefix_lm=False, rswa_window=None, dtype=torch.bfloat16, max_model_len=1024,
+                   enable_sleep_mode=False,
                    get_total_num_hidden_layers=lambda: LAYERS, model_arch_config=SimpleNamespace(rswa_window=None),
                    model=str(pocket.path())),
         cache=dict(cache_dtype="auto", block_size=block), device=dict(device_type="cpu"),
@@ -193,6 +194,7 @@ def test_an_engine_that_was_not_tried_is_refused(change, said):
     (dict(attention__backend=SimpleNamespace(name="FLASHINFER")),
      "attention_backend must be auto, FLASH_ATTN or CUSTOM, got FLASHINFER"),
     (dict(parallel__worker_cls="my.Worker"), "worker_cls must be auto, got my.Worker"),
+    (dict(model__enable_sleep_mode=True), "enable_sleep_mode must be False, got True"),
     (dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER must be 1, or unset for a model that it is for, got 0"),
     (dict(decode="vattention"), f"{KERNELS} VAttention but for guarantee='denominator', bound='clt', "
      "predictor=HashAttention()"),
