@@ -16,7 +16,7 @@ from benchmarks.workers import filled_in
 BUDGETS = 1, 4, 16, 64, 256, 1024
 LENGTHS = {"gsm8k": 2048, "mmlu": 4096}  # tokens of a prompt with its reply, at most
 QUESTIONS = {"gsm8k": 1319, "mmlu": 1531}
-AT_ONCE = 220 # questions of a cell
+AT_ONCE = {"written": 220, "all": 44} # questions of a cell: prompts that draw take long
 BATCH = {"gsm8k": 220, "mmlu": 44} # prompts read together
 QUICK = { # in place of the data sets, which the quick form does without
     "gsm8k": dict(examples=[["1 + 1?", "1 + 1 = 2. So the answer is 2."]],
@@ -44,8 +44,8 @@ def methods() -> dict:
 def cells(quick: bool = False) -> list:
     "Those of the record, a batch of questions of both tasks before the next one; written replies to all queries last."
     if quick: return [Cell(part, "pocket", task, 1024, range(2)) for part in PARTS for task in LENGTHS]
-    of = lambda part, task: [Cell(part, "qwen", task, LENGTHS[task], range(a, min(a + AT_ONCE, QUESTIONS[task])))
-                             for a in range(0, QUESTIONS[task], AT_ONCE)]
+    of = lambda part, task: [Cell(part, "qwen", task, LENGTHS[task], range(a, min(a + AT_ONCE[part], QUESTIONS[task])))
+                             for a in range(0, QUESTIONS[task], AT_ONCE[part])]
     found = [x for part, task in (("written", "mmlu"), ("written", "gsm8k"), ("all", "mmlu")) for x in of(part, task)]
     return sorted(found, key=lambda cell: cell.seeds[0]) + of("all", "gsm8k")
 
