@@ -164,11 +164,13 @@ def tokens_part(path, load, prompts, lines, length, chunk):
               max_num_batched_tokens=chunk, max_num_seqs=3, block_size=ARGS.block, disable_log_stats=False,
               gpu_memory_utilization=0.1, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=True,
               compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 3]),
-              additional_config=dict(sparse_nb=dict(decode=mixed)))
+              additional_config=dict(sparse_nb=dict(decode=mixed, crossover=length)))
     started(llm, Path(path).name, began)
     model = load()
     def one(line, want, crossover=None):
-        made = llm.collective_rpc(switch, args=(line, [0], 16, layers, None, crossover))[0]
+        return told(f"{line}, crossover {crossover}" if crossover else line or "vLLM's own", want,
+                    **llm.collective_rpc(switch, args=(line, [0], 16, layers, None, crossover))[0])
+    def told(name, want, **made):
         began = time.time()
         llm.reset_prefix_cache()
         tokens, _ = generate(llm, prompts, NEW)
@@ -176,11 +178,12 @@ def tokens_part(path, load, prompts, lines, length, chunk):
         rows = [x for w in llm.collective_rpc("sparse_nb_stats") for x in w]
         stats = {x: rows[0][x] for x in ("queries", "density", "keys_scored", "values_read")} if rows else None
         again, cached = generate(llm, prompts, NEW)
-        name = f"{line}, crossover {crossover}" if crossover else line or "vLLM's own"
         say(what="tokens", method=name, **equal(tokens, want), seconds=round(took, 2), stats=stats,
             hits_equal=equal(again, tokens), cached=cached, tokens=tokens[0], **made)
         return tokens
-    dense = attempt("own tokens", lambda: one(None, expected(model, None, prompts)))
+    want = attempt("transformers' tokens", expected, model, None, prompts)
+    attempt("as started", told, "as started, all below the crossover", want)
+    dense = attempt("own tokens", one, None, want)
     for line in lines: attempt(line, lambda: one(line, expected(model, line, prompts)))
     least = sorted(map(len, prompts))[len(prompts) // 2] + NEW // 2  # one of the requests reaches it while it decodes
     for line in lines[:2]:
