@@ -4,6 +4,7 @@ import gc
 import io
 import multiprocessing
 import os
+import re
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
@@ -179,6 +180,24 @@ def forked_pytest(forked):
 def compiled_kernels(monkeypatch):
     "The small form of a benchmark asks for Triton's interpreter, for the rest of the process: a test's goes without."
     if not INTERPRETED: monkeypatch.setattr(recorder, "kernel_device", lambda: "cpu")
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch, request):
+    "The PTX of the kernels that a test compiles, all of whose threads must take the same branches."
+    found = []
+    if INTERPRETED or not request.node.get_closest_marker("kernels"): return (yield found)
+    import triton
+    from uniform import branches
+    compile = triton.compile
+    def kept(*arguments, **options):
+        made = compile(*arguments, **options)
+        found.append(made.asm["ptx"])
+        return made
+    monkeypatch.setattr(triton, "compile", kept)
+    yield found
+    apart = {re.search(r"\.entry (\w+)", ptx)[1]: branches(ptx) for ptx in found if branches(ptx)}
+    assert not apart, f"threads may take different branches: {apart}"
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparse_nb.kernels.common import (
-    LOG2E, PageTable, bits_set, cache_of, code_kernel, contiguous, device_limits, dot, head_of, in_keys, item_offset,
-    load_parts, page_of, part_weights, refusal, row_offset, running_softmax, share_in_units, starts_early, stream,
-    visible)
+    INTERPRETED, LOG2E, PageTable, bits_set, cache_of, code_kernel, contiguous, device_limits, dot, head_of, in_keys,
+    item_offset, load_parts, page_of, part_weights, refusal, row_offset, running_softmax, share_in_units, starts_early,
+    stream, visible)
 
 # %% ../../kernels/vattention.ipynb #d6d2cf67
 @triton.jit
@@ -461,6 +461,14 @@ def _of_both(spread, reach, size, other, far, norm, rest, eps, level_ptr, TRIES:
         need = tl.minimum(need, tl.min(tl.where((a == a) & (b == b), tl.maximum(a, b), float("inf")), 1))
     return need
 
+# %% ../../kernels/vattention.ipynb #314e1caf
+@triton.jit
+def _rounded(x, y):
+    "x y in float32, rounded before it is added to something, so that all lanes that add it find the same sum"
+    if INTERPRETED: xy = x * y
+    else: xy = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
+    return xy
+
 # %% ../../kernels/vattention.ipynb #314e1cb0
 @triton.jit
 def _budget(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, own2_ptr, longest_ptr, level_ptr,
@@ -483,7 +491,8 @@ def _budget(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, ow
     M = tl.max(m, 1)  # the unit is 2^M
     unit = tl.where(M == -float("inf"), 0., M)
     part = tl.exp2(m - unit[:, None])
-    e, e2, sure = e * part, e2 * part * part, tl.sum(l * part, 1)  # `sure`: kept keys and base sample
+    e, e2, l = _rounded(e, part), _rounded(e2 * part, part), _rounded(l, part)
+    sure = tl.sum(l, 1)  # kept keys and base sample
     e_1, e_all = tl.sum(tl.where(one[None, :], e, 0.), 1), tl.sum(e, 1)
     e2_1, e2_all = tl.sum(tl.where(one[None, :], e2, 0.), 1), tl.sum(e2, 1)
     n_1, drawn = tl.sum(tl.where(one, count, 0), 0).to(tl.float32), tl.sum(count, 0)
