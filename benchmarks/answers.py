@@ -54,6 +54,7 @@ CONTEXT = "_context"       # ends the names of methods of the role "context"
 TOGETHER = 6               # methods of a cell that are evaluated, and written, at once: what is stopped loses no more
 READ = "prompt", "blocks"  # roles of methods that read prompts
 TASKS = tuple(task for task in RULER if task != "ruler_qa_2")  # HotpotQA is not to be had from a package index
+GUESSED = {"qasper": 0.5, "mmlu": 0.25}  # share of the points that guessing has
 SMALL = {"pocket": (("kv", 2048), ("frequent_words", 2048), ("multikey", 4096), ("multivalue", 4096)),
          "smollm2": (("needle", 2048), ("multikey:keys=4", 1024), ("needle", 4096))} # what they can do
 
@@ -210,10 +211,18 @@ def shares_of_pairs(cell: Cell, methods: dict) -> dict:
             for name, x in found.items()}
 
 
+def needed(
+    task: str,    # whose points
+    least: float, # share of those beyond what guessing has; 0: any
+) -> float:       # mean score of exact attention with which a task counts: others test nothing
+    "Half-way between guessing and all for a `least` of 0.5."
+    guessed = GUESSED.get(task, 0)
+    return least and guessed + least * (1 - guessed)
+
 def gains(
     rows: list,          # of a record of `answers`
     model: str,          # its name there
-    least: float = 0.5,  # mean score of exact attention that a task must have to count: others test nothing
+    least: float = 0.5,  # as of `needed`
 ) -> pd.DataFrame:       # method, task, length, exact, own (1 for right, or a score): a row for each prompt
     "Answers of each method beside those of exact attention to the same prompts."
     flat = pd.DataFrame([(row["method"], row["task"], row["length"], row["seeds"][0] + i, x) for row in rows
@@ -221,7 +230,7 @@ def gains(
                         columns=["method", "task", "length", "seed", "own"])
     prompt = ["task", "length", "seed"]
     exact = flat[flat.method == "exact"].drop(columns="method").rename(columns=dict(own="exact"))
-    can = exact.groupby(prompt[:2]).exact.transform("mean") >= least
+    can = exact.groupby(prompt[:2]).exact.transform("mean") >= exact.task.map(lambda task: needed(task, least))
     return flat[flat.method != "exact"].merge(exact[can], on=prompt)
 
 def columns(
@@ -244,14 +253,15 @@ def columns(
 def scores(
     rows: list,         # of a record of `answers`
     model: str,         # its name there
-    least: float = 0.5, # as of `gains`
+    least: float = 0.5, # as of `needed`
 ) -> pd.DataFrame:      # task, tokens, prompts, score (mean, from 0 to 1), and "not counted" where it is under `least`
     "What exact attention scores on each task."
     own = [(row["task"], row["length"], x) for row in rows if (row["model"], row["method"]) == (model, "exact")
            for x in row["right"]]
     found = pd.DataFrame(own, columns=["task", "tokens", "score"]).groupby(["task", "tokens"], sort=False).score
     found = found.agg(["size", "mean"]).rename(columns=dict(size="prompts", mean="score")).reset_index()
-    return found.assign(note=["" if x >= least else "not counted" for x in found.score])
+    counts = found.score >= found.task.map(lambda task: needed(task, least))
+    return found.assign(note=["" if x else "not counted" for x in counts])
 
 def indexes(model: str) -> pd.DataFrame: # method -> index_bytes (of a key and head), index_share (of key and value)
     "What a decoding step reads of an index, at the size of the model's heads in bfloat16."

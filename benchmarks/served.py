@@ -7,7 +7,7 @@ OWN = "vLLM's own" # the method of rows where vLLM's attention decodes
 
 
 def steps(
-    part: str = "speed", # "speed": one GPU; "two_speed": two GPUs that share the heads
+    part: str = "speed", # "speed": one GPU; "two_speed": two GPUs that share the heads; "qwen_speed": a smaller model
 ) -> dict:               # (method, case) -> ms; a case is keys x sequences
     "What a step took with each method."
     rows = json.loads(FILE.read_text(encoding="utf-8"))["rows"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
+from benchmarks.answers import needed
 from sparse_nb.metrics import Interval, bootstrap_interval, paired_interval
 
 PRINTED = Path(__file__).parents[1] / "nbs" / "appendix" / "tables_of_the_papers.yml"
@@ -36,7 +37,7 @@ def outcomes(
     rows: list,       # of a record with `part`, `task`, `length`, `seeds`, `method` and `right`
     part: str,        # whose methods
     task: str = "",   # "": all
-    least: float = 0, # share of its points that exact attention must have for a task to count
+    least: float = 0, # as of `benchmarks.answers.needed`
 ) -> pd.DataFrame:    # index: task, length and seed; a column for each method: is it right, or a share of the answers
     """What each method of a part got right, prompt by prompt. Exact attention, which is the same in every part, is
     taken from another part where this one lacks it; without it no prompt counts."""
@@ -47,7 +48,8 @@ def outcomes(
     table = pd.Series([*found.values()], keys, dtype=float).unstack("method")
     if "exact" not in table: table["exact"] = math.nan
     table = table[table.drop(columns="exact").notna().any(axis=1)]
-    return table[table.exact.groupby(["task", "length"]).transform("mean") >= least]
+    tasks = table.index.get_level_values("task")
+    return table[table.exact.groupby(["task", "length"]).transform("mean") >= [needed(x, least) for x in tasks]]
 
 def gap(
     table: pd.DataFrame,    # of `outcomes`

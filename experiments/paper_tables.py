@@ -25,7 +25,7 @@ from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.text import speeches, text_bits, windows
 from sparse_nb.vattention import VAttention
-from benchmarks.answers import loaded, methods_of
+from benchmarks.answers import first_prompt, gains, loaded, methods_of
 from benchmarks.workers import filled_in
 from experiments.real_model import Cell, of_cell, row_of
 
@@ -38,6 +38,7 @@ TASKS = {"saap": ("ruler_niah_single_2", "ruler_niah_multikey_1", "ruler_niah_mu
          "sketch_walk": ("qasper", "ruler_qa_1", "ruler_niah_multikey_1", "ruler_vt"), "delta": HARD, "density": HARD}
 LENGTHS = {"sketch_walk": 16384}
 QUESTIONS, SIZES = ("ruler_qa_1", "qasper"), (4096, 8192, 16384, 32768) # about documents, and tokens of a prompt
+FEWER = {("qasper", 4096): 10}            # prompts, not 20: there are 14 questions about a paper of so few tokens
 GROUPS = "density", "density listening", "density sampled"  # cells of one part, by how long their methods take
 
 
@@ -95,12 +96,14 @@ def cells(quick: bool = False) -> list:
     fives = [range(a, a + AT_ONCE) for a in range(0, 30, AT_ONCE)]
     texts_of = [Cell("long_ppl", "qwen", "text", LENGTH, range(a, a + 2)) for a in range(0, WINDOWS, 2)]
     few = [Cell(part, "qwen", task, LENGTH, range(WATCHED)) for part in ("reads", "bases") for task in HARD]
-    about = [Cell("qa", "qwen", task, n, seeds) for seeds in fives[:4] for task in QUESTIONS for n in SIZES]
+    about = [Cell("qa", "qwen", task, n, seeds) for seeds in fives[:4] for task in QUESTIONS for n in SIZES
+             if seeds.stop <= FEWER.get((task, n), 20)]
     return [x for part in TASKS for x in of(part, fives[0])] + texts_of + few + about + [
         x for seeds in fives[1:] for part in TASKS for x in of(part, seeds)]
 
 def evaluate(cell: Cell) -> list:
-    "A row for each method: what it got right; of the part \"reads\" what it read; of texts the bits."
+    """A row for each method: what it got right; of the part "qa" also the tokens of the prompts; of "reads" what it
+    read; of texts the bits."""
     if cell.part == "long_ppl": return _bits(cell)
     if cell.part == "reads":
         every = [*densities().values(), budgets()]
@@ -109,9 +112,14 @@ def evaluate(cell: Cell) -> list:
     if cell.part == "sketch_walk": return _prompts_and_steps(cell, own)
     if cell.part in ("delta", "bases", "qa"):
         read = {name: x for name, x in own.items() if cell.part != "qa" or name in methods_of("prompt")}
-        return [row for name, method in read.items() for row in _asked(cell, {name: None}, prefill=method)] + (
+        rows = [row for name, method in read.items() for row in _asked(cell, {name: None}, prefill=method)] + (
             _asked(cell, {"exact": None} | {name: x for name, x in own.items() if name not in read}))
+        return [row | tokens_of(cell) for row in rows] if cell.part == "qa" else rows
     return _asked(cell, own if cell.part in GROUPS[1:] else {"exact": None} | own)
+
+def tokens_of(cell: Cell) -> dict:
+    "Tokens of the prompts of a cell: papers are asked about as they are, and may have far fewer than `length`."
+    return dict(tokens=[len(first_prompt(cell.model, cell.task, cell.length, seed)) for seed in cell.seeds])
 
 def _prompts_and_steps(cell, own):
     "Rows of methods that read prompts, decode, or do both"
@@ -172,25 +180,22 @@ def _bits(cell):
 
 
 def joined(rows: list) -> list:
-    "Rows of a record, those of a group of a part under the part's name."
-    return [row | dict(part=row["part"].split()[0]) for row in rows]
+    "Rows of a record, those of a group of a part under the part's name, and of prompts that all its groups were given."
+    prompts = lambda row: (row["model"], row["task"], row["length"], *row["seeds"])
+    of = {group: {prompts(row) for row in rows if row["part"] == group} for group in GROUPS}
+    given = set.intersection(*of.values())
+    return [row | dict(part=row["part"].split()[0]) for row in rows if row["part"] not in of or prompts(row) in given]
 
 def table_of(rows: list, part: str, least: float = 0.5) -> pd.DataFrame:
     """Of each method of a part: prompts, right answers of exact attention and its own, points lost with a paired 95 %
-    interval, over the tasks on which exact attention has at least the share `least` of the points, and the share of
-    keys read with the error, of the part "reads"."""
-    prompt = ["task", "length", "seed"]
-    flat = pd.DataFrame([(row["method"], row["task"], row["length"], row["seeds"][0] + i, x) for row in rows
-                         if row["part"] == part for i, x in enumerate(row["right"])],
-                        columns=["method", *prompt, "own"])
-    exact = flat[flat.method == "exact"].drop(columns="method").rename(columns=dict(own="exact"))
-    can = exact[exact.groupby(prompt[:2]).exact.transform("mean") >= least]
-    found = {}
-    for method, own in flat[flat.method != "exact"].merge(can, on=prompt).groupby("method", sort=False):
-        low, lost, high = (100 * x for x in paired_interval((own.exact - own.own).astype(float)))
+    interval, over the tasks that count (`benchmarks.answers.needed`), and the share of keys read with the error, of the
+    part "reads"."""
+    found, own = {}, [row for row in rows if row["part"] == part]
+    for method, given in gains(own, own[0]["model"], least).groupby("method", sort=False) if own else ():
+        low, lost, high = (100 * x for x in paired_interval((given.exact - given.own).astype(float)))
         counted = pd.DataFrame([row for row in rows if (row["part"], row["method"]) == ("reads", method)])
         counted = counted.reindex(columns=["density", "error"]).mean()
-        found[method] = dict(prompts=len(own), exact=own.exact.sum(), right=own.own.sum(), lost=lost, low=low,
+        found[method] = dict(prompts=len(given), exact=given.exact.sum(), right=given.own.sum(), lost=lost, low=low,
                              high=high, **counted)
     return pd.DataFrame(found).T
 

@@ -39,6 +39,14 @@ def test_only_what_exact_attention_can_do_counts():
     assert columns(ROWS, "m").loc["b"].lost == pytest.approx(75)  # of the four prompts that it was asked
 
 
+def test_a_task_of_two_choices_counts_half_way_from_guessing():
+    rows = lambda *right: [row(method, "qasper", right) for method in ("exact", "a")]
+    assert answers.gains(rows(1, 1, 0, 0), "m").empty  # as one who says yes to all
+    assert len(answers.gains(rows(1, 1, 1, 0), "m")) == 4
+    assert len(answers.gains(rows(1, 0, 0, 0), "m", least=0)) == 4
+    assert answers.scores(rows(1, 1, 0, 0), "m").note.tolist() == ["not counted"]
+
+
 def test_every_prompt_is_asked_once_of_each_role():
     every = cells(["qwen", "pocket"])
     for role in ROLES:

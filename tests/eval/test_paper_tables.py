@@ -11,7 +11,8 @@ def test_cells_hold_each_prompt_once():
     found = Counter((x.part, x.task, x.length, seed) for x in room.cells() for seed in x.seeds)
     assert {*found.values()} == {1}
     count, qa = Counter(key[:2] for key in found), Counter(key[1:3] for key in found if key[0] == "qa")
-    assert qa == {(task, n): 20 for task in ("ruler_qa_1", "qasper") for n in (4096, 8192, 16384, 32768)}
+    assert qa == {(task, n): 20 for task in ("ruler_qa_1", "qasper") for n in (4096, 8192, 16384, 32768)} | {
+        ("qasper", 4096): 10}
     assert all(count[part, task] == 30 for part, tasks in room.TASKS.items() for task in tasks)
     assert count["long_ppl", "text"] == room.WINDOWS
     assert {key[0] for key in found} == {"reads", *room.methods()}
@@ -51,6 +52,13 @@ def test_a_text_says_what_methods_cost_where_context_matters(monkeypatch):
     assert [row["name"] for row in rows[::len(rows) // 2]] == ["a", "c"]  # what is too short is left out
     assert {row["method"] for row in rows} == {"exact", *room.corrected()}
     assert all(row["tokens"] == 255 and row["bits"] > 0 and 0 <= row["long_tokens"] <= 255 for row in rows)
+
+
+def test_groups_of_a_part_are_joined_where_all_have_a_prompt():
+    rows = [dict(part=part, model="m", task="a", length=64, seeds=seeds, method=part, right=[1])
+            for part, seeds in ((room.GROUPS[0], [0, 5]), (room.GROUPS[1], [0, 5]), (room.GROUPS[2], [0, 5]),
+                                (room.GROUPS[1], [5, 10]), ("saap", [5, 10]))]
+    assert [(row["part"], row["seeds"]) for row in room.joined(rows)] == 3 * [("density", [0, 5])] + [("saap", [5, 10])]
 
 
 def test_the_table_pairs_prompts_and_leaves_out_what_exact_attention_cannot():
