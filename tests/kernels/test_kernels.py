@@ -906,7 +906,8 @@ if not INTERPRETED:
         own = dict(code=dict(M=64), scores=dict(G=8, unit_ptr=None), box=dict(BN=8)).get(name, {})
         known = dict(D=128, BD=128, BR=16, PDL=True, start_ptr=None, len_ptr=None, BM=64, BZ=32, LR=4, LP=4, BN=64, R=4,
                      SUB=8, KEEP=False, STAGES=2, count_ptr=None, U=16, C=32, SUM=True, W=128, STEPS=7, BW=8,
-                     SIGMAS=3.5, NEAR=4, SHARE=True, EACH=1, RP=4, PLANES=2, WORDS=4, BS=1024) | own
+                     SIGMAS=3.5, NEAR=4, SHARE=True, EACH=1, RP=4, PLANES=2, WORDS=4, BS=1024, table_ptr=None,
+                     t_b=None, PAGE=0) | own
         known = {x: y for x, y in known.items() if x in kernel_.arg_names and x not in known_before}
         integers = {"i32": ("code", "zero", "arrived", "ask", "row", "mark"),
                     "i64": ("index", "at", "begin", "len", "fit")}
