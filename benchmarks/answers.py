@@ -216,7 +216,7 @@ def needed(
     least: float, # share of those beyond what guessing has; 0: any
 ) -> float:       # mean score of exact attention with which a task counts: others test nothing
     "Half-way between guessing and all for a `least` of 0.5."
-    guessed = GUESSED.get(task, 0)
+    guessed = GUESSED.get(task.partition(":")[0], 0)
     return least and guessed + least * (1 - guessed)
 
 def gains(
@@ -238,8 +238,7 @@ def columns(
     model: str,         # its name there
 ) -> pd.DataFrame:      # a row for each method
     """Share of keys (of pairs, for prompts) and of bytes read, error of outputs, and right answers lost against exact
-    attention, points, with a paired interval of 95 %; over the tasks on which exact attention has at least half of
-    the points."""
+    attention, points, with a paired interval of 95 %; over the tasks that count (`needed`)."""
     found = {}
     for method, own in gains(rows, model).groupby("method", sort=False):
         low, lost, high = (100 * x for x in paired_interval((own.exact - own.own).astype(float)))

@@ -183,7 +183,7 @@ def joined(rows: list) -> list:
     "Rows of a record, those of a group of a part under the part's name, and of prompts that all its groups were given."
     prompts = lambda row: (row["model"], row["task"], row["length"], *row["seeds"])
     of = {group: {prompts(row) for row in rows if row["part"] == group} for group in GROUPS}
-    given = set.intersection(*of.values())
+    given = set.intersection(*filter(None, of.values())) if any(of.values()) else ()
     return [row | dict(part=row["part"].split()[0]) for row in rows if row["part"] not in of or prompts(row) in given]
 
 def table_of(rows: list, part: str, least: float = 0.5) -> pd.DataFrame:

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 CHAPTERS = {"nbs/04_santa.ipynb", "nbs/06_vattention.ipynb", "nbs/10_delta.ipynb", "nbs/08_saap.ipynb",
             "nbs/11_sketch_walk.ipynb"}
 PAGES = re.compile(r"nbs/|kernels/|tools/|tests/(book|browser)|_quarto|pyproject|constraints|\w+\.(md|qmd)")
-COMPILED = re.compile(r"kernels/|sparse_nb/(kernels|core)/|tests/(kernels|interpreter|conftest|inputs)")  # by Triton
+# by Triton
+COMPILED = re.compile(r"kernels/|sparse_nb/(kernels|core)/|tests/(kernels|interpreter|conftest|inputs|uniform)")
 
 
 def git(*arguments, root=ROOT):

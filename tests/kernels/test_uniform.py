@@ -71,7 +71,7 @@ PTX = """
 
 @pytest.mark.parametrize("sum, more, last, found", [
     ("fma.rn.f32 %r5, %r1, %r2, %r4;", "", "%r7", ["%p1"]),
-    ("add.f32 %r5, %r3, %r4;", "", "%r7", ["%p1"]),  # the assembler makes the same of it
+    ("add.f32 %r5, %r3, %r4;", "", "%r7", ["%p1"]),  # the assembler may make the same of it
     ("add.rn.f32 %r5, %r1, %r2;", "", "%r7", []),
     ("max.f32 %r5, %r1, %r2;", "", "%r7", []),
     ("fma.rn.f32 %r5, %r1, %r2, %r4;", "shfl.sync.bfly.b32 %r8, %r7, 2, 31, -1;\n max.f32 %r9, %r7, %r8;", "%r9", []),
@@ -81,3 +81,34 @@ PTX = """
     ("fma.rn.f32 %r5, %r1, %r2, %r4;", "setp.gt.f32 %p2, %r7, %r1;\n selp.b32 %r9, 1, 2, %p2;", "%r9", ["%p1"])])
 def test_what_lanes_may_disagree_about(sum, more, last, found):
     assert branches(PTX.format(sum=sum, more=more, last=last)) == found
+
+
+SUM = """
+    mul.f32 %r3, %r1, %r2;
+    shfl.sync.bfly.b32 %r4, %r3, 2, 31, -1;
+    fma.rn.f32 %r5, %r1, %r2, %r4;
+    shfl.sync.bfly.b32 %r6, %r5, 2, 31, -1;
+"""
+
+
+@pytest.mark.parametrize("code", [
+    SUM + "mad.wide.s32 %rd2, %r5, 4, %rd1;\n ld.global.b32 %r7, [%rd2];\n setp.gt.s32 %p1, %r7, 0;\n @%p1 bra $L;",
+    SUM + "setp.gt.f32 %p2, %r5, 0f00000000;\n @%p2 ld.global.b32 { %r7 }, [ %rd1 + 0 ];\n"
+          "setp.gt.s32 %p1, %r7, 0;\n @%p1 bra $L;",
+    SUM + "sub.f32 %r7, %r5, %r6;\n setp.gt.f32 %p1, %r7, 0f00000000;\n @%p1 bra $L;",
+    SUM + "setp.lt.f32 %p1, %r5, %r6;\n @%p1 bra $L;",
+    SUM + "selp.f32 %r7, %r5, %r6, %p7;\n setp.gt.f32 %p1, %r7, 0f00000000;\n @!%p1 ret;",
+    SUM + "shfl.sync.down.b32 %r7, %r5, 1, 31, -1;\n shfl.sync.bfly.b32 %r8, %r7, 0x2, 31, -1;\n"
+          "max.f32 %r9, %r7, %r8;\n setp.gt.f32 %p2|%p1, %r9, 0f00000000;\n @%p1 bra $L;",
+    "mul.f64 %fd3, %fd1, %fd2;\n mov.b64 {%r1, %r2}, %fd3;\n shfl.sync.bfly.b32 %r4, %r1, 1, 31, -1;\n"
+    "shfl.sync.bfly.b32 %r5, %r2, 1, 31, -1;\n mov.b64 %fd4, {%r4, %r5};\n add.f64 %fd5, %fd3, %fd4;\n"
+    "setp.gt.f64 %p1, %fd5, 0d0000000000000000;\n @%p1 bra $L;",
+    "mul.f16 %h3, %h1, %h2;\n cvt.u32.u16 %r3, %h3;\n shfl.sync.bfly.b32 %r4, %r3, 1, 31, -1;\n"
+    "cvt.u16.u32 %h4, %r4;\n fma.rn.f16 %h5, %h1, %h2, %h4;\n setp.gt.f16 %p1, %h5, %h9;\n @%p1 bra $L;"])
+def test_no_way_to_a_branch_is_missed(code):
+    assert branches(code) == ["%p1"]
+
+
+def test_what_a_warp_agrees_on_is_one_number():
+    agreed = "setp.gt.f32 %p2, %r5, 0f00000000;\n vote.sync.any.pred %p1, %p2, -1;\n @%p1 bra $L;"
+    assert branches(SUM + agreed) == [] and branches(SUM + agreed.replace("@%p1", "@%p2")) == ["%p2"]
