@@ -805,7 +805,7 @@ def test_collisions_by_other_rules_have_no_kernels():
 def test_one_graph_of_collisions(monkeypatch):
     (q, k, _), method = problem(1, 2, 2, 70, 64, FP32), MagicPIG(3, 8, 2, 9)
     monkeypatch.setattr(selection, "has_kernels", lambda q: True)
-    for module in ("index", "predictor"):
+    for module in ("index", "key_scorer"):
         monkeypatch.setattr(f"sparse_nb.core.{module}.on_cpu_eagerly", lambda x: False)
     state, stop = method.build(k[:, :, :50]), torch.tensor([60], device=DEVICE)
     state.to_static(70)
@@ -868,7 +868,7 @@ def one_step(name, shared, k, shown, known, setting):
 def test_a_step_is_its_kernels_and_nothing_else(name, shared, dtype, monkeypatch):
     "One launch for the row of the new key, and then those that choose and attend; no operation of PyTorch."
     q, k, _ = problem(2, 2, 2, 64, 16, dtype)
-    for module in ("checks", "selection", "index", "predictor"):
+    for module in ("checks", "selection", "index", "key_scorer"):
         monkeypatch.setattr(f"sparse_nb.core.{module}.on_cpu_eagerly", lambda x: False)
     with served_by(True, q, k) as patch:
         step, want = one_step(name, shared, k, torch.arange(64) >= torch.tensor([[0], [5]]), 40, 1)
