@@ -234,17 +234,18 @@ def gains(
     return flat[flat.method != "exact"].merge(exact[can], on=prompt)
 
 def columns(
-    rows: list,         # of a record of `answers`
-    model: str,         # its name there
-) -> pd.DataFrame:      # a row for each method
+    rows: list,          # of a record of `answers`
+    model: str,          # its name there
+    watched=None,        # rows that say what was read; None: the same
+) -> pd.DataFrame:       # a row for each method
     """Share of keys (of pairs, for prompts) and of bytes read, error of outputs, and right answers lost against exact
     attention, points, with a paired interval of 95 %; over the tasks that count (`needed`)."""
-    found = {}
+    found, watched = {}, rows if watched is None else watched
     for method, own in gains(rows, model).groupby("method", sort=False):
         low, lost, high = (100 * x for x in paired_interval((own.exact - own.own).astype(float)))
-        watched = pd.DataFrame([row for row in rows if (row["model"], row["method"]) == (model, method)
-                                and "density" in row]).reindex(columns=["density", "bytes", "error"])
-        found[method] = dict(watched.mean(), prompts=len(own), exact=own.exact.sum(), right=own.own.sum(), lost=lost,
+        read = pd.DataFrame([row for row in watched if (row["model"], row["method"]) == (model, method)
+                             and "density" in row]).reindex(columns=["density", "bytes", "error"])
+        found[method] = dict(read.mean(), prompts=len(own), exact=own.exact.sum(), right=own.own.sum(), lost=lost,
                              low=low, high=high)
     if not found: return pd.DataFrame(columns=["density", "bytes", "error", "prompts", "exact", "right", "lost"])
     return pd.DataFrame(found).T.astype(dict(prompts=int))

@@ -18,14 +18,13 @@ from sparse_nb.corpus import licence, texts
 from sparse_nb.delta import Delta
 from sparse_nb.evaluate import accuracy
 from sparse_nb.grid import task_of
-from sparse_nb.metrics import paired_interval
 from sparse_nb.methods.hip import HiP
 from sparse_nb.methods.vertical_slash import VerticalSlash
 from sparse_nb.saap import Saap
 from sparse_nb.sketch_walk import SketchWalk
 from sparse_nb.text import speeches, text_bits, windows
 from sparse_nb.vattention import VAttention
-from benchmarks.answers import first_prompt, gains, loaded, methods_of
+from benchmarks.answers import columns, first_prompt, loaded, methods_of
 from benchmarks.workers import filled_in
 from experiments.real_model import Cell, of_cell, row_of
 
@@ -186,18 +185,10 @@ def joined(rows: list) -> list:
     given = set.intersection(*filter(None, of.values())) if any(of.values()) else ()
     return [row | dict(part=row["part"].split()[0]) for row in rows if row["part"] not in of or prompts(row) in given]
 
-def table_of(rows: list, part: str, least: float = 0.5) -> pd.DataFrame:
-    """Of each method of a part: prompts, right answers of exact attention and its own, points lost with a paired 95 %
-    interval, over the tasks that count (`benchmarks.answers.needed`), and the share of keys read with the error, of the
-    part "reads"."""
-    found, own = {}, [row for row in rows if row["part"] == part]
-    for method, given in gains(own, own[0]["model"], least).groupby("method", sort=False) if own else ():
-        low, lost, high = (100 * x for x in paired_interval((given.exact - given.own).astype(float)))
-        counted = pd.DataFrame([row for row in rows if (row["part"], row["method"]) == ("reads", method)])
-        counted = counted.reindex(columns=["density", "error"]).mean()
-        found[method] = dict(prompts=len(given), exact=given.exact.sum(), right=given.own.sum(), lost=lost, low=low,
-                             high=high, **counted)
-    return pd.DataFrame(found).T
+def table_of(rows: list, part: str) -> pd.DataFrame:
+    "`benchmarks.answers.columns` of a part, with what the part \"reads\" says that a method reads."
+    own = [row for row in rows if row["part"] == part]
+    return columns(own, own[0]["model"], [row for row in rows if row["part"] == "reads"]) if own else pd.DataFrame()
 
 def paper_tables(recorder) -> dict:
     "Evaluate every cell that the file lacks, and write it after each."

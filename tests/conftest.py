@@ -196,7 +196,7 @@ def compiled(monkeypatch, request):
         return made
     monkeypatch.setattr(triton, "compile", kept)
     yield found
-    apart = {re.search(r"\.entry (\w+)", ptx)[1]: branches(ptx) for ptx in found if branches(ptx)}
+    apart = {re.search(r"\.entry (\w+)", ptx)[1]: those for ptx in found if (those := branches(ptx))}
     assert not apart, f"threads may take different branches: {apart}"
 
 

@@ -19,6 +19,8 @@ TARGET = re.compile(r"\s*(\{[^}]*\}|%\w+(?:\|%\w+)?)\s*,?")
 SYMMETRIC = "add", "mul", "min", "max", "and", "or", "xor"  # of two numbers, in whichever order
 SILENT = "st", "red", "bar", "cp", "fence", "membar"        # write no register
 LEAVE = "bra", "brx", "ret", "exit"
+PRODUCT = re.compile(r"mul\.(?!rn).*\bb?f(16|32|64)")
+FUSED = re.compile(r"(fma|mad)\..*\bb?f(16|32|64)")          # of whole numbers it does not round
 
 
 def instructions(ptx: str) -> list: # (predicate or None, operation, registers that are written, those it reads)
@@ -47,8 +49,7 @@ def branches(ptx: str) -> list: # the predicates of branches that lanes may take
     for lane in re.finditer(r"shfl\.sync\.bfly\.b32\s+(%\w+)(?:\|%\w+)?,\s*(%\w+),\s*(\w+),", ptx):
         if not lane[3].startswith("%"): pairs[lane[1]] = own_of(lane[2]), int(lane[3], 0)
     pairs.update((x, pairs[y]) for x, y in same.items() if y in pairs)
-    products = {own_of(x) for _, operation, to, _ in code for x in to
-                if re.match(r"mul\.(?!rn).*\bb?f(16|32|64)", operation)}
+    products = {own_of(x) for _, operation, to, _ in code for x in to if PRODUCT.match(operation)}
     differs, before = {}, None
     while before != differs:  # what a loop writes is read before, too
         before = dict(differs)
@@ -56,14 +57,11 @@ def branches(ptx: str) -> list: # the predicates of branches that lanes may take
             if not to: continue
             name, own = operation.split(".")[0], frozenset().union(*(differs.get(x, ()) for x in (*given, predicate)))
             pair = next((x for x in given if x in pairs), None)
+            of, bit = pairs.get(pair, (None, None))
             if name in ("redux", "vote", "match"): own = frozenset()
             elif name == "shfl" and "bfly" not in operation and own: own = BITS
-            elif pair is not None and name in ("fma", "add", "sub", "mad"):
-                of, bit = pairs[pair]
-                if name in ("fma", "mad") or of in products: own |= {bit}
-                elif name == "add" and {own_of(x) for x in given if x != pair} == {of}: own -= {bit}
-            elif pair is not None and name in SYMMETRIC and {own_of(x) for x in given if x != pair} == {pairs[pair][0]}:
-                own -= {pairs[pair][1]}  # both lanes of a pair find the same
+            elif pair and (FUSED.match(operation) or name in ("add", "sub") and of in products): own |= {bit}
+            elif pair and name in SYMMETRIC and {own_of(x) for x in given if x != pair} == {of}: own -= {bit}
             for x in to:
                 if not own <= differs.get(x, frozenset()): differs[x] = differs.get(x, frozenset()) | own
     return [predicate for predicate, operation, *_ in code

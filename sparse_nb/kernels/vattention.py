@@ -465,9 +465,8 @@ def _of_both(spread, reach, size, other, far, norm, rest, eps, level_ptr, TRIES:
 @triton.jit
 def _rounded(x, y):
     "x y in float32, rounded before it is added to something, so that all lanes that add it find the same sum"
-    if INTERPRETED: xy = x * y
-    else: xy = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
-    return xy
+    if INTERPRETED: return x * y
+    else: return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
 
 # %% ../../kernels/vattention.ipynb #314e1cb0
 @triton.jit
@@ -491,8 +490,7 @@ def _budget(m_ptr, l_ptr, most_ptr, e_ptr, e2_ptr, o_ptr, count_ptr, own_ptr, ow
     M = tl.max(m, 1)  # the unit is 2^M
     unit = tl.where(M == -float("inf"), 0., M)
     part = tl.exp2(m - unit[:, None])
-    e, e2, l = _rounded(e, part), _rounded(e2 * part, part), _rounded(l, part)
-    sure = tl.sum(l, 1)  # kept keys and base sample
+    e, e2, sure = _rounded(e, part), _rounded(e2 * part, part), tl.sum(_rounded(l, part), 1)  # sure: kept + base sample
     e_1, e_all = tl.sum(tl.where(one[None, :], e, 0.), 1), tl.sum(e, 1)
     e2_1, e2_all = tl.sum(tl.where(one[None, :], e2, 0.), 1), tl.sum(e2, 1)
     n_1, drawn = tl.sum(tl.where(one, count, 0), 0).to(tl.float32), tl.sum(count, 0)

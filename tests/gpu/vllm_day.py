@@ -3,7 +3,7 @@
     python tests/gpu/vllm_day.py pocket FILE [--budget 180]   tokens of the pocket model against those of `sparsify`
     python tests/gpu/vllm_day.py qwen FILE [--budget 240]     the same of Qwen2.5-Coder-1.5B, which was fetched
     python tests/gpu/vllm_day.py speed FILE [--budget 350]    ms per token of an 8B shape, dummy weights, beside vLLM's
-    python tests/gpu/vllm_day.py qwen_speed FILE                 the same of Qwen2.5-Coder's shape, with 32,768 keys
+    python tests/gpu/vllm_day.py qwen_speed FILE [--budget 300]  the same of Qwen2.5-Coder's shape, with 32,768 keys
     python tests/gpu/vllm_day.py whole FILE [--budget 110]    the first part with prompts that a method reads whole
     python tests/gpu/vllm_day.py prompt FILE [--budget 260]   seconds to the first token of such, beside vLLM's
     python tests/gpu/vllm_day.py two FILE [--budget 330]      the first part on two GPUs that share the heads

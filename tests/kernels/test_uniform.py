@@ -1,5 +1,5 @@
-"""All threads of a program take the same branches, in every kernel that tests compile (`uniform`, a fixture of all
-tests)."""
+"""All threads of a program take the same branches in every kernel that a test marked `kernels` compiles: the fixture
+`compiled` of all tests looks, and these try what it looks with."""
 import pytest
 import torch
 import triton
@@ -74,6 +74,7 @@ PTX = """
     ("add.f32 %r5, %r3, %r4;", "", "%r7", ["%p1"]),  # the assembler may make the same of it
     ("add.rn.f32 %r5, %r1, %r2;", "", "%r7", []),
     ("max.f32 %r5, %r1, %r2;", "", "%r7", []),
+    ("mad.lo.s32 %r5, %r1, %r2, %r4;", "", "%r7", []),  # of whole numbers
     ("fma.rn.f32 %r5, %r1, %r2, %r4;", "shfl.sync.bfly.b32 %r8, %r7, 2, 31, -1;\n max.f32 %r9, %r7, %r8;", "%r9", []),
     ("fma.rn.f32 %r5, %r1, %r2, %r4;", "shfl.sync.bfly.b32 %r8, %r7, 4, 31, -1;\n max.f32 %r9, %r7, %r8;", "%r9",
      ["%p1"]),
